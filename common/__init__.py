@@ -1,0 +1,1 @@
+"""What every Baton program shares; the engine itself is in common.engine."""

@@ -1,0 +1,143 @@
+"""Everything that can be configured, as typed records. How they are read: common/cli/settings.py.
+
+A class of the system takes the record of its own concern, never the whole.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CacheConfig(Record):
+    """KV pages on the device and in host memory."""
+
+    page_size: int = Field(16, description="tokens per KV page, a power of two of at least 16")
+    num_pages: Positive | None = Field(None, description="pages in the pool; default: by memory")
+    memory_fraction: float = Field(
+        0.85, gt=0, lt=1, description="of the memory left after the weights (CPU: 1 GiB at most)"
+    )
+    host_pages: int = Field(
+        -1, ge=-1, description="host pages for retracted requests; -1: as many as the pool"
+    )
+    prefix_cache: bool = Field(True, description="keep the KV of finished requests for reuse")
+
+    @field_validator("page_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value < 16 or value & (value - 1):
+            raise ValueError("must be a power of two of at least 16")
+        return value
+
+
+class SchedulerConfig(Record):
+    """How batches are built."""
+
+    max_running: Positive = Field(256, description="requests in the running batch, and slots")
+    max_waiting: Positive = Field(1024, description="requests queued before Overloaded")
+    chunk_tokens: int = Field(
+        0, ge=-1, description="prompt tokens per forward; -1: never cut, 0: 2048, less on a CPU"
+    )
+    max_prefill_tokens: Positive = Field(
+        16384, description="prompt tokens per forward over all requests"
+    )
+    policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "random"] = Field(
+        "fcfs", description="order of the waiting queue"
+    )
+    overlap: bool = Field(True, description="process step N while the device runs step N+1")
+    overlap_prefills: bool = Field(
+        True, description="overlap two prefills in a row; off favours the first one's TTFT"
+    )
+    mixed_chunk: bool = Field(False, description="decode rows ride in a prefill chunk's forward")
+    new_token_ratio: float = Field(
+        0.7, gt=0, le=1, description="share of a request's remaining tokens reserved at first"
+    )
+    min_new_token_ratio: float = Field(0.098, gt=0, le=1, description="where its decay ends")
+    new_token_ratio_steps: Positive = Field(600, description="decode steps that decay takes")
+    watchdog_s: Seconds = Field(
+        300.0, description="longest time without a step before it is reported"
+    )
+
+
+class EngineConfig(Record):
+    """The model and the device it runs on."""
+
+    model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
+    device: str = Field("auto", description="auto | cpu | cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 on CUDA, float32 on CPU"
+    )
+    context_length: Positive | None = Field(None, description="default: the model's")
+    threads: Positive = Field(1, description="torch threads of the engine on a CPU")
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class TransferConfig(Record):
+    """Pairing and hand-offs."""
+
+    path: Literal["auto", "nixl", "tcp"] = Field(
+        "auto", description="data path; auto: nixl where a one-sided path is proved, else tcp"
+    )
+    data_host: str = Field("127.0.0.1", description="address that the tcp backend binds and tells")
+    heartbeat_s: Seconds = 1.0
+    missed_beats: Positive = Field(5, description="beats missed until a stream is ended")
+    progress_s: Seconds = Field(10.0, description="longest wait for a chunk, from admission on")
+    released_s: Seconds = Field(2.0, description="longest wait for the answer to Done")
+    read_s: Seconds = Field(5.0, description="longest read, before its bytes are counted")
+    min_gib_per_s: float = Field(0.0, ge=0, description="a link slower than this is refused")
+
+
+class FrontConfig(Record):
+    """Where a program listens."""
+
+    host: str = "127.0.0.1"
+    port: Port
+    metrics_port: Port | None = Field(None, description="Prometheus metrics; default: none")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    drain_s: Seconds = Field(45.0, description="longest wait for running requests at SIGTERM")
+
+
+class NodeConfig(Record):
+    """One prefill or decode node."""
+
+    front: FrontConfig
+    engine: EngineConfig
+    transfer: TransferConfig = TransferConfig()
+
+
+class PrefillConfig(NodeConfig):
+    front: FrontConfig = FrontConfig(port=50100)
+
+
+class DecodeConfig(NodeConfig):
+    front: FrontConfig = FrontConfig(port=50200)
+    mode: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated", description="colocated: prefill here, no prefill nodes"
+    )
+    local_prefill_tokens: int = Field(
+        0, ge=0, description="prompts with at most so many uncached tokens are prefilled here"
+    )
+    retries: int = Field(2, ge=0, description="further prefill nodes tried before prefilling here")
+    max_granted_pages: Positive | None = Field(
+        None, description="pages in hand-offs granted but not ready; default: half the pool"
+    )
+
+
+class RouterConfig(Record):
+    """The router. It loads the tokenizer and the chat template of `model`, never its weights."""
+
+    front: FrontConfig = FrontConfig(port=50050)
+    model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
+    prefill: tuple[str, ...] = Field((), description="addresses of prefill nodes")
+    decode: tuple[str, ...] = Field((), description="addresses of decode nodes")
+    policy: Literal["round-robin"] = "round-robin"
+    max_requests: Positive = Field(1024, description="live requests before RESOURCE_EXHAUSTED")
+    budget_s: Seconds = Field(600.0, description="total time a request may take")

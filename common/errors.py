@@ -1,0 +1,69 @@
+"""Every error that Baton reports to someone else.
+
+ServingError                      status sent to the peer
+├── InvalidRequest                INVALID_ARGUMENT     the caller's fault, never retried
+├── NotIdle                       FAILED_PRECONDITION
+├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
+├── RequestAborted                CANCELLED
+├── DeadlineExceeded              DEADLINE_EXCEEDED
+├── NodeUnavailable               UNAVAILABLE          retry on another node
+├── TransferError                 UNAVAILABLE          retry the attempt
+│   ├── LayoutMismatch            FAILED_PRECONDITION  misconfigured pair, never retried
+│   └── ProtocolViolation         FAILED_PRECONDITION  ends the pair stream
+├── ConfigError                   FAILED_PRECONDITION  one line and exit code 2
+└── EngineFault                   UNAVAILABLE          the node fails its requests and exits
+"""
+
+from typing import ClassVar
+
+from grpc import StatusCode
+
+
+class ServingError(Exception):
+    """An error with a status and a sentence for whoever asked."""
+
+    status: ClassVar[StatusCode]
+
+
+class InvalidRequest(ServingError):
+    status = StatusCode.INVALID_ARGUMENT
+
+
+class NotIdle(ServingError):
+    status = StatusCode.FAILED_PRECONDITION
+
+
+class Overloaded(ServingError):
+    status = StatusCode.RESOURCE_EXHAUSTED
+
+
+class RequestAborted(ServingError):
+    status = StatusCode.CANCELLED
+
+
+class DeadlineExceeded(ServingError):
+    status = StatusCode.DEADLINE_EXCEEDED
+
+
+class NodeUnavailable(ServingError):
+    status = StatusCode.UNAVAILABLE
+
+
+class TransferError(ServingError):
+    status = StatusCode.UNAVAILABLE
+
+
+class LayoutMismatch(TransferError):
+    status = StatusCode.FAILED_PRECONDITION
+
+
+class ProtocolViolation(TransferError):
+    status = StatusCode.FAILED_PRECONDITION
+
+
+class ConfigError(ServingError):
+    status = StatusCode.FAILED_PRECONDITION
+
+
+class EngineFault(ServingError):
+    status = StatusCode.UNAVAILABLE

@@ -1,0 +1,252 @@
+"""gRPC as all programs use it: options, error mapping, tolerant decoding, health, reflection.
+
+A service added with `add_service` never sees bytes that are no message: the caller gets
+INVALID_ARGUMENT, where grpcio alone would answer UNKNOWN. Its methods simply raise
+ServingError; the status goes out with the sentence.
+"""
+
+import asyncio
+import inspect
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.errors import ConfigError, InvalidRequest, ServingError
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S")
+
+# A prompt of a million tokens is 3 to 5 MB of varints; a step of 10 000 requests 0.1 MB.
+MAX_MESSAGE_BYTES = 12 << 20
+
+_COMMON: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A host that vanished sends no reset: a ping every 10 s, answered within 5 s, finds it.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON,
+    # The callers' own deadlines and backoff decide, not the library's (1 s to 2 min).
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # A new channel is a new connection; otherwise it inherits the backoff of the last one.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON,
+    # By default a second server on a port binds in silence and takes half of the connections.
+    ("grpc.so_reuseport", 0),
+    # Else the server ends connections of clients that ping as CHANNEL_OPTIONS tells them to.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def make_server() -> grpc.aio.Server:
+    """A server with our options, bound to nothing yet. Call it on the event loop."""
+    return grpc.aio.server(options=SERVER_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Binds without TLS and returns the port, which port 0 leaves to the system.
+
+    Raises:
+        ConfigError: one sentence, such as that the port is taken.
+    """
+    address = join_address(host, port)
+    _check_free(host, port, address)
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}") from error
+
+
+def _check_free(host: str, port: int, address: str) -> None:
+    """grpcio does not say why it cannot listen, but writes a line of its own to stderr."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(address: str) -> str:
+    """Returns `address` if it is host:port, and nothing else that gRPC would resolve.
+
+    Raises:
+        InvalidRequest: otherwise.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise InvalidRequest(f"not an address of the form host:port: {address[:100]!r}")
+    return address
+
+
+def make_channel(address: str) -> grpc.aio.Channel:
+    """A channel of its own connection to host:port. The caller closes it."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+@asynccontextmanager
+async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
+    """Ends the call with the status and sentence of a ServingError raised inside. Any other
+    exception is our fault: it goes to the log, and the caller gets INTERNAL."""
+    try:
+        yield
+    except ServingError as error:
+        await context.abort(error.status, str(error))
+    except grpc.aio.BaseError:
+        raise
+    except Exception:
+        log.exception("a call failed by a fault of this program")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see this program's log")
+
+
+@dataclass(frozen=True, slots=True)
+class _NotAMessage:
+    """What the deserialiser makes of bytes that are no message, or hold invalid UTF-8."""
+
+    sentence: str
+
+
+class _Recorder:
+    """Stands in for a server while generated code registers a service."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, Mapping[str, Any]] = {}
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.services[service] = handlers
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """The same methods again."""
+
+
+def add_service(
+    server: grpc.aio.Server, add: Callable[[S, Any], None], servicer: S
+) -> tuple[str, ...]:
+    """Registers a service, with tolerant decoding and `rpc_errors` around every method.
+
+    Args:
+        add: the generated `add_XServicer_to_server`.
+    Returns:
+        The full names of what was registered, for reflection and health.
+    """
+    recorder = _Recorder()
+    add(servicer, recorder)
+    for service, handlers in recorder.services.items():
+        guarded = {name: _guarded(handler) for name, handler in handlers.items()}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, guarded),))
+    return tuple(recorder.services)
+
+
+def _guarded(handler: Any) -> Any:
+    kind = ("stream" if handler.request_streaming else "unary") + (
+        "_stream" if handler.response_streaming else "_unary"
+    )
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    method = _calling(getattr(handler, kind), handler.request_streaming)
+    return make(method, _tolerant(handler.request_deserializer), handler.response_serializer)
+
+
+def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parsed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except (DecodeError, UnicodeDecodeError):
+            return _NotAMessage(
+                "not a message of this method: a field is malformed, or a string is not UTF-8"
+            )
+
+    return parsed
+
+
+def _calling(behavior: Callable[..., Any], streaming: bool) -> Callable[..., Awaitable[Any]]:
+    async def method(incoming: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+        async with rpc_errors(context):
+            answer = behavior(_messages(incoming) if streaming else _message(incoming), context)
+            if not inspect.isasyncgen(answer):
+                return await answer
+            async with aclosing(answer):
+                async for reply in answer:
+                    await context.write(reply)
+        return None
+
+    return method
+
+
+def _message(message: Any) -> Any:
+    if isinstance(message, _NotAMessage):
+        raise InvalidRequest(message.sentence)
+    return message
+
+
+async def _messages(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for message in messages:
+        yield _message(message)
+
+
+def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> "Health":
+    """Makes `services` visible to clients without proto files, and their health to probes."""
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return Health(servicer, services)
+
+
+class Health:
+    """The answer of the gRPC health service, alike for the server ("") and each service of it."""
+
+    def __init__(self, servicer: Any, services: Sequence[str]) -> None:
+        self._servicer = servicer
+        self._names = ("", *services)
+        self._serving: bool | None = None
+
+    async def tell(self, serving: bool) -> None:
+        """Tells probes and watchers; before the first call no service is known to them."""
+        if serving == self._serving:
+            return
+        self._serving = serving
+        response = health_pb2.HealthCheckResponse
+        now = response.SERVING if serving else response.NOT_SERVING
+        for name in self._names:
+            await self._servicer.set(name, now)
+
+
+async def stop(server: grpc.aio.Server, grace_s: float) -> None:
+    """Refuses new calls, gives those under way `grace_s` and ends the rest.
+
+    Waits no longer than that and a second: a connection that does not read must not hold the
+    program.
+    """
+    try:
+        await asyncio.wait_for(server.stop(grace_s), grace_s + 1.0)
+    except TimeoutError:
+        log.warning("connections are still open %.1f s after the server stopped", grace_s + 1.0)

@@ -1,0 +1,124 @@
+"""How a request's tokens are chosen: one immutable record from the router to the sampler."""
+
+import math
+
+import msgspec
+
+from common.errors import InvalidRequest
+from protos.sampling_pb2 import Sampling
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 16
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Checked sampling parameters. Stop strings are the router's and are not part of it.
+
+    A token is a function of (logits, seed, token index): the same on every node.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
+    """Checks every field of `proto` and fills what is unset.
+
+    Args:
+        max_tokens: used where the proto leaves it unset.
+        seed: used where the proto leaves it unset.
+    Raises:
+        InvalidRequest: with a sentence that names the field.
+    """
+    params = SamplingParams(
+        max_tokens=proto.max_tokens if proto.HasField("max_tokens") else max_tokens,
+        seed=proto.seed if proto.HasField("seed") else seed,
+        temperature=proto.temperature if proto.HasField("temperature") else 1.0,
+        top_p=proto.top_p if proto.HasField("top_p") else 1.0,
+        top_k=proto.top_k if proto.HasField("top_k") else -1,
+        min_p=proto.min_p,
+        stop_token_ids=tuple(proto.stop_token_ids),
+        ignore_eos=proto.ignore_eos,
+        frequency_penalty=proto.frequency_penalty,
+        presence_penalty=proto.presence_penalty,
+        repetition_penalty=(
+            proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0
+        ),
+    )
+    _check(params, proto)
+    return params
+
+
+def to_proto(params: SamplingParams) -> Sampling:
+    """The wire form; `from_proto` gives the same record back."""
+    return Sampling(
+        max_tokens=params.max_tokens,
+        seed=params.seed,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+    )
+
+
+def _check(params: SamplingParams, proto: Sampling) -> None:
+    rules = (
+        ("max_tokens", params.max_tokens, params.max_tokens >= 1, "at least 1"),
+        ("temperature", params.temperature, params.temperature >= 0.0, "at least 0"),
+        ("top_p", params.top_p, 0.0 < params.top_p <= 1.0, "in (0, 1]"),
+        ("top_k", params.top_k, params.top_k == -1 or params.top_k >= 1, "-1 or at least 1"),
+        ("min_p", params.min_p, 0.0 <= params.min_p <= 1.0, "in [0, 1]"),
+        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0.0, "> 0"),
+        (
+            "frequency_penalty",
+            params.frequency_penalty,
+            -2.0 <= params.frequency_penalty <= 2.0,
+            "in [-2, 2]",
+        ),
+        (
+            "presence_penalty",
+            params.presence_penalty,
+            -2.0 <= params.presence_penalty <= 2.0,
+            "in [-2, 2]",
+        ),
+    )
+    for name, value, allowed, rule in rules:
+        if not allowed or not math.isfinite(value):
+            raise InvalidRequest(f"sampling.{name} must be {rule}, got {value}")
+    if len(proto.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"sampling.stop has {len(proto.stop)} strings, {MAX_STOP_STRINGS} allowed"
+        )
+    if not all(proto.stop):
+        raise InvalidRequest("sampling.stop has an empty string")
+    if len(proto.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"sampling.stop_token_ids has {len(proto.stop_token_ids)} ids, "
+            f"{MAX_STOP_TOKEN_IDS} allowed"
+        )

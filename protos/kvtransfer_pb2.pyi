@@ -1,0 +1,183 @@
+from protos import sampling_pb2 as _sampling_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FromReader(_message.Message):
+    __slots__ = ("hello", "open", "grant", "done", "cancel", "beat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    open: Open
+    grant: Grant
+    done: Done
+    cancel: Cancel
+    beat: Beat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+
+class FromOwner(_message.Message):
+    __slots__ = ("hello", "admitted", "ready", "released", "failed", "beat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    admitted: Admitted
+    ready: Ready
+    released: Released
+    failed: Failed
+    beat: Beat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("instance_id", "protocol_version", "fingerprint", "paths", "regions", "address")
+    class FingerprintEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: int
+    protocol_version: int
+    fingerprint: _containers.ScalarMap[str, str]
+    paths: _containers.RepeatedCompositeFieldContainer[DataPath]
+    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    address: str
+    def __init__(self, instance_id: _Optional[int] = ..., protocol_version: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., paths: _Optional[_Iterable[_Union[DataPath, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., address: _Optional[str] = ...) -> None: ...
+
+class DataPath(_message.Message):
+    __slots__ = ("backend", "description")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    description: bytes
+    def __init__(self, backend: _Optional[str] = ..., description: _Optional[bytes] = ...) -> None: ...
+
+class Region(_message.Message):
+    __slots__ = ("base", "page_bytes", "num_pages")
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    base: int
+    page_bytes: int
+    num_pages: int
+    def __init__(self, base: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
+
+class HandoffId(_message.Message):
+    __slots__ = ("instance", "request", "attempt")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    request: int
+    attempt: int
+    def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_generated: int
+    sampling: _sampling_pb2.Sampling
+    budget_s: float
+    request_id: str
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("id", "prefix_tokens")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    prefix_tokens: int
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ...) -> None: ...
+
+class Admitted(_message.Message):
+    __slots__ = ("id", "compute_tokens", "queued_tokens")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    compute_tokens: int
+    queued_tokens: int
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., compute_tokens: _Optional[int] = ..., queued_tokens: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("id", "start", "end", "pages", "last", "first_token")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    start: int
+    end: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    last: bool
+    first_token: int
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token: _Optional[int] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ...) -> None: ...
+
+class Released(_message.Message):
+    __slots__ = ("id", "held")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    held: bool
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., held: _Optional[bool] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("id", "reason")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    reason: str
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("id", "reason", "retryable")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    id: HandoffId
+    reason: str
+    retryable: bool
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ("sequence", "open_handoffs", "connecting")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTING_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    open_handoffs: int
+    connecting: bool
+    def __init__(self, sequence: _Optional[int] = ..., open_handoffs: _Optional[int] = ..., connecting: _Optional[bool] = ...) -> None: ...

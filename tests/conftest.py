@@ -1,0 +1,68 @@
+"""What every test gets: one thread per library, the products' event loop, limits that fire.
+
+Set before anything that reads it is imported; programs that tests start inherit it.
+"""
+
+import asyncio
+import functools
+import os
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+os.environ.update(
+    OMP_NUM_THREADS="1",  # torch's own threads too: the machine has few cores and many programs
+    TOKENIZERS_PARALLELISM="false",
+    GRPC_VERBOSITY="NONE",  # a refused connection is no news here
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_VERBOSITY="error",
+)
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, object]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip = {name: pytest.mark.skip(reason=reason) for name, reason in _missing(items).items()}
+    for item in items:
+        for name, mark in skip.items():
+            if item.get_closest_marker(name):
+                item.add_marker(mark)
+        if isinstance(item, pytest.Function) and asyncio.iscoroutinefunction(item.obj):
+            item.obj = _limited(item.obj, _limit_s(config, item))
+
+
+def _missing(items: list[pytest.Item]) -> dict[str, str]:
+    """Marks of devices that this machine lacks. Loads torch only where a test wants to know."""
+    wanted = {"gpu": 1, "two_gpu": 2}
+    if not any(item.get_closest_marker(name) for item in items for name in wanted):
+        return {}
+    import torch
+
+    count = torch.cuda.device_count()
+    return {
+        name: f"needs {number} CUDA device(s), this machine has {count}"
+        for name, number in wanted.items()
+        if count < number
+    }
+
+
+def _limit_s(config: pytest.Config, item: pytest.Item) -> float:
+    """Shorter than pytest-timeout's, which ends the whole process."""
+    mark = item.get_closest_marker("timeout")
+    return 0.9 * float(mark.args[0] if mark else config.getini("timeout"))
+
+
+def _limited(
+    test: Callable[..., Awaitable[None]], limit_s: float
+) -> Callable[..., Awaitable[None]]:
+    """pytest-timeout's signal never reaches a coroutine under uvloop; asyncio's timeout does."""
+
+    @functools.wraps(test)
+    async def limited(*args: object, **kwargs: object) -> None:
+        async with asyncio.timeout(limit_s):
+            await test(*args, **kwargs)
+
+    return limited
