@@ -1,0 +1,81 @@
+"""What crosses between the scheduler and the runner: one decision, one launch, one result."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+
+class ForwardMode(IntEnum):
+    EXTEND = 1  # prompts, or chunks of prompts
+    DECODE = 2  # one token per row
+    MIXED = 3  # a chunk of a prompt, and decode rows in the same forward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageCopies:
+    """Whole pages between the pool and host memory, in order: device[i] <-> host[i]."""
+
+    device_pages: Ints
+    host_pages: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleBatch:
+    """The scheduler's decision for one step. Plain integers in columns, one entry per row.
+
+    Row i computes token indices [starts[i], ends[i]) of the request in slots[i]; its KV before
+    starts[i] is valid. A row with samples[i] False is a chunk that is not its prompt's last.
+    In EXTEND and MIXED batches extend rows come first, decode rows last.
+    Nobody changes a batch, or an array of one, after it is made.
+    """
+
+    step: int
+    mode: ForwardMode
+    slots: Ints
+    starts: Ints
+    ends: Ints
+    samples: NDArray[np.bool_]
+    swap_out: PageCopies | None = None  # before the forward: pool -> host
+    swap_in: PageCopies | None = None  # before the forward, after swap_out: host -> pool
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.ends - self.starts).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchResult:
+    """What one step gave, on the host. tokens[i] belongs to row i; -1 where the row sampled
+    nothing; -2 where its logits were not finite."""
+
+    tokens: Ints
+
+
+NOT_SAMPLED = -1
+NOT_FINITE = -2
+
+
+class Launched(Protocol):
+    """A forward that the device is working on."""
+
+    @property
+    def batch(self) -> ScheduleBatch: ...
+
+    def result(self) -> BatchResult:
+        """Waits for the copy-done event of this step: the only wait of the engine thread.
+
+        Raises:
+            Exception: whatever the forward raised; it is the node's own fault, and fatal.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """Launches forwards; never waits for the device."""
+
+    def launch(self, batch: ScheduleBatch) -> Launched: ...

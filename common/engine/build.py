@@ -1,0 +1,123 @@
+"""Builds an engine, part after part, in the order in which they need each other."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.config import EngineConfig
+from common.engine.kv import HostPool, KVPool
+from common.engine.limits import RequestLimits
+from common.engine.models import (
+    Model,
+    fingerprint,
+    load,
+    read_spec,
+    resolve_dtype,
+    tokenizer_hash,
+)
+from common.engine.pages import PageAllocator
+from common.engine.radix import RadixCache
+from common.engine.request import Ints, Request
+from common.engine.runner import ModelRunner
+from common.engine.scheduler import Scheduler
+from common.engine.sizing import EngineShape, free_bytes, resolve_device, resolve_shape
+from common.engine.stream import Stream, open_stream
+from common.engine.table import RequestTable
+from common.logs import kv
+from common.model_directory import model_directory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Engine:
+    """All that a role and a loop are built on. fingerprint: what a peer must agree on, field by
+    field, before one computes on KV that the other made."""
+
+    shape: EngineShape
+    model: Model
+    pool: KVPool
+    table: RequestTable
+    pages: PageAllocator
+    cache: RadixCache
+    stream: Stream
+    runner: ModelRunner
+    limits: RequestLimits
+    fingerprint: dict[str, str]
+    tokenizer_hash: str
+
+    def scheduler(
+        self, config: EngineConfig, on_admit: Callable[[Request, Ints], None]
+    ) -> Scheduler:
+        """The scheduler of this engine; see Scheduler for `on_admit`."""
+        spec = self.model.spec
+        chunked = {"chunk_tokens": self.shape.chunk_tokens}
+        return Scheduler(
+            config.scheduler.model_copy(update=chunked),
+            eos_token_ids=spec.eos_token_ids,
+            vocabulary_size=spec.vocabulary_size,
+            table=self.table,
+            pages=self.pages,
+            cache=self.cache,
+            host_pages=self.shape.host_pages,
+            on_admit=on_admit,
+        )
+
+
+def build(config: EngineConfig) -> Engine:
+    """Loads the model and sizes everything else by what is left.
+
+    Raises:
+        ConfigError: the model is not supported, or does not fit.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads)
+    directory = model_directory(config.model, weights=True)
+    spec = read_spec(directory)
+    model = load(directory, device, resolve_dtype(config.dtype, device))
+    shape = resolve_shape(config, spec, free=free_bytes(device))
+    pool = KVPool(shape.layout, shape.num_pages, device)
+    host_pool = HostPool(shape.layout, shape.host_pages, device)
+    page_size = shape.layout.page_size
+    table = RequestTable(config.scheduler.max_running, shape.context_length, page_size)
+    pages = PageAllocator(shape.num_pages)
+    stream = open_stream(device)
+    log.info(
+        "engine built %s",
+        kv(
+            device=str(device),
+            dtype=str(shape.dtype),
+            pages=shape.num_pages,
+            page_size=page_size,
+            pool_mib=pool.num_bytes >> 20,
+            chunk_tokens=shape.chunk_tokens,
+            context=shape.context_length,
+        ),
+    )
+    return Engine(
+        shape=shape,
+        model=model,
+        pool=pool,
+        table=table,
+        pages=pages,
+        cache=RadixCache(page_size, pages, enabled=config.cache.prefix_cache),
+        stream=stream,
+        runner=ModelRunner(model, pool, host_pool, table, stream),
+        limits=RequestLimits(
+            context_length=shape.context_length,
+            vocabulary_size=spec.vocabulary_size,
+            page_size=page_size,
+            num_pages=shape.num_pages,
+        ),
+        fingerprint={
+            **fingerprint(directory),
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "page_size": str(page_size),
+            "kv_layout": "head,layer,kv,token",
+            "kv_token_bytes": str(shape.layout.token_bytes),
+        },
+        tokenizer_hash=tokenizer_hash(directory),
+    )

@@ -1,0 +1,63 @@
+"""An engine process's main thread: introduces the engine to its front, then turns the loop."""
+
+import gc
+import logging
+from collections.abc import Mapping
+
+from common.config import EngineConfig
+from common.engine.build import Engine
+from common.engine.clock import StepClock
+from common.engine.loop import EventLoop, Role
+from common.engine.scheduler import Scheduler
+from common.engine.watchdog import Watchdog
+from common.node.desk import Channel
+from common.node.messages import EngineReady
+
+log = logging.getLogger(__name__)
+
+
+def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
+    """Tells the front that requests may come."""
+    channel.post(
+        EngineReady(
+            model=config.model,
+            fingerprint=engine.fingerprint,
+            tokenizer_hash=engine.tokenizer_hash,
+            context_length=engine.shape.context_length,
+            num_pages=engine.shape.num_pages,
+        )
+    )
+
+
+def drive(
+    role: Role, engine: Engine, config: EngineConfig, scheduler: Scheduler, clock: StepClock
+) -> None:
+    """Turns the loop until the front lets this process go (PeerGone), or a part fails."""
+    loop = EventLoop(
+        role,
+        engine.runner,
+        overlap=config.scheduler.overlap,
+        overlap_prefills=config.scheduler.overlap_prefills,
+        clock=clock,
+    )
+    watchdog = Watchdog(
+        clock,
+        limit_s=config.scheduler.watchdog_s,
+        has_work=lambda: scheduler.has_work,
+        dump=scheduler.queues,
+        on_stuck=_report,
+    )
+    watchdog.start()
+    # What was made until now stays; collecting it again and again would only hold up steps.
+    gc.collect()
+    gc.freeze()
+    try:
+        loop.run()
+    finally:
+        watchdog.stop()
+        engine.stream.close()
+
+
+def _report(stuck_s: float, state: Mapping[str, object]) -> None:
+    described = " ".join(f"{name}={value}" for name, value in state.items())
+    log.error("no step has finished for %.0f s with work waiting: %s", stuck_s, described)

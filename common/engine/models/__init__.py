@@ -1,0 +1,59 @@
+"""Models: from a directory to something that computes logits."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.engine.forward import ForwardBatch
+from common.engine.kv import KVPool
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.config import read_spec
+from common.engine.models.decoder import DenseDecoder
+from common.engine.models.fingerprint import fingerprint, tokenizer_hash
+from common.engine.models.spec import ModelSpec
+from common.engine.models.weights import load_weights
+
+__all__ = [
+    "Model",
+    "ModelSpec",
+    "fingerprint",
+    "load",
+    "read_spec",
+    "resolve_dtype",
+    "tokenizer_hash",
+]
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor: ...
+
+
+def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Model:
+    """Loads a checkpoint of any supported architecture.
+
+    Raises:
+        ConfigError: what is wrong with the directory, or not supported.
+    """
+    spec = read_spec(directory)
+    return DenseDecoder(spec, load_weights(Checkpoint(directory), spec, device, dtype))
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that a configuration means; auto: bfloat16 on CUDA, float32 on a CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[name]

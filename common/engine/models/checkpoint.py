@@ -1,0 +1,140 @@
+"""The tensors of a safetensors checkpoint, in one file or in shards with an index.
+
+Knows names, shapes and bytes; not what they mean.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """offset and num_bytes: where its bytes are in `path`."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    def sample(self, num_bytes: int) -> bytes:
+        """So many bytes from the middle of the tensor; all of it where it is smaller."""
+        taken = min(num_bytes, self.num_bytes)
+        with self.path.open("rb") as file:
+            file.seek(self.offset + (self.num_bytes - taken) // 2)
+            return file.read(taken)
+
+
+class Checkpoint:
+    """The stored tensors of a directory by name."""
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the index and the headers, not the tensors.
+
+        Raises:
+            ConfigError: no safetensors checkpoint there, or a damaged one.
+        """
+        self._directory = directory
+        self.tensors: dict[str, StoredTensor] = {}
+        for path in _files(directory):
+            self.tensors.update(_header(path))
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str]) -> None:
+        """Raises ConfigError unless the tensors are exactly those expected, of those shapes.
+
+        Args:
+            ignored: endings of names that may be there too.
+        """
+        missing = sorted(expected.keys() - self.tensors.keys())
+        unexpected = sorted(
+            name
+            for name in self.tensors.keys() - expected.keys()
+            if not name.endswith(tuple(ignored))
+        )
+        for what, names in (("misses", missing), ("has unexpected", unexpected)):
+            if names:
+                raise ConfigError(
+                    f"{self._directory}: the checkpoint {what} {len(names)} tensors: "
+                    f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+                )
+        for name, shape in expected.items():
+            stored = self.tensors[name]
+            if stored.shape != shape:
+                raise ConfigError(
+                    f"{self._directory}: {name} has shape {stored.shape}, the configuration "
+                    f"asks for {shape}"
+                )
+            if stored.dtype not in _FLOATS:
+                raise ConfigError(
+                    f"{self._directory}: {name} is {stored.dtype}, supported are "
+                    f"{', '.join(_FLOATS)}"
+                )
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in its own dtype, mapped from the file: copy it before the file may change."""
+        with safetensors.safe_open(self.tensors[name].path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if not index.exists():
+        if not (directory / _SINGLE).exists():
+            raise ConfigError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there")
+        return [directory / _SINGLE]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: not an index of safetensors shards ({error!r})") from error
+    for name in names:
+        if Path(name).name != name or not (directory / name).is_file():
+            raise ConfigError(f"{index}: shard {name!r} is not there")
+    return [directory / name for name in names]
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    """Format: 8 bytes of length, little-endian, then JSON, then the bytes its offsets count in."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(path, 8 + length, entry) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a safetensors file ({error})") from error
+    end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
+    if end > path.stat().st_size:
+        raise ConfigError(f"{path}: cut off, {path.stat().st_size} of {end} bytes are there")
+    return tensors
+
+
+def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
+    dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+    begin, end = map(int, entry["data_offsets"])
+    expected = math.prod(shape) * _FLOATS[dtype] if dtype in _FLOATS else end - begin
+    if begin < 0 or expected < 0 or expected != end - begin:
+        raise ValueError(f"bytes {begin} to {end} for {dtype} {shape}")
+    return StoredTensor(path, dtype, shape, base + begin, end - begin)
+
+
+def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """In memory of its own, whatever the file does afterwards."""
+    return tensor.to(device=device, dtype=dtype, copy=True)

@@ -1,0 +1,101 @@
+"""Reading the JSON of a checkpoint: a wrong file or field is one clear ConfigError."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+
+
+class Fields:
+    """The fields of one JSON object, checked as they are read.
+
+    null counts as absent, as transformers writes it; where it does not: `is_null`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    @classmethod
+    def of(cls, path: Path) -> "Fields":
+        """Raises ConfigError where `path` is no file with a JSON object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if type(values) is not dict:
+            raise ConfigError(f"{path}: not a JSON object")
+        return cls(values, str(path))
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Given as null, and not merely absent."""
+        return name in self._values and self._values[name] is None
+
+    def count(self, name: str, default: int) -> int:
+        """At least 0."""
+        value = self._get(name, default)
+        if type(value) is not int or value < 0:
+            raise self.wrong(name, "an integer of at least 0")
+        return value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """At least 1."""
+        value = self._get(name, default)
+        if type(value) is not int or value < 1:
+            raise self.wrong(name, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if type(value) not in (int, float):
+            raise self.wrong(name, "a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if type(value) is not bool:
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if type(value) is not str:
+            raise self.wrong(name, "a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._get(name, None)
+        if type(value) is not list or not all(type(item) is str for item in value):
+            raise self.wrong(name, "a list of strings")
+        return tuple(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One id or a list of them; none where the field is absent."""
+        value = self._values.get(name)
+        ids = [] if value is None else value if type(value) is list else [value]
+        if not all(type(item) is int and item >= 0 for item in ids):
+            raise self.wrong(name, "a token id or a list of them")
+        return tuple(ids)
+
+    def nested(self, name: str) -> "Fields":
+        """An empty object where the field is absent."""
+        value = self._values.get(name)
+        if value is None:
+            value = {}
+        if type(value) is not dict:
+            raise self.wrong(name, "an object")
+        return Fields(value, f"{self._where}: {name}")
+
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        """The error for a field whose value is not what was expected."""
+        value = json.dumps(self._values[name]) if name in self._values else "nothing"
+        return ConfigError(f"{self._where}: {name} must be {expected}, got {value}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        return default if value is None else value

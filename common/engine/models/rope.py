@@ -1,0 +1,99 @@
+"""RoPE variants: how a configuration gives the inverse frequencies.
+
+All arithmetic is float32 as in Hugging Face's models, so that the angles of far tokens agree.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from common.engine.models.fields import Fields
+from common.engine.models.spec import Rope
+from common.errors import ConfigError
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+def parse_rope(config: Fields, head_dim: int, context_length: int) -> Rope:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+    Raises:
+        ConfigError: an unsupported variant, naming those that are supported.
+    """
+    name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.nested(name)
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    holder = rope if "partial_rotary_factor" in rope else config
+    if holder.number("partial_rotary_factor", 1.0) != 1.0:
+        raise holder.wrong("partial_rotary_factor", "1")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    scale = 1.0
+    match kind:
+        case "default":
+            pass
+        case "linear":
+            frequencies = frequencies / rope.number("factor")
+        case "llama3":
+            frequencies = _llama3(frequencies, rope, context_length)
+        case "yarn":
+            frequencies, scale = _yarn(theta**exponents, theta, rope, context_length)
+        case _:
+            raise ConfigError(f"RoPE variant {kind!r} is not supported; {', '.join(SUPPORTED)} are")
+    return Rope(tuple(frequencies.tolist()), scale)
+
+
+def extended_context(config: Fields, context_length: int) -> int:
+    """yarn's factor counts from the original length, whatever max_position_embeddings says."""
+    name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.nested(name)
+    if rope.text("rope_type", rope.text("type", "default")) != "yarn":
+        return context_length
+    original = rope.integer("original_max_position_embeddings", context_length)
+    return max(context_length, int(original * rope.number("factor")))
+
+
+def _llama3(frequencies: Tensor, rope: Fields, context_length: int) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, a smooth step between.
+
+    Source: Llama 3.1 reference code, apply_scaling.
+    """
+    factor = rope.number("factor")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    original = rope.integer("original_max_position_embeddings", context_length)
+    turns = original * frequencies / (2 * math.pi)  # of the angle over the original context
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+def _yarn(periods: Tensor, theta: float, rope: Fields, context_length: int) -> tuple[Tensor, float]:
+    """Source: YaRN, Peng et al. 2023, sections 3.2 to 3.4."""
+    factor = rope.number("factor")
+    original = rope.integer("original_max_position_embeddings", context_length)
+    head_dim = 2 * len(periods)
+
+    def dimension(turns: float) -> float:
+        """Where the angle makes so many turns over the original context."""
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(rope.number("beta_fast", 32)), dimension(rope.number("beta_slow", 1))
+    if rope.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated = ((torch.arange(len(periods)) - low) / width).clamp(0.0, 1.0)
+    frequencies = interpolated / (factor * periods) + (1 - interpolated) / periods
+    return frequencies, _yarn_scale(factor, rope)
+
+
+def _yarn_scale(factor: float, rope: Fields) -> float:
+    if "attention_factor" in rope:
+        return rope.number("attention_factor")
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    return magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)

@@ -1,0 +1,62 @@
+"""One request's life on this node, and what the scheduler needs to know of it."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from grpc import StatusCode
+from numpy.typing import NDArray
+
+from common.sampling import SamplingParams
+
+Ints = NDArray[np.int32]
+
+
+class FinishReason(IntEnum):
+    """The numbers of decode.proto."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request is over. status: what its client is told; OK unless reason is ERROR."""
+
+    reason: FinishReason
+    error: str = ""
+    status: StatusCode = StatusCode.OK
+
+
+def out_of_time() -> Finish:
+    """The end of a request whose total budget is spent."""
+    sentence = "deadline: the total budget is spent"
+    return Finish(FinishReason.ERROR, sentence, StatusCode.DEADLINE_EXCEEDED)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt and what has been generated from it. Engine thread only.
+
+    While the request has a slot, its tokens are in the slot's row of the RequestTable and
+    `token_ids` is what it came with; `RequestTable.tokens(slot)` has them all.
+    """
+
+    key: int  # this node's own number for it, new for every request
+    origin: tuple[int, int]  # router stream and the router's number for it; (0, 0) on an owner
+    request_id: str  # the client's name for it, for logs
+    token_ids: Ints  # prompt, then tokens already generated
+    num_prompt: int
+    sampling: SamplingParams
+    deadline: float  # time.monotonic() by which it must have ended
+    arrived: float  # time.monotonic()
+    cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
+    slot: int | None = field(default=None)
+    to_finish: Finish | None = field(default=None)  # applied at the next result of its step
+
+    @property
+    def num_generated(self) -> int:
+        """Of token_ids; what a slot has added since is not counted."""
+        return len(self.token_ids) - self.num_prompt

@@ -1,0 +1,117 @@
+"""Where forwards run: in order, beside the engine thread.
+
+On a CPU a stream is one thread (torch releases the GIL while it computes), so that the overlap of
+scheduling and forward is the same with and without a GPU.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from common.errors import EngineFault
+
+MAX_QUEUED = 8  # the engine keeps two steps in flight; more is a fault of its own
+DEADLINE_S = 600.0  # longest wait for an event: nothing that is alive takes so long
+
+
+class Event(Protocol):
+    def wait(self) -> None:
+        """Returns when the work is done.
+
+        Raises:
+            Exception: what the work raised.
+            EngineFault: it was not done within DEADLINE_S.
+        """
+        ...
+
+
+class Stream(Protocol):
+    def submit(self, work: Callable[[], None]) -> Event:
+        """Runs `work` after all that was submitted before; the event covers what it enqueues."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what was submitted; nothing may be submitted afterwards."""
+        ...
+
+
+class WorkerEvent:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        try:
+            self._future.result(DEADLINE_S)
+        except TimeoutError as error:
+            raise EngineFault(f"a forward took longer than {DEADLINE_S:.0f} s") from error
+
+
+class WorkerStream:
+    """One daemon thread that runs closures first in, first out. One thread may submit."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="forward-stream", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> WorkerEvent:
+        if self._queue.qsize() >= MAX_QUEUED:
+            raise EngineFault(f"{MAX_QUEUED} forwards are queued already")
+        future: Future[None] = Future()
+        self._queue.put((future, work))
+        return WorkerEvent(future)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(DEADLINE_S)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, work = item
+            del item  # keep nothing of a finished step alive while waiting for the next
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del future, work
+
+
+class CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaStream:
+    """A CUDA stream of its own. `work` is enqueued by the calling thread and never waited for.
+
+    A wait has no deadline here: the driver ends it when the device fails.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # What was enqueued before (weights, pools) is visible to all that runs here.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def submit(self, work: Callable[[], None]) -> CudaEvent:
+        with torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return CudaEvent(event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def open_stream(device: torch.device) -> Stream:
+    """The stream for a device."""
+    return WorkerStream() if device.type == "cpu" else CudaStream(device)

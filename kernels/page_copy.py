@@ -1,0 +1,39 @@
+"""Whole pages from one pool to another: device to host memory and back."""
+
+from itertools import pairwise
+
+from torch import Tensor
+
+
+def copy_pages(source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor) -> None:
+    """target[target_pages[i]] = source[source_pages[i]] for all i, asynchronously on a device.
+
+    One copy for each run of pages that are consecutive on both sides. The pools must not overlap.
+
+    Args:
+        source, target: [num_pages, ...], equal dtype and page shape, contiguous; host memory is
+            pinned where the other side is a device.
+        source_pages, target_pages: int [n] in host memory, in range; target_pages distinct.
+    Raises:
+        ValueError: wrong shapes, or ids that are not in host memory.
+    """
+    if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+        raise ValueError(
+            f"pages differ: {source.dtype} {tuple(source.shape[1:])} and "
+            f"{target.dtype} {tuple(target.shape[1:])}"
+        )
+    if source_pages.shape != target_pages.shape or source_pages.ndim != 1:
+        raise ValueError(
+            f"page ids: [n] twice, got {tuple(source_pages.shape)} and {tuple(target_pages.shape)}"
+        )
+    if source_pages.device.type != "cpu" or target_pages.device.type != "cpu":
+        raise ValueError("page ids are needed in host memory")
+    if not len(source_pages):
+        return
+    breaks = (source_pages.diff() != 1) | (target_pages.diff() != 1)
+    starts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(source_pages)]
+    sources, targets = source_pages.tolist(), target_pages.tolist()
+    for start, end in pairwise(starts):
+        length = end - start
+        taken = source.narrow(0, sources[start], length)
+        target.narrow(0, targets[start], length).copy_(taken, non_blocking=True)

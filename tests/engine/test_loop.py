@@ -1,0 +1,268 @@
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from common.engine.batch import BatchResult, ForwardMode, ScheduleBatch
+from common.engine.clock import StepClock
+from common.engine.loop import EventLoop
+from common.engine.watchdog import Watchdog
+from common.errors import EngineFault
+from tests.support.engine_rig import Rig, ints
+
+
+def _batch(step: int, mode: ForwardMode = ForwardMode.DECODE, num_tokens: int = 1) -> ScheduleBatch:
+    return ScheduleBatch(step, mode, ints([0]), ints([0]), ints([num_tokens]), ints([1]) > 0)
+
+
+@dataclass
+class ScriptedRole:
+    """Batches by number; a log of all calls, the runner's too."""
+
+    batches: list[ScheduleBatch | None]
+    log: list[str] = field(default_factory=list)
+    on_idle: list = field(default_factory=list)
+
+    def poll(self) -> None:
+        self.log.append("poll")
+
+    def next_batch(self) -> ScheduleBatch | None:
+        return self.batches.pop(0) if self.batches else None
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        self.log.append(f"finish {batch.step}")
+
+    def idle(self) -> None:
+        self.log.append("idle")
+        for call in self.on_idle:
+            call()
+
+    def launch(self, batch: ScheduleBatch) -> "ScriptedLaunch":
+        self.log.append(f"launch {batch.step}")
+        return ScriptedLaunch(batch, self.log)
+
+
+@dataclass
+class ScriptedLaunch:
+    batch: ScheduleBatch
+    log: list[str]
+
+    def result(self) -> BatchResult:
+        self.log.append(f"wait {self.batch.step}")
+        return BatchResult(ints([0]))
+
+
+def _log(batches: list[ScheduleBatch | None], turns: int, **options) -> list[str]:
+    role = ScriptedRole(batches)
+    loop = EventLoop(role, role, **options)
+    in_flight = None
+    for _ in range(turns):
+        in_flight = loop.step(in_flight)
+    return [entry for entry in role.log if entry != "poll"]
+
+
+def test_with_overlap_the_next_step_is_launched_before_the_last_is_waited_for():
+    assert _log([_batch(1), _batch(2)], turns=4) == [
+        "launch 1",
+        "launch 2",
+        "wait 1",
+        "finish 1",
+        "wait 2",
+        "finish 2",
+        "idle",
+    ]
+
+
+def test_without_overlap_every_step_is_finished_before_the_next():
+    assert _log([_batch(1), _batch(2)], turns=3, overlap=False) == [
+        "launch 1",
+        "wait 1",
+        "finish 1",
+        "launch 2",
+        "wait 2",
+        "finish 2",
+        "idle",
+    ]
+
+
+def test_every_turn_begins_with_a_poll():
+    role = ScriptedRole([_batch(1)])
+    loop = EventLoop(role, role)
+    loop.step(loop.step(None))
+    assert role.log == ["poll", "launch 1", "poll", "wait 1", "finish 1"]
+
+
+def test_a_stopped_loop_finishes_what_is_in_flight():
+    role = ScriptedRole([_batch(1), _batch(2)])
+    loop = EventLoop(role, role)
+    role.on_idle.append(loop.stop)
+    loop.run()
+    assert role.log[-2:] == ["poll", "idle"]
+    role = ScriptedRole([_batch(1)])
+    loop = EventLoop(role, role)
+    role.launch, launch = lambda batch: (loop.stop(), launch(batch))[1], role.launch
+    loop.run()
+    assert role.log == ["poll", "launch 1", "wait 1", "finish 1"]
+
+
+def test_a_loop_is_stopped_from_another_thread():
+    role = ScriptedRole([])
+    loop = EventLoop(role, role)
+    idle = threading.Event()
+    role.on_idle.append(idle.set)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    assert idle.wait(30)
+    loop.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_what_a_part_raises_ends_the_loop():
+    role = ScriptedRole([])
+
+    def fail() -> None:
+        raise EngineFault("pages: one is lost")
+
+    role.on_idle.append(fail)
+    with pytest.raises(EngineFault, match="lost"):
+        EventLoop(role, role).run()
+
+
+def test_an_idle_engine_finds_a_leak():
+    rig = Rig(vandal=False)
+    rig.add([1], max_tokens=2)
+    rig.run()
+    rig.pages.allocate(1, 0)
+    with pytest.raises(EngineFault):
+        rig.loop.step(None)
+
+
+# The step clock
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_clock_tells_the_step_under_way_and_since_when():
+    time = Time()
+    clock = StepClock(time)
+    assert clock.reading.started_at is None
+    clock.launched(_batch(1))
+    assert (clock.reading.step, clock.reading.started_at) == (1, 100.0)
+    time.now = 101.0
+    clock.launched(_batch(2))
+    assert clock.reading.step == 1
+    time.now = 103.0
+    clock.finished()
+    assert (clock.reading.step, clock.reading.started_at) == (2, 103.0)
+    clock.finished()
+    assert (clock.reading.started_at, clock.reading.finished) == (None, 2)
+
+
+def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step():
+    time = Time()
+    clock = StepClock(time)
+    for mode, tokens, seconds in ((ForwardMode.EXTEND, 100, 2.0), (ForwardMode.DECODE, 1, 0.1)):
+        clock.launched(_batch(1, mode, tokens))
+        time.now += seconds
+        clock.finished()
+    clock.launched(_batch(2, ForwardMode.MIXED, 1000))
+    assert clock.reading.expected_s == pytest.approx(20.0)
+    clock.finished()
+    clock.launched(_batch(3))
+    assert clock.reading.expected_s == pytest.approx(0.1)
+
+
+def test_the_expected_duration_follows_what_is_seen():
+    time = Time()
+    clock = StepClock(time)
+    for _ in range(40):
+        clock.launched(_batch(1))
+        time.now += 0.5
+        clock.finished()
+    for _ in range(40):
+        clock.launched(_batch(1))
+        time.now += 2.0
+        clock.finished()
+    clock.launched(_batch(1))
+    assert clock.reading.expected_s == pytest.approx(2.0, rel=0.01)
+
+
+# The watchdog
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.time = Time()
+        self.clock = StepClock(self.time)
+        self.work = False
+        self.reports: list[tuple[float, dict[str, int]]] = []
+        self.dog = Watchdog(
+            self.clock,
+            limit_s=10.0,
+            has_work=lambda: self.work,
+            dump=lambda: {"waiting": 3},
+            on_stuck=lambda seconds, state: self.reports.append((seconds, dict(state))),
+            now=self.time,
+        )
+
+    def look_after(self, seconds: float) -> int:
+        self.time.now += seconds
+        self.dog.look()
+        return len(self.reports)
+
+
+def test_a_standstill_with_work_waiting_is_reported_once_with_the_state():
+    watched = Watched()
+    watched.work = True
+    assert [watched.look_after(s) for s in (0, 9, 3, 20)] == [0, 0, 1, 1]
+    assert watched.reports == [(12.0, {"waiting": 3})]
+
+
+def test_a_step_that_never_ends_is_a_standstill_too():
+    watched = Watched()
+    watched.clock.launched(_batch(1))
+    assert [watched.look_after(s) for s in (0, 11)] == [0, 1]
+
+
+def test_an_idle_engine_may_stand_still():
+    watched = Watched()
+    assert [watched.look_after(s) for s in (0, 100, 100)] == [0, 0, 0]
+    watched.work = True
+    assert [watched.look_after(s) for s in (9, 9)] == [0, 1]
+
+
+def test_every_finished_step_starts_the_time_anew_and_a_new_standstill_is_reported_again():
+    watched = Watched()
+    watched.work = True
+    watched.look_after(0)
+    for _ in range(5):
+        watched.clock.launched(_batch(1))
+        watched.clock.finished()
+        assert watched.look_after(9) == 0
+    assert watched.look_after(11) == 1
+    watched.clock.launched(_batch(2))
+    watched.clock.finished()
+    assert [watched.look_after(s) for s in (0, 11)] == [1, 2]
+
+
+def test_the_watchdog_looks_from_a_thread_of_its_own():
+    stuck = threading.Event()
+    dog = Watchdog(
+        StepClock(),
+        limit_s=0.01,
+        has_work=lambda: True,
+        dump=dict,
+        on_stuck=lambda seconds, state: stuck.set(),
+    )
+    dog.start()
+    try:
+        assert stuck.wait(30)
+    finally:
+        dog.stop()

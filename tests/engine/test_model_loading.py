@@ -1,0 +1,230 @@
+"""What a directory must hold to be served, what is said when it does not, and its fingerprint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.engine.models import fingerprint, load, read_spec, resolve_dtype, tokenizer_hash
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.weights import load_weights
+from common.errors import ConfigError
+from tests.support.checkpoints import END_TOKEN_ID, make_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
+
+
+@pytest.fixture
+def directory(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "copy")
+
+
+def edit(directory, name="config.json", /, **changes):
+    """Changes fields of a JSON file; a value of ... removes the field."""
+    path = directory / name
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
+
+
+def edit_tensors(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def load_error(directory):
+    with pytest.raises(ConfigError) as error:
+        load(directory, CPU, torch.float32)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model_type": "gpt2"}, ["gpt2", "llama", "mistral", "qwen2", "qwen3"]),
+        ({"model_type": ...}, ["model_type", "string"]),
+        ({"hidden_size": ...}, ["hidden_size", "positive integer", "nothing"]),
+        ({"hidden_size": "64"}, ["hidden_size", '"64"']),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "divisor"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
+        ({"head_dim": 31}, ["head_dim", "31"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+        ({"dtype": "float64"}, ["dtype", "float64", "bfloat16"]),
+        ({"quantization_config": {"bits": 4}}, ["quantised"]),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, ["dynamic", "yarn", "llama3", "linear"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["longrope", "yarn"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["factor", "number"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"rope_parameters": [1]}, ["rope_parameters", "object"]),
+        ({"eos_token_id": "x"}, ["eos_token_id", "token id"]),
+        (
+            {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full"]},
+            ["layer_types"],
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_configuration_is_named(directory, changes, words):
+    edit(directory, "generation_config.json", eos_token_id=...)
+    edit(directory, **changes)
+    message = load_error(directory)
+    assert all(word in message for word in words), message
+
+
+def test_files_that_are_missing_or_no_json_are_named(directory):
+    (directory / "config.json").write_text("{")
+    assert "config.json" in load_error(directory)
+    (directory / "config.json").unlink()
+    assert "config.json" in load_error(directory)
+
+
+def test_a_directory_without_safetensors_says_what_was_sought(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert "model.safetensors" in load_error(directory)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), ["misses 1", "layers.1.mlp.up"]),
+        (lambda t: t.update(extra=torch.zeros(2)), ["unexpected", "extra"]),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(63)}),
+            ["model.norm.weight", "(63,)", "(64,)"],
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+            ["model.norm.weight", "I8", "BF16"],
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype"],
+)
+def test_tensors_that_do_not_fit_the_configuration_are_named(directory, change, words):
+    edit_tensors(directory, change)
+    message = load_error(directory)
+    assert all(word in message for word in words), message
+
+
+def test_stored_rotation_frequencies_and_a_tied_head_are_no_surprise(tmp_path):
+    directory = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    before = fingerprint(directory)
+    edit_tensors(
+        directory,
+        lambda t: t.update(
+            {
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+                "lm_head.weight": torch.zeros(320, 64),
+            }
+        ),
+    )
+    load(directory, CPU, torch.float32)
+    assert fingerprint(directory) == before
+
+
+@pytest.mark.parametrize("kept_bytes", [4, 20, 5000])
+def test_a_file_that_was_cut_off_is_refused(directory, kept_bytes):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    assert "model.safetensors" in load_error(directory)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[]", '{"weight_map": {"a": "gone"}}', '{"weight_map": {"a": "../model.safetensors"}}'],
+)
+def test_a_broken_index_is_refused(directory, index):
+    (directory / "model.safetensors.index.json").write_text(index)
+    assert "index.json" in load_error(directory)
+
+
+@pytest.mark.parametrize(
+    "generation, config, expected",
+    [(5, 6, (5,)), ([7, 8], 6, (7, 8)), (..., 6, (6,)), (None, [6, 9], (6, 9)), (..., ..., ())],
+)
+def test_eos_comes_from_the_generation_config_then_from_the_config(
+    directory, generation, config, expected
+):
+    edit(directory, "generation_config.json", eos_token_id=generation)
+    edit(directory, eos_token_id=config)
+    assert read_spec(directory).eos_token_ids == expected
+
+
+def test_a_generation_config_is_not_required(directory):
+    (directory / "generation_config.json").unlink()
+    assert read_spec(directory).eos_token_ids == (END_TOKEN_ID,)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, 4096),  # what transformers fills in
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 33}, 33),
+    ],
+)
+def test_mistral_has_the_window_that_transformers_gives_it(tmp_path, changes, expected):
+    directory = make_checkpoint(tmp_path, "mistral")
+    edit(directory, **({"sliding_window": ...} | changes))
+    assert read_spec(directory).windows == (expected,) * 2
+
+
+def test_yarn_extends_the_context_from_its_original_length(directory):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    edit(directory, rope_parameters=rope)
+    assert read_spec(directory).context_length == 4096
+
+
+def test_fingerprints_are_equal_wherever_and_however_a_model_is_stored(pristine, tmp_path):
+    other = make_checkpoint(tmp_path / "shards", "qwen3", max_shard_size="60KB")
+    assert len(list(other.glob("*.safetensors"))) > 2
+    assert fingerprint(other) == fingerprint(pristine)
+    assert fingerprint(pristine)["architecture"] == "qwen3"
+
+
+def test_fingerprints_differ_in_the_field_that_differs(pristine, directory, tmp_path):
+    expected = fingerprint(pristine)
+
+    def differing():
+        actual = fingerprint(directory)
+        return {name for name in expected if actual[name] != expected[name]}
+
+    edit(directory, eos_token_id=3, dtype="bfloat16")
+    assert differing() == set()
+    edit(directory, rms_norm_eps=1e-5)
+    assert differing() == {"config"}
+    edit(directory, rms_norm_eps=1e-6)
+    edit_tensors(directory, lambda t: t["model.layers.1.mlp.up_proj.weight"].mul_(2))
+    assert differing() == {"weights"}
+
+
+def test_the_tokenizer_has_a_hash_of_its_own(pristine, directory):
+    assert tokenizer_hash(directory) == tokenizer_hash(pristine) != ""
+    (directory / "tokenizer.json").write_text("{}")
+    assert tokenizer_hash(directory) != tokenizer_hash(pristine)
+    assert fingerprint(directory) == fingerprint(pristine)
+    (directory / "tokenizer.json").unlink()
+    assert tokenizer_hash(directory) == ""
+
+
+def test_weights_do_not_change_with_the_file(directory):
+    spec, path = read_spec(directory), directory / "model.safetensors"
+    weights = load_weights(Checkpoint(directory), spec, CPU, torch.float32)
+    before = weights.embedding.clone()
+    with path.open("r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+    assert torch.equal(weights.embedding, before)
+
+
+def test_auto_means_float32_on_a_cpu_and_bfloat16_on_cuda():
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda:0")) == torch.bfloat16
+    assert resolve_dtype("float16", CPU) == torch.float16

@@ -1,0 +1,189 @@
+"""Our forward against transformers (eager, float32): logits and greedy tokens through pages."""
+
+import json
+
+import pytest
+import torch
+
+from common.engine.models import Model, load
+from tests.support.checkpoints import (
+    ARCHITECTURES,
+    VOCABULARY_SIZE,
+    greedy_tokens,
+    make_checkpoint,
+    reference_model,
+    to_transformers_4,
+)
+from tests.support.steps import Steps
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+VARIANTS = {
+    **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
+    "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama one kv head, head_dim 24": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}},
+    ),
+    "llama llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral window": ("mistral", {"sliding_window": 21}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2 yarn, own scales": (
+        "qwen2",
+        {
+            "rope_parameters": YARN
+            | {"mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 8, "truncate": False}
+        },
+    ),
+    "qwen2 some layers windowed": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "max_window_layers": 2,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3 tied, biased": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3 alternating windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+
+
+class Recorder:
+    """A model that keeps the logits it gave."""
+
+    def __init__(self, model: Model) -> None:
+        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.logits: list[torch.Tensor] = []
+        self._model = model
+
+    def forward(self, batch, pool, future_tokens):
+        logits = self._model.forward(batch, pool, future_tokens)
+        self.logits.append(logits.clone())
+        return logits
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, variant):
+    architecture, overrides = VARIANTS[variant]
+    directory = make_checkpoint(tmp_path, architecture, **overrides)
+    tokens = prompt(150)
+    with torch.no_grad():
+        expected = reference_model(directory)(torch.tensor([tokens])).logits[0]
+    model = Recorder(load(directory, CPU, torch.float32))
+    steps = Steps(model, overlap=False)
+    slot = steps.add(tokens)
+    # Chunks of all kinds, each asked for its last logits; then one token at a time.
+    ends = [1, 16, 30, 33, 100, 101, *range(102, 151)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        steps.launch([(slot, start, end)])
+    steps.close()
+    actual = torch.cat(model.logits)
+    assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size):
+    directory = make_checkpoint(tmp_path, architecture)
+    lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    expected = greedy_tokens(reference_model(directory), prompts, 12)
+    steps = Steps(load(directory, CPU, torch.float32), page_size=page_size, num_slots=5)
+    slots = [steps.add(tokens) for tokens in prompts]
+    for slot in slots:
+        steps.prefill(slot, chunk=2 * page_size)
+    for _ in range(11):
+        steps.decode(*slots)
+    steps.settle()
+    steps.close()
+    generated = [
+        steps.remove(slot)[len(tokens) :] for slot, tokens in zip(slots, prompts, strict=True)
+    ]
+    assert generated == expected
+
+
+def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):
+    model = Recorder(load(make_checkpoint(tmp_path), CPU, torch.float32))
+    rows = [(prompt(70, 1), 20, 70), (prompt(40, 2), 0, 40), (prompt(33, 3), 32, 33)]
+
+    def logits(*batches):
+        steps = Steps(model, overlap=False)
+        slots = [steps.add(tokens) for tokens, _, _ in rows]
+        for slot, (_, start, _) in zip(slots, rows, strict=True):
+            if start:
+                steps.launch([(slot, 0, start)], samples=[False])
+        model.logits.clear()
+        for batch in batches:
+            steps.launch([(slots[i], *rows[i][1:]) for i in batch])
+        steps.close()
+        return torch.cat(model.logits)
+
+    torch.testing.assert_close(logits([0, 1, 2]), logits([0], [1], [2]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["llama llama3", "qwen2 yarn", "mistral window", "qwen3"])
+def test_a_transformers_4_config_gives_the_same_model(tmp_path, variant):
+    architecture, overrides = VARIANTS[variant]
+    directory = make_checkpoint(tmp_path, architecture, **overrides)
+    new = load(directory, CPU, torch.float32).spec
+    to_transformers_4(directory)
+    config = json.loads((directory / "config.json").read_text())
+    assert "rope_theta" in config and "torch_dtype" in config and "rope_parameters" not in config
+    assert load(directory, CPU, torch.float32).spec == new
+
+
+def test_shards_give_the_same_weights_as_one_file(tmp_path):
+    whole = make_checkpoint(tmp_path / "whole", "qwen2")
+    parts = make_checkpoint(tmp_path / "parts", "qwen2", max_shard_size="60KB")
+    assert len(list(parts.glob("*.safetensors"))) > 2
+    outputs = []
+    for directory in (whole, parts):
+        model = Recorder(load(directory, CPU, torch.float32))
+        steps = Steps(model, overlap=False)
+        steps.prefill(steps.add(prompt(20)))
+        steps.close()
+        outputs.append(torch.cat(model.logits))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_float32(tmp_path, dtype):
+    directory = make_checkpoint(tmp_path, "qwen3")
+    outputs = []
+    for kind in (torch.float32, dtype):
+        model = Recorder(load(directory, CPU, kind))
+        steps = Steps(model, overlap=False)
+        steps.prefill(steps.add(prompt(50)), chunk=20)
+        steps.close()
+        outputs.append(torch.cat(model.logits))
+    exact, rounded = outputs
+    assert rounded.dtype == torch.float32
+    assert (exact - rounded).abs().max() < 0.05 * exact.std()

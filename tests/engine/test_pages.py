@@ -1,0 +1,151 @@
+import random
+
+import numpy as np
+import pytest
+
+from common.engine.pages import Holder, PageAllocator
+from common.errors import EngineFault
+from tests.support.engine_rig import ints
+
+
+def _allocate(pages: PageAllocator, num_pages: int, holder: Holder = Holder.REQUEST):
+    taken = pages.allocate(num_pages, holder)
+    assert taken is not None
+    return taken
+
+
+def test_a_page_is_free_again_only_when_its_last_holder_has_dropped_it():
+    pages = PageAllocator(4)
+    page = _allocate(pages, 1)
+    for holder in (Holder.STEP, Holder.READ, Holder.PUBLICATION):
+        pages.hold(page, holder)
+    for holder in (Holder.REQUEST, Holder.STEP, Holder.READ):
+        pages.drop(page, holder)
+        assert pages.num_free == 3
+    pages.drop(page, Holder.PUBLICATION)
+    assert pages.num_free == 4
+    pages.check()
+
+
+def test_holds_of_one_kind_add_up():
+    pages = PageAllocator(2)
+    page = _allocate(pages, 1)
+    pages.hold(page, Holder.REQUEST)
+    pages.drop(page, Holder.REQUEST)
+    assert pages.num_free == 1
+    pages.drop(page, Holder.REQUEST)
+    assert pages.num_free == 2
+
+
+def test_allocation_is_all_or_nothing():
+    pages = PageAllocator(4)
+    _allocate(pages, 3)
+    assert pages.allocate(2, Holder.READ) is None
+    assert pages.num_free == 1
+    assert len(_allocate(pages, 1)) == 1
+
+
+def test_free_pages_are_given_out_in_ascending_runs():
+    pages = PageAllocator(8)
+    first, second = _allocate(pages, 3), _allocate(pages, 3)
+    pages.drop(first, Holder.REQUEST)
+    pages.drop(second, Holder.REQUEST)
+    assert _allocate(pages, 8).tolist() == list(range(8))
+
+
+def test_a_lifo_list_gives_out_first_what_was_freed_last():
+    pages = PageAllocator(8, lifo=True)
+    first = _allocate(pages, 3)
+    second = _allocate(pages, 2)
+    pages.drop(first, Holder.REQUEST)
+    pages.drop(second, Holder.REQUEST)
+    assert sorted(_allocate(pages, 2).tolist()) == sorted(second.tolist())
+
+
+def test_evictable_are_the_pages_that_the_cache_alone_holds():
+    pages = PageAllocator(4)
+    taken = _allocate(pages, 3)
+    pages.hold(taken[:2], Holder.CACHE)
+    assert pages.num_evictable == 0
+    pages.drop(taken, Holder.REQUEST)
+    assert (pages.num_evictable, pages.num_free) == (2, 2)
+    pages.hold(taken[:1], Holder.PUBLICATION)
+    assert pages.num_evictable == 1
+    pages.drop(taken[1:2], Holder.CACHE)
+    assert (pages.num_evictable, pages.num_free) == (0, 3)
+    pages.check()
+
+
+def test_a_free_page_cannot_be_held():
+    pages = PageAllocator(2)
+    with pytest.raises(EngineFault, match="free"):
+        pages.hold(ints([1]), Holder.STEP)
+
+
+def test_what_is_not_held_cannot_be_dropped():
+    pages = PageAllocator(2)
+    page = _allocate(pages, 1)
+    with pytest.raises(EngineFault, match="READ"):
+        pages.drop(page, Holder.READ)
+
+
+def test_pages_can_be_taken_off_the_free_list_by_number():
+    for lifo in (False, True):
+        pages = PageAllocator(6, lifo=lifo)
+        held = _allocate(pages, 2)
+        wanted = np.concatenate([held, ints([5, 3])])
+        pages.hold_even_free(wanted, Holder.STEP)
+        pages.check()
+        assert pages.num_free == 2
+        assert sorted(_allocate(pages, 2).tolist()) == [2, 4]
+
+
+def test_the_release_count_moves_when_somebody_else_could_have_a_page():
+    pages = PageAllocator(4)
+    taken = _allocate(pages, 2)
+    pages.hold(taken, Holder.STEP)
+    before = pages.num_released
+    pages.drop(taken, Holder.STEP)
+    assert pages.num_released == before
+    pages.drop(taken, Holder.REQUEST)
+    assert pages.num_released == before + 2
+
+
+def test_gauges_count_pages_by_kind_of_holder():
+    pages = PageAllocator(5)
+    taken = _allocate(pages, 3)
+    pages.hold(taken[:2], Holder.CACHE)
+    pages.hold(taken[:1], Holder.STEP)
+    assert pages.by_holder() == {
+        "free": 2,
+        "request": 3,
+        "step": 1,
+        "read": 0,
+        "publication": 0,
+        "cache": 2,
+    }
+
+
+@pytest.mark.parametrize("lifo", [False, True])
+def test_the_books_agree_with_a_plain_count_over_random_holds(lifo):
+    rng = random.Random(7)
+    pages = PageAllocator(32, lifo=lifo)
+    holds: list[tuple[int, Holder]] = []
+    for _ in range(3000):
+        holder = rng.choice([h for h in Holder if h is not Holder.CACHE])
+        match rng.randrange(3):
+            case 0:
+                taken = pages.allocate(rng.randrange(5), holder)
+                if taken is not None:
+                    assert not {page for page, _ in holds} & set(taken.tolist())
+                    holds += [(page, holder) for page in taken.tolist()]
+            case 1 if holds:
+                some = {page for page, _ in rng.sample(holds, min(len(holds), 4))}
+                pages.hold(ints(sorted(some)), holder)
+                holds += [(page, holder) for page in some]
+            case 2 if holds:
+                page, holder = holds.pop(rng.randrange(len(holds)))
+                pages.drop(ints([page]), holder)
+        held = {page for page, _ in holds}
+        assert pages.num_free == 32 - len(held)
+        pages.check()

@@ -1,0 +1,139 @@
+import numpy as np
+import pytest
+
+from common.config import SchedulerConfig
+from common.engine.pages import Holder, PageAllocator
+from common.engine.policy import SchedulePolicy
+from common.engine.radix import RadixCache
+from common.engine.request import Request
+from common.sampling import SamplingParams
+from tests.support.engine_rig import Rig, ints
+
+
+def _request(key: int, tokens: list[int], max_tokens: int = 8) -> Request:
+    return Request(
+        key=key,
+        origin=(1, key),
+        request_id=str(key),
+        token_ids=ints(tokens),
+        num_prompt=len(tokens),
+        sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+        deadline=0.0,
+        arrived=0.0,
+    )
+
+
+def _cache(*prompts: list[int]) -> RadixCache:
+    pages = PageAllocator(64)
+    cache = RadixCache(4, pages)
+    for prompt in prompts:
+        fresh = pages.allocate(len(prompt) // 4, Holder.REQUEST)
+        cache.insert(ints(prompt), fresh)
+        pages.drop(fresh, Holder.REQUEST)
+    return cache
+
+
+def _order(policy: str, cache: RadixCache, requests: list[Request]) -> list[int]:
+    return [r.key for r in SchedulePolicy(policy, cache).order(requests)]
+
+
+def test_fcfs_keeps_the_order_of_arrival():
+    requests = [_request(i, [i] * 9) for i in (3, 1, 2)]
+    assert _order("fcfs", _cache([2] * 8), requests) == [3, 1, 2]
+
+
+def test_lpm_prefers_the_longest_cached_prefix():
+    cache = _cache([1] * 4, [2] * 12)
+    requests = [_request(i, [i] * 16) for i in (3, 1, 2, 4)]
+    assert _order("lpm", cache, requests) == [2, 1, 3, 4]
+
+
+def test_lpm_falls_back_to_fcfs_when_the_queue_is_long():
+    cache = _cache([128] * 8)
+    requests = [_request(i, [i] * 16) for i in range(129)]
+    assert _order("lpm", cache, requests[1:])[0] == 128
+    assert _order("lpm", cache, requests) == list(range(129))
+
+
+def test_dfs_weight_goes_down_the_branch_that_most_requests_wait_for():
+    a, b = [1] * 4, [2] * 4
+    cache = _cache([*a, *[5] * 4], [*a, *[6] * 4], b)
+    requests = [
+        _request(0, [9] * 9),
+        _request(1, [*b, 9]),
+        _request(2, [*a, 9]),
+        _request(3, [*a, *[5] * 5]),
+        _request(4, [*a, *[6] * 5]),
+        _request(5, [*a, *[6] * 6]),
+    ]
+    assert _order("dfs-weight", cache, requests) == [4, 5, 3, 2, 1, 0]
+
+
+def test_lof_prefers_the_longest_output():
+    requests = [_request(i, [1] * 4, max_tokens=tokens) for i, tokens in enumerate((5, 50, 20, 50))]
+    assert _order("lof", _cache(), requests) == [1, 3, 2, 0]
+
+
+def test_random_is_a_permutation():
+    requests = [_request(i, [1]) for i in range(50)]
+    order = _order("random", _cache(), requests)
+    assert sorted(order) == list(range(50)) != order
+
+
+def test_of_requests_with_a_common_prefix_one_goes_first_and_the_others_use_its_kv():
+    rig = Rig(num_slots=8)
+    document = [3] * 64
+    for i in range(4):
+        rig.add([*document, i, i], max_tokens=4)
+    rig.add([9] * 20, max_tokens=4)
+    rig.step()
+    first = rig.runner.batches[0]
+    assert len(first.slots) == 2  # one of the four, and the one that shares nothing
+    rig.run()
+    assert [rig.requests[i].cached_tokens for i in (1, 2, 3, 4)] == [0, 64, 64, 64]
+    for request in rig.requests.values():
+        assert rig.tokens[request.key] == rig.expected(request)[0]
+
+
+def test_nobody_waits_for_more_than_the_common_prefix():
+    rig = Rig(num_slots=8)
+    rig.add([*[3] * 48, *[4] * 400], max_tokens=50)
+    rig.add([*[3] * 48, *[5] * 10], max_tokens=2)
+    rig.step(3)
+    assert 2 in [key for key, _ in rig.admitted]
+    rig.run()
+    assert rig.requests[2].cached_tokens == 48
+    assert rig.tokens[2] == rig.expected(rig.requests[2])[0]
+
+
+def test_a_short_common_prefix_is_not_waited_for():
+    rig = Rig(num_slots=8)
+    for i in range(3):
+        rig.add([*[3] * 16, *[i] * 20], max_tokens=2)
+    rig.step()
+    assert len(rig.runner.batches[0].slots) == 3
+
+
+def test_without_a_prefix_cache_nobody_waits():
+    rig = Rig(num_slots=8, prefix_cache=False)
+    for _ in range(3):
+        rig.add([3] * 64, max_tokens=2)
+    rig.step()
+    assert len(rig.runner.batches[0].slots) == 3
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "random", "fcfs"])
+def test_the_waiting_queue_is_tried_in_the_order_of_its_policy(policy):
+    rig = Rig(num_slots=1, config=SchedulerConfig(policy=policy))
+    rig.add([7] * 40, max_tokens=1)
+    rig.run()
+    rng = np.random.default_rng(1)
+    for max_tokens in (3, 9, 6):
+        rig.add(rng.integers(10, 90, 30).tolist(), max_tokens=max_tokens)
+    rig.add([7] * 60, max_tokens=2)
+    rig.run()
+    served = [key for key, _ in rig.admitted][1:]
+    expected = {"lpm": [5, 2, 3, 4], "dfs-weight": [5, 2, 3, 4], "lof": [3, 4, 2, 5]}
+    assert served == expected.get(policy, served)
+    assert policy != "fcfs" or served == [2, 3, 4, 5]
+    assert sorted(served) == [2, 3, 4, 5]

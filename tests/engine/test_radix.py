@@ -1,0 +1,204 @@
+import random
+
+import numpy as np
+import pytest
+
+from common.engine.pages import Holder, PageAllocator
+from common.engine.radix import RadixCache
+from tests.support.engine_rig import ints
+
+SIZE = 4
+
+
+class Books:
+    """A cache of pages of 4 tokens, and requests that compute and leave."""
+
+    def __init__(self, num_pages: int = 64, *, enabled: bool = True) -> None:
+        self.pages = PageAllocator(num_pages, lifo=True)
+        self.cache = RadixCache(SIZE, self.pages, enabled=enabled)
+
+    def begin(self, tokens: list[int]):
+        """A request's pages: its cached prefix, held, and fresh ones."""
+        prefix = self.cache.match(ints(tokens))
+        self.pages.hold(prefix.pages, Holder.REQUEST)
+        fresh = self.cache.allocate(-(-len(tokens) // SIZE) - len(prefix.pages), Holder.REQUEST)
+        assert fresh is not None
+        return np.concatenate([prefix.pages, fresh])
+
+    def end(self, tokens: list[int], pages) -> None:
+        self.cache.insert(ints(tokens), pages)
+        self.pages.drop(pages, Holder.REQUEST)
+        self.check()
+
+    def learn(self, tokens: list[int]):
+        pages = self.begin(tokens)
+        self.end(tokens, pages)
+        return pages
+
+    def check(self) -> None:
+        self.cache.check()
+        self.pages.check()
+
+
+def test_a_prefix_is_found_in_whole_pages_only():
+    books = Books()
+    pages = books.learn(list(range(10)))
+    match = books.cache.match(ints(range(11)))
+    assert (match.num_tokens, match.pages.tolist()) == (8, pages[:2].tolist())
+    assert books.cache.match(ints([0, 1, 2, 3, 4, 5, 6])).num_tokens == 4
+    assert books.cache.match(ints([9, 1, 2, 3])).num_tokens == 0
+    assert books.cache.match(ints([])).num_tokens == 0
+
+
+def test_prefixes_that_part_in_the_middle_of_a_node_share_its_beginning():
+    books = Books()
+    one = books.learn([*range(8), 20, 21, 22, 23])
+    two = books.learn([*range(8), 30, 31, 32, 33])
+    assert one[:2].tolist() == two[:2].tolist()
+    assert books.cache.num_pages == 4
+    for last, pages in ((20, one), (30, two)):
+        match = books.cache.match(ints([*range(8), *range(last, last + 4)]))
+        assert match.pages.tolist() == pages.tolist()
+
+
+def test_duplicates_of_what_is_cached_are_freed_when_their_request_ends():
+    books = Books()
+    tokens = list(range(8))
+    first = books.begin(tokens)
+    second = books.begin(tokens)
+    books.end(tokens, first)
+    books.end(tokens, second)
+    assert books.cache.match(ints(tokens)).pages.tolist() == first.tolist()
+    assert books.pages.num_free == 62
+
+
+def test_pages_of_a_request_are_not_evicted():
+    books = Books(num_pages=4)
+    held = books.begin(list(range(8)))
+    books.cache.insert(ints(range(8)), held)
+    books.learn([50, 51, 52, 53])
+    assert books.cache.evict(4) == 1
+    assert books.cache.match(ints(range(8))).num_tokens == 8
+    books.check()
+
+
+def test_the_least_recently_used_leaf_goes_first_and_from_its_end():
+    books = Books()
+    books.learn([1] * 8)
+    books.learn([2] * 8)
+    books.cache.match(ints([1] * 8))
+    assert books.cache.evict(1) == 1
+    assert len(books.cache.lineage(ints([2] * 8))) == 1
+    assert books.cache.evict(2) == 2
+    assert books.cache.match(ints([2] * 8)).num_tokens == 0
+    assert books.cache.match(ints([1] * 8)).num_tokens == 4
+    books.check()
+
+
+def test_a_branch_can_go_once_its_leaves_are_gone():
+    books = Books()
+    books.learn([*[1] * 8, *[2] * 4])
+    books.learn([*[1] * 8, *[3] * 4])
+    assert books.cache.evict(4) == 4
+    assert books.cache.num_pages == 0
+    books.check()
+
+
+def test_all_evictable_pages_can_be_had_even_above_one_that_is_in_use():
+    """A request that computed a duplicate of a cached prefix, and went on from there, holds the
+    end of a path whose beginning it does not hold."""
+    books = Books(num_pages=8)
+    prefix, longer = [1] * 8, [1] * 16
+    late = books.begin(longer)
+    books.end(prefix, books.begin(prefix))
+    books.cache.insert(ints(longer), late)
+    assert books.pages.num_evictable == 2
+    assert books.cache.allocate(4, Holder.READ) is not None
+    books.cache.check()
+    books.pages.drop(late, Holder.REQUEST)
+    books.check()
+
+
+def test_nothing_is_evicted_for_an_allocation_that_fails_anyway():
+    books = Books(num_pages=4)
+    books.learn([1] * 8)
+    assert books.cache.allocate(5, Holder.REQUEST) is None
+    assert books.cache.num_pages == 2
+
+
+def test_a_flush_frees_everything():
+    books = Books()
+    for i in range(5):
+        books.learn([*[1] * 4, *[i] * 8])
+    held = books.begin([1] * 4)
+    assert books.cache.flush() == 10
+    assert books.cache.num_pages == 0
+    books.pages.drop(held, Holder.REQUEST)
+    assert books.pages.num_free == 64
+    books.check()
+
+
+def test_a_switched_off_cache_learns_nothing():
+    books = Books(enabled=False)
+    books.learn([1] * 8)
+    assert books.cache.match(ints([1] * 8)).num_tokens == 0
+    assert books.pages.num_free == 64
+
+
+def test_the_lineage_names_the_nodes_of_a_path():
+    books = Books()
+    books.learn([*[1] * 8, *[2] * 4])
+    books.learn([*[1] * 8, *[3] * 4])
+    two, three = (books.cache.lineage(ints([*[1] * 8, *[i] * 4])) for i in (2, 3))
+    assert len(two) == len(three) == 2
+    assert two[0] == three[0] and two[1] != three[1]
+    assert books.cache.lineage(ints([9] * 8)) == ()
+
+
+def test_a_conversation_of_a_thousand_turns_makes_a_tree_that_deep():
+    """Deeper than the interpreter's stack."""
+    books = Books(num_pages=1300)
+    tokens = [turn for turn in range(1200) for _ in range(SIZE)]
+    pages = books.begin(tokens)
+    for num_pages in range(1, 1201):
+        books.cache.insert(ints(tokens[: num_pages * SIZE]), pages)
+    books.end(tokens, pages)
+    assert len(books.cache.lineage(ints(tokens))) == 1200
+    assert books.cache.evict(100) == 100
+    books.check()
+    assert books.cache.flush() == 1100
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_match_holds_the_tokens_that_were_asked_for(seed):
+    """Against a plain record of what was written to each page."""
+    rng = random.Random(seed)
+    books = Books(num_pages=24)
+    contents: dict[int, tuple[int, ...]] = {}
+    live: list[tuple[list[int], np.ndarray]] = []
+    for _ in range(600):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
+        match = books.cache.match(ints(tokens))
+        assert match.num_tokens == len(match.pages) * SIZE <= len(tokens)
+        for i, page in enumerate(match.pages.tolist()):
+            assert contents[page] == tuple(tokens[i * SIZE : (i + 1) * SIZE])
+        needed = -(-len(tokens) // SIZE) - len(match.pages)
+        books.pages.hold(match.pages, Holder.REQUEST)
+        possible = needed <= books.cache.num_available
+        fresh = books.cache.allocate(needed, Holder.REQUEST)
+        assert (fresh is not None) == possible
+        if fresh is None:
+            books.pages.drop(match.pages, Holder.REQUEST)
+        else:
+            pages = np.concatenate([match.pages, fresh])
+            for i, page in enumerate(pages.tolist()):
+                contents[page] = tuple(tokens[i * SIZE : (i + 1) * SIZE])
+            live.append((tokens, pages))
+        while live and (fresh is None or rng.random() < 0.4):
+            tokens, pages = live.pop(rng.randrange(len(live)))
+            if rng.random() < 0.8:
+                books.cache.insert(ints(tokens), pages)
+            books.pages.drop(pages, Holder.REQUEST)
+            if rng.random() < 0.5:
+                break
+        books.check()

@@ -1,0 +1,292 @@
+"""The runner under overlap: tokens the CPU does not know, tables that change, pages that move."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine import batch
+from common.engine.batch import PageCopies
+from common.engine.kv import PagedKV
+from common.engine.models import Model, load
+from common.sampling import SamplingParams
+from kernels import sampling
+from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.steps import GREEDY, Steps
+
+CPU = torch.device("cpu")
+SHARP = SamplingParams(max_tokens=9999, seed=2**63 + 5, temperature=0.9)
+PARAMS = [
+    GREEDY,
+    SHARP,
+    SamplingParams(max_tokens=9999, seed=7, temperature=1.3, top_p=0.9),
+    SamplingParams(max_tokens=9999, seed=8, temperature=0.8, top_k=20, min_p=0.01),
+]
+PENALISED = [
+    SamplingParams(max_tokens=9999, seed=1, temperature=0.0, repetition_penalty=1.5),
+    SamplingParams(max_tokens=9999, seed=2, temperature=0.0, frequency_penalty=0.2),
+    SamplingParams(max_tokens=9999, seed=3, temperature=1.0, presence_penalty=2.0),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    return load(make_checkpoint(tmp_path_factory.mktemp("checkpoint")), CPU, torch.float32)
+
+
+@pytest.fixture
+def make_steps(model):
+    made = []
+
+    def make(**options):
+        options = {"model": model} | options
+        made.append(Steps(options.pop("model"), **options))
+        return made[-1]
+
+    yield make
+    for steps in made:
+        steps.close()
+
+
+def prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+
+
+def generate(steps, prompts, params, num_tokens):
+    """All requests at once; returns what each one has at the end."""
+    slots = [steps.add(tokens, own) for tokens, own in zip(prompts, params, strict=True)]
+    for slot in slots:
+        steps.prefill(slot, chunk=16)
+    for _ in range(num_tokens - 1):
+        steps.decode(*slots)
+    steps.settle()
+    return [steps.remove(slot) for slot in slots]
+
+
+class Scripted:
+    """A model whose logits are what a function of its batch says; no KV."""
+
+    def __init__(self, logits):
+        self.spec = SimpleNamespace(vocabulary_size=8, layers=(PagedKV(1, 2),))
+        self.device, self.dtype = CPU, torch.float32
+        self._logits = logits
+
+    def forward(self, inputs, pool, future_tokens):
+        return self._logits(inputs, future_tokens)
+
+
+def certain(*tokens):
+    """Logits that leave no choice."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), 8) * 100.0
+
+
+@pytest.mark.parametrize("params", [PARAMS, [*PENALISED, GREEDY]], ids=["sampled", "penalised"])
+def test_overlap_changes_no_token(make_steps, params):
+    prompts = [prompt(length, length) for length in (1, 16, 33, 40)]
+    with_overlap, without = (
+        generate(make_steps(overlap=overlap), prompts, params, 14) for overlap in (True, False)
+    )
+    assert with_overlap == without
+    assert [len(tokens) for tokens in without] == [15, 30, 47, 54]
+
+
+def test_a_decode_step_is_launched_before_the_cpu_knows_its_input(make_steps):
+    steps = make_steps()
+    slot = steps.add(prompt(5))
+    steps.prefill(slot)
+    steps.decode(slot)
+    # Two tokens are under way or known, and the CPU has been told of the first one only.
+    assert steps.table.length[slot] == 7 and steps.table.known[slot] == 6
+    assert steps.in_flight is not None
+
+
+def test_launch_does_not_wait_for_the_forward(make_steps):
+    gate = threading.Event()
+
+    def forward(inputs, future_tokens):
+        assert gate.wait(30)
+        return certain(3)
+
+    steps = make_steps(model=Scripted(forward))
+    slot = steps.add([1, 2])
+    steps.prefill(slot)  # returns although the forward is held up
+    assert steps.table.known[slot] == 2
+    gate.set()
+    steps.settle()
+    assert steps.remove(slot) == [1, 2, 3]
+
+
+def test_a_launched_step_reads_nothing_that_changes_later(make_steps):
+    gate, seen = threading.Event(), []
+
+    def forward(inputs, future_tokens):
+        assert gate.wait(30)
+        columns = inputs.sampling
+        for part in (inputs, columns):
+            seen.extend(getattr(part, name) for name in part.__slots__ if name != "sampling")
+        return certain(3)
+
+    steps = make_steps(model=Scripted(forward))
+    slot = steps.add([1, 2, 3], PARAMS[3])
+    steps.prefill(slot)
+    table = steps.table
+    changed = (
+        table.tokens, table.page_table, table.known, table.temperature, table.top_k, table.top_p,
+        table.min_p, table.seed,
+    )  # fmt: skip
+    kept = [column[slot].copy() for column in changed]
+    for column in changed:
+        column[slot] = 99
+    arrays = (steps.in_flight.batch.slots, steps.in_flight.batch.starts, steps.in_flight.batch.ends)
+    expected = [array.copy() for array in arrays]
+    gate.set()
+    steps.in_flight.result()
+    assert not any((np.asarray(tensor) == 99).any() for tensor in seen)
+    assert all(map(np.array_equal, arrays, expected))
+    for column, value in zip(changed, kept, strict=True):
+        column[slot] = value
+
+
+def test_rows_that_do_not_sample_are_told_apart(make_steps):
+    steps = make_steps(model=Scripted(lambda inputs, _: certain(*[5] * len(inputs.sampled))))
+    slots = [steps.add([1, 2, 3]) for _ in range(3)]
+    steps.launch([(slot, 0, 2) for slot in slots], samples=[False, True, False])
+    assert steps.in_flight.result().tokens.tolist() == [batch.NOT_SAMPLED, 5, batch.NOT_SAMPLED]
+
+
+def test_a_request_without_finite_logits_harms_neither_its_next_step_nor_another(make_steps):
+    inputs_seen = []
+
+    def forward(inputs, future_tokens):
+        inputs_seen.append(future_tokens.clone())
+        logits = certain(*[4] * len(inputs.sampled))
+        logits[0] = torch.nan
+        return logits
+
+    steps = make_steps(model=Scripted(forward))
+    slots = [steps.add([1, 2], PENALISED[0]), steps.add([3, 4], PENALISED[0])]
+    steps.launch([(slot, 0, 2) for slot in slots])
+    steps.decode(*slots)
+    steps.settle()
+    assert batch.NOT_FINITE == sampling.NOT_FINITE
+    assert steps.remove(slots[0]) == [1, 2, batch.NOT_FINITE, batch.NOT_FINITE]
+    assert steps.remove(slots[1]) == [3, 4, 4, 4]
+    assert all((tokens >= 0).all() for tokens in inputs_seen)
+
+
+def test_an_error_of_the_forward_is_raised_where_its_result_is_taken(make_steps):
+    def forward(inputs, future_tokens):
+        raise FloatingPointError("of the device")
+
+    steps = make_steps(model=Scripted(forward))
+    steps.prefill(steps.add([1]))
+    with pytest.raises(FloatingPointError, match="of the device"):
+        steps.in_flight.result()
+
+
+def test_a_request_replayed_from_its_tokens_samples_alike(make_steps):
+    for params in (SHARP, *PENALISED):
+        steps = make_steps()
+        start = prompt(20)
+        whole = generate(steps, [start], [params], 12)[0]
+        slot = steps.add(whole[:26], params, num_prompt=20)  # a redo: prompt and six tokens
+        steps.prefill(slot)
+        for _ in range(5):
+            steps.decode(slot)
+        steps.settle()
+        assert steps.remove(slot) == whole
+
+
+def test_penalties_follow_tokens_counted_by_hand(make_steps):
+    """Logits that depend on nothing; greedy, so that the history alone decides."""
+    base = torch.tensor([[1.013, 0.927, 0.809, 0.751, 0.603, 0.517, 0.239, -0.107]])
+    start = [0, 0, 3]
+
+    def by_hand(params, num_tokens):
+        output = []
+        for _ in range(num_tokens):
+            logits = base[0].tolist()
+            for token in range(8):
+                if token in start or token in output:
+                    strength = params.repetition_penalty
+                    logits[token] *= strength if logits[token] < 0 else 1 / strength
+                logits[token] -= params.frequency_penalty * output.count(token)
+                logits[token] -= params.presence_penalty * (token in output)
+            output.append(max(range(8), key=lambda token: logits[token]))
+        return start + output
+
+    strengths = [(1.5, 0, 0), (1, 0.3, 0), (1, 0, 0.45), (1.1, 0.1, 0.2)]
+    for repetition, frequency, presence in strengths:
+        params = SamplingParams(
+            max_tokens=999, seed=0, temperature=0.0, repetition_penalty=repetition,
+            frequency_penalty=frequency, presence_penalty=presence,
+        )  # fmt: skip
+        for overlap in (True, False):
+            steps = make_steps(
+                model=Scripted(lambda inputs, _: base.repeat(len(inputs.sampled), 1)),
+                overlap=overlap,
+            )
+            assert generate(steps, [start], [params], 20) == [by_hand(params, 20)]
+
+
+def test_counts_of_a_slot_are_not_inherited_by_the_next_request(make_steps):
+    """Seen failing without the zeroing: a request continued the counts of the one before."""
+    alone = [generate(make_steps(), [prompt(9, 1)], [own], 10)[0] for own in PENALISED]
+    steps = make_steps(num_slots=1)
+    for own, expected in zip(PENALISED, alone, strict=True):
+        generate(steps, [prompt(9, 2)], [own], 10)  # the same length: positions meet exactly
+        assert generate(steps, [prompt(9, 1)], [own], 10) == [expected]
+        generate(steps, [prompt(9, 3)], [SHARP], 3)  # and one that is not penalised
+
+
+def test_penalised_requests_that_come_and_go_do_not_meet(make_steps):
+    """More requests with penalties than slots, beside others: rows of counts are used again."""
+    own = [PENALISED[0]]
+    alone = {seed: generate(make_steps(), [prompt(7, seed)], own, 9) for seed in range(6)}
+    steps = make_steps(num_slots=3)
+    for seed in range(6):
+        plain = steps.add(prompt(3, 99), SHARP)
+        steps.prefill(plain)
+        assert generate(steps, [prompt(7, seed)], own, 9) == alone[seed]
+        steps.remove(plain)
+    together = generate(steps, [prompt(7, seed) for seed in range(3)], own * 3, 9)
+    assert together == [alone[seed][0] for seed in range(3)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SHARP, *PENALISED], ids=lambda p: f"seed {p.seed}")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_taken_off_the_device_goes_on_as_if_it_had_stayed(make_steps, params, overlap):
+    tokens = prompt(21)
+    expected = generate(make_steps(overlap=overlap), [tokens], [params], 20)[0]
+    steps = make_steps(overlap=overlap)
+    other = steps.add(prompt(30, 1), PENALISED[1])
+    slot = steps.add(tokens, params)
+    for each in (other, slot):
+        steps.prefill(each)
+    for _ in range(8):
+        steps.decode(other, slot)
+    # Retract: its last token is still on its way; the step in flight writes its last KV, and the
+    # next step's swap comes after it on the stream.
+    pages = steps.table.pages_of(slot)
+    host_pages = np.arange(len(pages), dtype=np.int32)[::-1].copy()
+    length = int(steps.table.length[other])
+    steps.launch([(other, length - 1, length)], swap_out=PageCopies(pages, host_pages))
+    so_far = steps.remove(slot)
+    # Its slot and pages go to a third request, which overwrites them.
+    third = steps.add(prompt(21, 5), PENALISED[0])
+    assert third == slot and steps.table.pages_of(third).tolist() == pages.tolist()
+    steps.prefill(third)
+    steps.decode(other, third)
+    # It joins again in another slot with other pages; its KV comes back with the step it joins.
+    again = steps.add(so_far, params, num_prompt=len(tokens))
+    assert again != slot
+    back = PageCopies(steps.table.pages_of(again), host_pages)
+    length = int(steps.table.length[again])
+    steps.launch([(again, length - 1, length)], swap_in=back)
+    while steps.table.length[again] < len(expected):
+        steps.decode(other, third, again)
+    steps.settle()
+    assert steps.remove(again) == expected

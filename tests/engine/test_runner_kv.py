@@ -1,0 +1,65 @@
+"""Pools: where a page lies in memory, and swaps between device and host."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine.batch import PageCopies
+from common.engine.kv import HostPool, KVLayout, KVPool, PagedKV, swap_in, swap_out
+from common.errors import ConfigError
+
+CPU = torch.device("cpu")
+LAYOUT = KVLayout(page_size=16, num_layers=3, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+
+
+def test_a_page_is_one_contiguous_run_of_bytes_at_its_address():
+    pool = KVPool(LAYOUT, 5, CPU)
+    pool.tensor.zero_()
+    pool.tensor[3].fill_(1.5)
+    assert pool.page_bytes == 2 * 3 * 2 * 16 * 8 * 2 == LAYOUT.layer_page_bytes * 3
+    assert pool.num_bytes == 5 * pool.page_bytes == pool.tensor.nbytes
+    assert LAYOUT.token_bytes * 16 == pool.page_bytes
+    raw = ctypes.string_at(pool.base_address, pool.num_bytes)
+    one = torch.tensor([1.5], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    expected = bytearray(pool.num_bytes)
+    expected[3 * pool.page_bytes : 4 * pool.page_bytes] = one * (pool.page_bytes // 2)
+    assert raw == bytes(expected)
+
+
+def test_layer_views_write_into_the_pool():
+    pool = KVPool(LAYOUT, 4, CPU)
+    pool.tensor.zero_()
+    for layer, view in enumerate(pool.layers):
+        view[2, 1, 0, 5] = layer + 1
+    assert pool.tensor[2, 1, :, 0, 5, 0].tolist() == [1, 2, 3]
+    assert int((pool.tensor != 0).sum()) == 3 * 8
+
+
+def test_pools_in_host_memory_start_on_a_huge_page():
+    assert KVPool(LAYOUT, 3, CPU).base_address % (2 << 20) == 0
+
+
+def test_the_layout_follows_from_what_the_layers_keep():
+    layers = (PagedKV(2, 8),) * 3
+    assert KVLayout.of(layers, 16, torch.bfloat16) == LAYOUT
+    with pytest.raises(ConfigError, match="different shapes"):
+        KVLayout.of((PagedKV(2, 8), PagedKV(1, 8)), 16, torch.bfloat16)
+
+
+def test_a_pool_without_room_is_a_wrong_configuration():
+    with pytest.raises(ConfigError, match="GiB"):
+        KVPool(LAYOUT, 2**50, CPU)
+
+
+def test_pages_come_back_from_host_memory_as_they_left():
+    pool, host = KVPool(LAYOUT, 8, CPU), HostPool(LAYOUT, 6, CPU)
+    pool.tensor.normal_()
+    before = pool.tensor.clone()
+    out = PageCopies(np.array([7, 1, 2], np.int32), np.array([0, 4, 5], np.int32))
+    swap_out(pool, host, out)
+    pool.tensor.zero_()
+    swap_in(pool, host, PageCopies(np.array([3, 4, 5], np.int32), out.host_pages))
+    assert torch.equal(pool.tensor[[3, 4, 5]], before[[7, 1, 2]])
+    assert not pool.tensor[[0, 1, 2, 6, 7]].any()

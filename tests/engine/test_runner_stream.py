@@ -1,0 +1,70 @@
+"""The CPU's forward stream: one thread, in order, errors told to whoever waits."""
+
+import threading
+
+import pytest
+
+from common.engine.stream import MAX_QUEUED, WorkerStream
+from common.errors import EngineFault
+
+
+@pytest.fixture
+def stream():
+    made = WorkerStream()
+    yield made
+    made.close()
+
+
+def test_work_runs_in_order_on_one_other_thread(stream):
+    seen = []
+    events = [
+        stream.submit(lambda i=i: seen.append((i, threading.get_ident())))
+        for i in range(MAX_QUEUED)
+    ]
+    events[-1].wait()
+    assert [i for i, _ in seen] == list(range(MAX_QUEUED))
+    assert len({thread for _, thread in seen} - {threading.get_ident()}) == 1
+
+
+def test_an_event_waits_for_its_own_work_only(stream):
+    gate = threading.Event()
+    first = stream.submit(lambda: None)
+    second = stream.submit(lambda: gate.wait(30))
+    first.wait()
+    gate.set()
+    second.wait()
+
+
+def test_an_error_reaches_every_waiter_of_its_work_and_nobody_else(stream):
+    def fail():
+        raise KeyError("forward")
+
+    failed, good = stream.submit(fail), stream.submit(lambda: None)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="forward"):
+            failed.wait()
+    good.wait()
+
+
+def test_a_stream_that_nobody_drains_is_a_fault(stream):
+    started, gate = threading.Event(), threading.Event()
+
+    def hold():
+        started.set()
+        gate.wait(30)
+
+    stream.submit(hold)
+    assert started.wait(30)
+    for _ in range(MAX_QUEUED):
+        stream.submit(lambda: None)
+    with pytest.raises(EngineFault, match="queued"):
+        stream.submit(lambda: None)
+    gate.set()
+
+
+def test_close_lets_submitted_work_finish():
+    stream, seen = WorkerStream(), []
+    for i in range(3):
+        stream.submit(lambda i=i: seen.append(i))
+    stream.close()
+    assert seen == [0, 1, 2]

@@ -1,0 +1,508 @@
+"""The scheduler from outside: requests in, tokens and ends out, through loop and fake runner."""
+
+import pytest
+
+from common.config import SchedulerConfig
+from common.engine.batch import BatchResult, ForwardMode
+from common.engine.pages import Holder
+from common.engine.request import Finish, FinishReason, Request
+from common.errors import EngineFault, InvalidRequest, NotIdle, Overloaded
+from tests.support.engine_rig import Rig, ints
+
+BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+
+
+def _stopping_prompt(rig: Rig, after: int) -> list[int]:
+    """A prompt whose token number `after` (from 1) is the rig's EOS, and none before it."""
+    for first in range(90):
+        request = rig.request([first, 1, 2], 100)
+        tokens, reason = rig.expected(request)
+        if reason is FinishReason.STOP and len(tokens) == after:
+            return [first, 1, 2]
+    raise AssertionError("no such prompt")
+
+
+def _assert_as_expected(rig: Rig, *requests: Request) -> None:
+    for request in requests:
+        tokens, reason = rig.expected(request)
+        assert rig.tokens[request.key] == tokens
+        assert rig.finished[request.key].reason is reason
+
+
+# Lengths and ends
+
+
+@BOTH
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 64, 65, 300])
+def test_prompts_of_every_length_get_their_tokens(overlap, page_size, num_tokens):
+    rig = Rig(overlap=overlap, page_size=page_size, config=SchedulerConfig(chunk_tokens=64))
+    request = (
+        rig.add(range(num_tokens), max_tokens=20)
+        if num_tokens < 97
+        else rig.add([i % 97 for i in range(num_tokens)], max_tokens=20)
+    )
+    rig.run()
+    _assert_as_expected(rig, request)
+    rig.assert_at_rest()
+
+
+@BOTH
+def test_one_token_is_asked_for(overlap):
+    rig = Rig(overlap=overlap)
+    request = rig.add([1, 2, 3], max_tokens=1)
+    rig.run()
+    _assert_as_expected(rig, request)
+    assert [batch.mode for batch in rig.runner.batches] == [ForwardMode.EXTEND]
+
+
+@BOTH
+def test_the_first_token_may_end_the_request(overlap):
+    rig = Rig(overlap=overlap, eos=(5, 6, 7, 8, 9, 10))
+    request = rig.add(_stopping_prompt(rig, after=1), max_tokens=100)
+    rig.run()
+    _assert_as_expected(rig, request)
+    rig.assert_at_rest()
+
+
+def test_under_overlap_eos_costs_one_forward_whose_token_is_discarded():
+    rig = Rig(eos=(5, 6, 7, 8, 9, 10))
+    request = rig.add(_stopping_prompt(rig, after=4), max_tokens=100)
+    rig.run()
+    _assert_as_expected(rig, request)
+    assert len(rig.runner.batches) == 4 + 1
+
+
+def test_in_turn_eos_costs_nothing():
+    rig = Rig(eos=(5, 6, 7, 8, 9, 10), overlap=False)
+    request = rig.add(_stopping_prompt(rig, after=4), max_tokens=100)
+    rig.run()
+    _assert_as_expected(rig, request)
+    assert len(rig.runner.batches) == 4
+
+
+@BOTH
+def test_the_token_limit_costs_no_forward(overlap):
+    rig = Rig(overlap=overlap)
+    rig.add([1, 2, 3], max_tokens=4)
+    rig.run()
+    assert len(rig.runner.batches) == 4
+
+
+def test_a_stop_token_on_the_last_place_counts_as_stop():
+    rig = Rig(eos=(5, 6, 7, 8, 9, 10))
+    request = rig.add(_stopping_prompt(rig, after=4), max_tokens=4)
+    rig.run()
+    assert rig.finished[request.key].reason is FinishReason.STOP
+
+
+def test_stop_token_ids_end_a_request_and_ignored_eos_does_not():
+    rig = Rig(eos=(5, 6, 7, 8, 9, 10))
+    prompt = _stopping_prompt(rig, after=4)
+    ignoring = rig.add(prompt, max_tokens=30, ignore_eos=True)
+    third = rig.expected(ignoring)[0][2]
+    stopping = rig.add(prompt, max_tokens=30, stop=(third,))
+    rig.run()
+    _assert_as_expected(rig, ignoring, stopping)
+    assert len(rig.tokens[ignoring.key]) == 30
+    assert len(rig.tokens[stopping.key]) <= 3
+
+
+@BOTH
+def test_the_context_ends_a_request(overlap):
+    rig = Rig(overlap=overlap, context=40)
+    request = rig.add([1] * 30, max_tokens=1000)
+    rig.run()
+    _assert_as_expected(rig, request)
+    assert len(rig.tokens[request.key]) == 10
+
+
+def test_the_pool_ends_a_request_that_outgrows_it():
+    rig = Rig(num_pages=3)
+    request = rig.add([1] * 30, max_tokens=1000)
+    rig.run()
+    _assert_as_expected(rig, request)
+    assert len(rig.tokens[request.key]) == 3 * 16 + 1 - 30
+
+
+@BOTH
+def test_logits_that_are_not_finite_end_their_request_and_no_other(overlap):
+    rig = Rig(overlap=overlap, poison=96)
+    bad = rig.add([*[1] * 40, 96], max_tokens=10)
+    good = rig.add([2] * 40, max_tokens=10)
+    rig.run()
+    assert rig.finished[bad.key].reason is FinishReason.ERROR
+    assert "not finite" in rig.finished[bad.key].error
+    assert rig.tokens[bad.key] == []
+    _assert_as_expected(rig, good)
+    assert rig.cache.match(ints([1] * 40)).num_tokens == 0
+    rig.assert_at_rest()
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_of_its_request():
+    rig = Rig(overlap=False)
+    request = rig.add([1, 2, 3])
+    batch = rig.scheduler.next_batch()
+    outcome = rig.scheduler.finish(batch, BatchResult(ints([97])))
+    assert [f.request for f in outcome.finished] == [request]
+    assert outcome.finished[0].finish.reason is FinishReason.ERROR
+    assert len(outcome.tokens) == 0
+
+
+# The prefix cache
+
+
+@BOTH
+def test_a_repeated_prompt_computes_only_what_is_not_cached(overlap):
+    rig = Rig(overlap=overlap)
+    first = rig.add(range(50), max_tokens=3)
+    rig.run()
+    before = rig.runner.num_tokens
+    second = rig.add(range(50), max_tokens=1)
+    rig.run()
+    assert (first.cached_tokens, second.cached_tokens) == (0, 48)
+    assert rig.runner.num_tokens - before == 2
+    _assert_as_expected(rig, second)
+
+
+def test_one_token_is_always_left_to_compute():
+    rig = Rig()
+    rig.add(range(32), max_tokens=20)
+    rig.run()
+    request = rig.add(range(32), max_tokens=1)
+    rig.run()
+    assert request.cached_tokens == 16
+    _assert_as_expected(rig, request)
+
+
+def test_a_finished_request_leaves_its_output_in_the_cache_but_not_its_last_token():
+    rig = Rig()
+    request = rig.add([1] * 16, max_tokens=17)
+    rig.run()
+    whole = [*[1] * 16, *rig.tokens[request.key]]
+    assert len(whole) == 33
+    assert rig.cache.match(ints(whole)).num_tokens == 32
+    follow_up = rig.add([*whole, 4], max_tokens=3)
+    rig.run()
+    assert follow_up.cached_tokens == 32
+    _assert_as_expected(rig, follow_up)
+
+
+def test_the_tree_learns_a_chunk_only_when_its_forward_is_done():
+    rig = Rig(config=SchedulerConfig(chunk_tokens=32))
+    rig.add(range(64), max_tokens=2)
+    rig.step()
+    assert rig.cache.match(ints(range(64))).num_tokens == 0
+    rig.step()
+    assert rig.cache.match(ints(range(64))).num_tokens == 32
+    rig.run()
+
+
+# Chunks
+
+
+@BOTH
+def test_chunks_are_reported_in_order_page_aligned_and_with_the_first_token_last(overlap):
+    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=40))
+    rig.add(range(16), max_tokens=1)
+    rig.run()
+    rig.chunks.clear()
+    request = rig.add(range(90), max_tokens=2)
+    rig.run()
+    assert [(c.start, c.end) for c in rig.chunks] == [(16, 48), (48, 80), (80, 90)]
+    assert [c.first_token for c in rig.chunks] == [None, None, rig.tokens[request.key][0]]
+    assert all(c.request is request for c in rig.chunks)
+
+
+def test_the_whole_prompts_pages_are_reserved_at_admission():
+    rig = Rig(config=SchedulerConfig(chunk_tokens=16))
+    rig.add(range(70), max_tokens=2)
+    rig.step()
+    ((key, pages),) = rig.admitted
+    assert key == 1 and len(pages) == 5
+    assert rig.scheduler.queued_tokens() == 70
+    rig.run()
+    assert rig.scheduler.queued_tokens() == 0
+
+
+def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
+    rig = Rig(config=SchedulerConfig(chunk_tokens=64))
+    rig.add([1] * 80, max_tokens=2)
+    rig.add([2] * 20, max_tokens=2)
+    rig.step(2)
+    first, second = rig.runner.batches
+    assert (first.starts.tolist(), first.ends.tolist()) == ([0], [64])
+    assert (second.starts.tolist(), second.ends.tolist()) == ([64, 0], [80, 20])
+    assert second.samples.tolist() == [True, True]
+
+
+def test_prefill_goes_first_and_decode_waits():
+    rig = Rig(config=SchedulerConfig(chunk_tokens=32))
+    rig.add([1] * 20, max_tokens=10)
+    rig.step(2)
+    rig.add([2] * 64, max_tokens=2)
+    rig.step(3)
+    modes = [batch.mode for batch in rig.runner.batches]
+    extend, decode = ForwardMode.EXTEND, ForwardMode.DECODE
+    assert modes == [extend, decode, extend, extend, decode]
+
+
+@BOTH
+def test_mixed_chunks_carry_the_decode_rows(overlap):
+    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=32, mixed_chunk=True))
+    running = rig.add([1] * 20, max_tokens=10)
+    rig.step(2)
+    long = rig.add([2] * 64, max_tokens=2)
+    rig.step()
+    batch = rig.runner.batches[2]
+    assert batch.mode is ForwardMode.MIXED
+    assert (batch.ends - batch.starts).tolist() == [16, 1]  # 32 less a decode row, page aligned
+    assert batch.samples.tolist() == [False, True]
+    rig.run()
+    _assert_as_expected(rig, running, long)
+
+
+# Admission
+
+
+def test_a_full_queue_and_a_prompt_that_never_fits_are_refused():
+    rig = Rig(num_pages=2, config=SchedulerConfig(max_waiting=1))
+    with pytest.raises(InvalidRequest, match="token_ids"):
+        rig.scheduler.add(rig.request([1] * 40, max_tokens=9))
+    rig.add([1])
+    with pytest.raises(Overloaded):
+        rig.add([1])
+
+
+def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
+    rig = Rig(num_pages=8, vandal=False)
+    lent = rig.scheduler.allocate(7, Holder.PUBLICATION)
+    request = rig.add([1] * 60, max_tokens=2)
+    rig.step(3)
+    assert rig.runner.batches == []
+    rig.pages.drop(lent[:2], Holder.PUBLICATION)
+    rig.step(2)
+    assert rig.runner.batches == []
+    rig.pages.drop(lent[2:], Holder.PUBLICATION)
+    rig.run()
+    _assert_as_expected(rig, request)
+
+
+def test_a_request_that_found_no_slot_gets_in_when_one_is_free():
+    rig = Rig(num_slots=1)
+    requests = [rig.add([i], max_tokens=3) for i in range(4)]
+    rig.run()
+    _assert_as_expected(rig, *requests)
+
+
+def test_slots_kept_for_requests_that_will_join_are_not_taken():
+    rig = Rig(num_slots=2)
+    rig.scheduler.kept_slots = 1
+    for i in range(2):
+        rig.add([i], max_tokens=3)
+    rig.step()
+    assert len(rig.admitted) == 1
+    assert rig.scheduler.room() == 0
+
+
+def test_room_is_what_the_running_requests_will_not_need():
+    rig = Rig(num_pages=20, vandal=False, config=SchedulerConfig(new_token_ratio=0.5))
+    assert rig.scheduler.room() == 20
+    rig.add([1] * 16, max_tokens=128)
+    rig.step()
+    # 64 of its 127 further tokens with KV are reserved: 4 pages beside its own.
+    assert rig.scheduler.room() == 20 - 1 - 4
+    assert rig.scheduler.growth_pages(rig.request([1] * 16, max_tokens=128)) == 4
+
+
+# Ends from outside
+
+
+def _until(rig: Rig, condition) -> None:
+    for _ in range(100):
+        if condition():
+            return
+        rig.step()
+    raise AssertionError("it never came to that")
+
+
+def test_an_abort_while_waiting_ends_the_request_at_once():
+    rig = Rig()
+    request = rig.add([1, 2, 3])
+    rig.abort(request)
+    assert rig.finished[request.key].reason is FinishReason.ABORT
+    rig.run()
+    assert rig.tokens[request.key] == []
+    rig.assert_at_rest()
+
+
+@BOTH
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_an_abort_at_any_step_ends_the_request_within_one_result(overlap, steps):
+    """Through its three chunks into its decode steps."""
+    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=32))
+    request = rig.add(range(80), max_tokens=50)
+    other = rig.add([5] * 20, max_tokens=20)
+    rig.step(steps)
+    rig.abort(request)
+    rig.step()
+    assert rig.finished[request.key] == Finish(FinishReason.ABORT, "cancelled")
+    rig.run()
+    expected = rig.expected(request)[0]
+    assert rig.tokens[request.key] == expected[: len(rig.tokens[request.key])]
+    _assert_as_expected(rig, other)
+    rig.assert_at_rest()
+
+
+def test_an_abort_of_what_is_not_here_is_harmless():
+    rig = Rig()
+    request = rig.request([1])
+    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT)) is None
+    rig.scheduler.add(request)
+    rig.run()
+    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT)) is None
+
+
+def test_the_first_reason_to_end_a_request_is_the_one_told():
+    rig = Rig()
+    request = rig.add([1], max_tokens=50)
+    rig.step(3)
+    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT, "first")) is None
+    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT, "second")) is None
+    rig.run()
+    assert rig.finished[request.key].error == "first"
+
+
+def test_requests_past_their_deadline_end_wherever_they_are():
+    rig = Rig(num_slots=1)
+    running = rig.add([1], max_tokens=500, deadline=100.0)
+    waiting = rig.add([2], max_tokens=5, deadline=100.0)
+    patient = rig.add([3], max_tokens=5)
+    rig.role.now = 99.0
+    rig.step(3)
+    assert rig.finished == {}
+    rig.role.now = 101.0
+    rig.step()
+    assert "deadline" in rig.finished[waiting.key].error
+    rig.run()
+    assert rig.finished[running.key].reason is FinishReason.ERROR
+    assert "deadline" in rig.finished[running.key].error
+    _assert_as_expected(rig, patient)
+
+
+def test_deadlines_are_looked_at_on_a_timer_only():
+    rig = Rig()
+    rig.scheduler.expire(now=10.0)
+    rig.add([1], deadline=1.0)
+    assert rig.scheduler.expire(now=10.05) == []
+    assert len(rig.scheduler.expire(now=10.11)) == 1
+
+
+# Prebuilt
+
+
+@BOTH
+def test_a_request_whose_kv_is_there_joins_without_a_forward(overlap):
+    rig = Rig(overlap=overlap)
+    prompt = [i % 97 for i in range(50)]
+    first = rig.expected(rig.request(prompt, 20))[0][0]
+    request = rig.request(prompt, 20, generated=[first])
+    assert rig.land(request)
+    rig.join_landed()
+    assert rig.cache.match(ints(prompt)).num_tokens == 48
+    rig.run()
+    _assert_as_expected(rig, request)
+    assert rig.runner.num_tokens == 19
+    assert all(batch.mode is ForwardMode.DECODE for batch in rig.runner.batches)
+    rig.assert_at_rest()
+
+
+def test_a_request_cannot_join_without_a_slot_and_nothing_changes():
+    rig = Rig(num_slots=1)
+    rig.add([1], max_tokens=50)
+    rig.step()
+    request = rig.request([2] * 20, 5, generated=[3])
+    pages = rig.scheduler.allocate(2, Holder.REQUEST)
+    assert not rig.scheduler.join(request, pages)
+    assert request.slot is None
+    rig.pages.drop(pages, Holder.REQUEST)
+    rig.run()
+
+
+def test_a_request_that_is_over_cannot_join():
+    rig = Rig()
+    pages = rig.scheduler.allocate(1, Holder.REQUEST)
+    with pytest.raises(EngineFault, match="all its"):
+        rig.scheduler.join(rig.request([2] * 5, 1, generated=[3]), pages)
+    with pytest.raises(EngineFault, match="pages"):
+        rig.scheduler.join(rig.request([2] * 20, 9, generated=[3]), pages)
+
+
+def test_the_end_of_a_request_by_a_token_from_elsewhere_is_decided_alike():
+    rig = Rig(eos=(5,), context=40)
+    scheduler = rig.scheduler
+    assert scheduler.finish_of(rig.request([1, 2], 9), 4) is None
+    assert scheduler.finish_of(rig.request([1, 2], 9), 5).reason is FinishReason.STOP
+    assert scheduler.finish_of(rig.request([1, 2], 9, ignore_eos=True), 5) is None
+    assert scheduler.finish_of(rig.request([1, 2], 1), 4).reason is FinishReason.LENGTH
+    assert scheduler.finish_of(rig.request([1] * 39, 9), 4).reason is FinishReason.LENGTH
+    assert scheduler.finish_of(rig.request([1], 9), 97).reason is FinishReason.ERROR
+
+
+# Self-checks
+
+
+@pytest.mark.parametrize("holder", [Holder.REQUEST, Holder.STEP, Holder.CACHE])
+def test_a_page_that_nobody_knows_of_is_found_when_idle(holder):
+    rig = Rig()
+    rig.scheduler.check_idle()
+    rig.pages.allocate(1, holder)
+    with pytest.raises(EngineFault):
+        rig.scheduler.check_idle()
+
+
+def test_pages_that_the_caller_has_reserved_are_known_when_it_names_them():
+    rig = Rig()
+    pages = rig.pages.allocate(2, Holder.REQUEST)
+    rig.scheduler.check_idle([pages])
+
+
+def test_a_lost_slot_is_found_when_idle():
+    rig = Rig()
+    rig.table.acquire(rig.request([1]))
+    with pytest.raises(EngineFault):
+        rig.scheduler.check_idle()
+
+
+def test_results_are_taken_in_the_order_of_launches():
+    rig = Rig()
+    rig.add([1], max_tokens=5)
+    rig.scheduler.next_batch()
+    second = rig.scheduler.next_batch()
+    with pytest.raises(EngineFault, match="order"):
+        rig.scheduler.finish(second, BatchResult(ints([1])))
+
+
+def test_the_cache_is_flushed_only_when_idle():
+    rig = Rig()
+    rig.add(range(40), max_tokens=2)
+    with pytest.raises(NotIdle):
+        rig.scheduler.flush_cache()
+    rig.run()
+    assert rig.scheduler.flush_cache() == 2
+
+
+def test_queues_and_counters_tell_what_happened():
+    rig = Rig(num_slots=1)
+    for _ in range(2):
+        rig.add(range(40), max_tokens=3)
+    rig.step()
+    queues = rig.scheduler.queues()
+    assert (queues["waiting"], queues["on_device"], queues["retracted"]) == (1, 1, 0)
+    rig.run()
+    counters = rig.scheduler.counters()
+    assert counters["prompt_tokens"] == 80
+    assert counters["cached_tokens"] == 32
+    assert counters["generated_tokens"] == 6
+    assert counters["finished"] == 2
+    assert counters["steps"] == len(rig.runner.batches)

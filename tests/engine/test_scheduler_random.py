@@ -1,0 +1,151 @@
+"""Random workloads against the oracle, with every book checked after every step."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from common.config import SchedulerConfig
+from common.engine.request import FinishReason, Request
+from tests.support.engine_rig import VOCABULARY, Rig
+
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
+MAX_STEPS = 20000
+
+
+def make_rig(rng: random.Random, *, pressure: bool) -> Rig:
+    """Under pressure the pool is small, growth is hardly reserved and few requests stop early."""
+    page_size = rng.choice((16, 16, 16, 64))
+    num_pages = rng.choice((4, 6, 10, 16) if pressure else (16, 40, 120))
+    return Rig(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_slots=rng.choice((3, 8, 16) if pressure else (1, 3, 8, 16)),
+        context=rng.choice((128, 512)),
+        host_pages=rng.choice((0, 3, num_pages)),
+        eos=() if pressure else rng.choice(((5,), (5, 11, 12))),
+        overlap=rng.random() < 0.7,
+        overlap_prefills=rng.random() < 0.5,
+        prefix_cache=rng.random() < 0.8,
+        lifo=rng.random() < 0.7,
+        config=SchedulerConfig(
+            policy=rng.choice(POLICIES),
+            chunk_tokens=rng.choice((-1, 16, 64, 100)),
+            max_prefill_tokens=rng.choice((1, 64, 16384)),
+            mixed_chunk=rng.random() < 0.4,
+            new_token_ratio=0.1 if pressure else rng.choice((0.3, 0.7)),
+            min_new_token_ratio=0.01,
+            new_token_ratio_steps=rng.choice((1, 50)),
+        ),
+    )
+
+
+@dataclass
+class Traffic:
+    """Requests that arrive, are handed over with their KV, and are aborted, at random."""
+
+    rig: Rig
+    rng: random.Random
+    left: int
+    pressure: bool
+    aborts: bool
+    joins: bool
+    live: list[Request] = field(default_factory=list)
+    landing: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = self.rng
+        self.stems = [[rng.randrange(VOCABULARY) for _ in range(100)] for _ in range(3)]
+        pool = self.rig.num_pages * self.rig.page_size
+        self.longest = min(self.rig.context - 2, pool - 1, 300)
+
+    @property
+    def over(self) -> bool:
+        return not (self.left or self.landing or self.rig.landed or self.rig.scheduler.has_work)
+
+    def poll(self) -> None:
+        if self.left and self.rng.random() < 0.4:
+            self.left -= 1
+            self._arrive()
+        if self.rng.random() < 0.5:
+            self.rig.join_landed()
+        while self.landing and self.rig.land(self.landing[0]):
+            self.landing.pop(0)
+        if self.aborts and self.live and self.rng.random() < 0.1:
+            self.rig.abort(self.live.pop(self.rng.randrange(len(self.live))))
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        prompt = self._tokens()
+        num_generated = rng.randrange(len(prompt)) if rng.random() < 0.2 else 0
+        joins = self.joins and rng.random() < 0.5 and len(prompt) > 1
+        if joins:
+            num_generated = max(num_generated, 1)
+        at = len(prompt) - num_generated
+        request = self.rig.request(
+            prompt[:at],
+            rng.choice((100, 200, 400) if self.pressure else (1, 2, 20, 200)) + num_generated,
+            generated=prompt[at:],
+            stop=(7, 8) if not self.pressure and rng.random() < 0.2 else (),
+            ignore_eos=rng.random() < 0.3,
+        )
+        if joins:
+            self.landing.append(request)
+        else:
+            self.rig.scheduler.add(request)
+            self.live.append(request)
+
+    def _tokens(self) -> list[int]:
+        """Some share a beginning with others; lengths crowd around page boundaries."""
+        rng = self.rng
+        stem = rng.choice(self.stems)[: rng.choice((0, 16, 32, 48, 64, 100))]
+        edges = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
+        length = rng.choice((*edges, rng.randint(1, self.longest)))
+        return [*stem, *(rng.randrange(VOCABULARY) for _ in range(length))][: self.longest]
+
+
+def run_workload(seed: int, *, pressure: bool) -> Rig:
+    rng = random.Random(seed)
+    rig = make_rig(rng, pressure=pressure)
+    traffic = Traffic(
+        rig,
+        rng,
+        left=rng.randint(5, 20),
+        pressure=pressure,
+        aborts=rng.random() < 0.4,
+        joins=rng.random() < 0.5,
+    )
+    rig.before_poll.append(traffic.poll)
+    for _ in range(MAX_STEPS):
+        rig.step()
+        if traffic.over and rig.in_flight is None:
+            break
+    else:
+        raise AssertionError(f"no end in sight: {rig.scheduler.queues()}")
+    rig.assert_at_rest()
+    for key, request in rig.requests.items():
+        tokens, reason = rig.expected(request)
+        if rig.finished[key].reason is FinishReason.ABORT:
+            tokens, reason = tokens[: len(rig.tokens[key])], FinishReason.ABORT
+        assert (rig.tokens[key], rig.finished[key].reason) == (tokens, reason)
+    return rig
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_request_gets_the_oracles_tokens(seed):
+    run_workload(seed, pressure=False)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_request_gets_the_oracles_tokens_when_pages_run_out(seed):
+    run_workload(seed, pressure=True)
+
+
+def test_the_workloads_reach_what_they_are_for():
+    rigs = [run_workload(seed, pressure=True) for seed in range(40, 50)]
+    counters = [rig.scheduler.counters() for rig in rigs]
+    batches = [batch for rig in rigs for batch in rig.runner.batches]
+    assert sum(c["retractions"] for c in counters) > 20
+    assert sum(c["recomputed"] for c in counters) > 5
+    assert sum(batch.swap_in is not None for batch in batches) > 5
+    assert sum(c["cached_tokens"] for c in counters) > 0

@@ -1,0 +1,91 @@
+import pytest
+
+from common.engine.request import Request
+from common.engine.table import RequestTable
+from common.errors import EngineFault
+from common.sampling import SamplingParams
+from tests.support.engine_rig import ints
+
+
+def _request(key: int = 1, *, tokens: int = 5, max_tokens: int = 8, **sampling: object) -> Request:
+    return Request(
+        key=key,
+        origin=(2**64 - 1, key),
+        request_id="r",
+        token_ids=ints(range(tokens)),
+        num_prompt=tokens - 1,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=2**64 - 1, **sampling),  # type: ignore[arg-type]
+        deadline=1.0,
+        arrived=0.0,
+    )
+
+
+def test_a_slot_shows_its_request():
+    table = RequestTable(2, 32, 16)
+    request = _request(temperature=0.0, presence_penalty=0.5, top_k=3, stop_token_ids=(9,))
+    slot = table.acquire(request, eos_token_ids=(4, 5))
+    assert request.slot == slot is not None
+    assert table.tokens_of(slot).tolist() == [0, 1, 2, 3, 4]
+    assert table.known[slot] == table.length[slot] == 5
+    assert table.max_length[slot] == 4 + 8
+    assert table.greedy[slot] and table.penalised[slot]
+    assert table.top_k[slot] == 3
+    assert table.seed[slot] == table.origin_stream[slot] == 2**64 - 1
+    assert set(table.stop_ids[slot].tolist()) == {9, 4, 5}
+
+
+def test_eos_is_no_stop_where_it_is_ignored():
+    table = RequestTable(2, 32, 16)
+    slot = table.acquire(_request(ignore_eos=True), eos_token_ids=(4,))
+    assert set(table.stop_ids[slot].tolist()) == {-1}
+
+
+def test_the_context_bounds_the_length():
+    table = RequestTable(1, 32, 16)
+    slot = table.acquire(_request(max_tokens=1000))
+    assert table.max_length[slot] == 32
+
+
+def test_there_are_only_so_many_slots():
+    table = RequestTable(2, 32, 16)
+    first = _request(1)
+    assert None not in (table.acquire(first), table.acquire(_request(2)))
+    assert table.acquire(_request(3)) is None
+    table.release(first)
+    assert table.acquire(_request(3)) is not None
+    table.check()
+
+
+def test_a_slot_is_not_free_before_every_launched_step_is_finished_with_it():
+    table = RequestTable(1, 32, 16)
+    request = _request()
+    slot = table.acquire(request)
+    table.hold(ints([slot]), step=1)
+    table.hold(ints([slot]), step=2)
+    table.release(request)
+    table.drop_step(1)
+    assert table.acquire(_request(2)) is None
+    table.check()
+    table.drop_step(2)
+    assert table.acquire(_request(2)) == slot
+
+
+def test_the_next_request_sees_nothing_of_the_one_before():
+    table = RequestTable(1, 64, 16)
+    first = _request(stop_token_ids=(7, 8, 9), tokens=20)
+    slot = table.acquire(first)
+    table.set_pages(slot, ints([3, 4]))
+    table.release(first)
+    assert table.acquire(_request(2)) == slot
+    assert table.pages_of(slot).tolist() == []
+    assert set(table.stop_ids[slot].tolist()) == {-1}
+    assert len(table.tokens_of(slot)) == 5
+
+
+def test_a_slot_is_released_once():
+    table = RequestTable(1, 32, 16)
+    request = _request()
+    table.acquire(request)
+    table.release(request)
+    with pytest.raises(EngineFault):
+        table.release(request)

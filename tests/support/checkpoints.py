@@ -1,0 +1,151 @@
+"""Tiny random checkpoints of every supported architecture, with a byte-level tokenizer.
+
+Made by transformers, which is also the oracle: `greedy_tokens` is what it generates from one.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers.utils.logging
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+transformers.utils.logging.disable_progress_bar()
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+SPECIAL_TOKENS = ("<|end|>", "<|start|>")
+END_TOKEN_ID = 256  # after the 256 bytes
+VOCABULARY_SIZE = 320  # with ids that the tokenizer does not have, as real checkpoints do
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+_SIZES = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": END_TOKEN_ID,
+}
+
+
+def make_checkpoint(
+    directory: Path,
+    architecture: str = "qwen3",
+    *,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    **overrides: object,
+) -> Path:
+    """Writes config, weights (float32), generation config and tokenizer; returns `directory`.
+
+    Matrices are twice as large as transformers draws them, so that greedy choices have margins
+    well above the differences between two ways of summing. Queries and keys are larger still:
+    attention then picks single tokens, and one wrong page of KV shows in what is generated.
+
+    Args:
+        overrides: fields of the architecture's configuration.
+    """
+    sizes = dict(_SIZES)
+    if architecture == "mistral":
+        sizes["sliding_window"] = None
+    if architecture == "qwen3":
+        sizes["head_dim"] = 32
+    config = _CONFIGS[architecture](**{**sizes, **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(2.0)
+            else:  # norms of exactly 1 and biases of exactly 0 would hide that they are not used
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(4.0)
+            if "q_norm" in name or "k_norm" in name:
+                parameter.mul_(2.0)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    make_tokenizer(directory)
+    return directory
+
+
+def make_tokenizer(directory: Path) -> None:
+    """Every byte is a token (its own value), and no two are ever merged."""
+    letters = _byte_letters()
+    tokenizer = Tokenizer(models.BPE(vocab={letters[i]: i for i in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0])
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def to_transformers_4(directory: Path) -> None:
+    """Rewrites config.json into the form that transformers 4 wrote."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config))
+
+
+def reference_model(directory: Path) -> PreTrainedModel:
+    """transformers' own model, eager attention, float32; EOS does not end its `generate`."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    model.generation_config.eos_token_id = None
+    model.eval()
+    return model
+
+
+def greedy_tokens(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[list[int]]:
+    """What `model` generates after each prompt, one prompt at a time, without padding."""
+    generated = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        generated.append(out[0, len(prompt) :].tolist())
+    return generated
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that byte-level tokenizers write for every byte, in order of bytes."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (chr(256 + n) for n in range(256 - len(own)))
+    kept = set(own)
+    return [chr(byte) if byte in kept else next(others) for byte in range(256)]

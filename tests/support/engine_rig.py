@@ -1,0 +1,273 @@
+"""A whole engine without a model: scheduler, loop, pages and the fake runner, and an oracle.
+
+Between steps a vandal takes every free page as a transfer would, scribbles over it, and mostly
+keeps one until the next step: whoever reads a page that is not its own any more gets wrong
+tokens, and whoever still writes one is found out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.config import SchedulerConfig
+from common.engine.batch import BatchResult, Ints, Launched, ScheduleBatch
+from common.engine.loop import EventLoop
+from common.engine.pages import Holder, PageAllocator
+from common.engine.radix import RadixCache
+from common.engine.request import Finish, FinishReason, Request
+from common.engine.scheduler import ChunkDone, Finished, Scheduler
+from common.engine.table import RequestTable
+from common.sampling import SamplingParams
+from tests.support.fake_runner import FakeRunner, next_token
+
+VOCABULARY = 97
+FAR = 1e18
+_SCRIBBLE = -7
+
+
+def ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int32)
+
+
+@dataclass(eq=False)
+class Rig:
+    """One engine. `step` turns the loop once and checks all books."""
+
+    num_pages: int = 64
+    page_size: int = 16
+    num_slots: int = 8
+    context: int = 1024
+    host_pages: int = 64
+    eos: tuple[int, ...] = ()
+    overlap: bool = True
+    overlap_prefills: bool = True
+    prefix_cache: bool = True
+    lifo: bool = True
+    vandal: bool = True
+    poison: int | None = None
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        self.pages = PageAllocator(self.num_pages, lifo=self.lifo)
+        self.cache = RadixCache(self.page_size, self.pages, enabled=self.prefix_cache)
+        self.table = RequestTable(self.num_slots, self.context, self.page_size)
+        self.runner = FakeRunner(
+            self.table,
+            num_pages=self.num_pages,
+            host_pages=self.host_pages,
+            vocabulary_size=VOCABULARY,
+            poison=self.poison,
+        )
+        self.admitted: list[tuple[int, Ints]] = []
+        self.scheduler = Scheduler(
+            self.config,
+            eos_token_ids=self.eos,
+            vocabulary_size=VOCABULARY,
+            table=self.table,
+            pages=self.pages,
+            cache=self.cache,
+            host_pages=self.host_pages,
+            on_admit=lambda request, pages: self.admitted.append((request.key, pages)),
+        )
+        self.role = RigRole(self)
+        self.use(self.runner)
+        self.in_flight: Launched | None = None
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, Finish] = {}
+        self.chunks: list[ChunkDone] = []
+        self.requests: dict[int, Request] = {}
+        self.came_with: dict[int, Ints] = {}  # a recomputed request's own tokens have grown
+        self.before_poll: list[Callable[[], None]] = []
+        self.landed: list[tuple[Request, Ints]] = []
+
+    def use(self, runner: FakeRunner) -> None:
+        """Puts the engine on this runner."""
+        self.runner = runner
+        self.loop = EventLoop(
+            self.role,
+            runner,
+            overlap=self.overlap,
+            overlap_prefills=self.overlap_prefills,
+        )
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        generated: Sequence[int] = (),
+        stop: tuple[int, ...] = (),
+        ignore_eos: bool = False,
+        deadline: float = FAR,
+    ) -> Request:
+        key = len(self.requests) + 1
+        request = Request(
+            key=key,
+            origin=(1, key),
+            request_id=f"r{key}",
+            token_ids=ints([*prompt, *generated]),
+            num_prompt=len(prompt),
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                seed=key,
+                temperature=0.0,
+                stop_token_ids=stop,
+                ignore_eos=ignore_eos,
+            ),
+            deadline=deadline,
+            arrived=0.0,
+        )
+        self.requests[key] = request
+        self.came_with[key] = request.token_ids
+        self.tokens[key] = []
+        return request
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 8, **options: object) -> Request:
+        request = self.request(prompt, max_tokens, **options)  # type: ignore[arg-type]
+        self.scheduler.add(request)
+        return request
+
+    def land(self, request: Request) -> bool:
+        """Reserves a request's pages as a decode node does before its KV arrives, lets the KV of
+        all its tokens but the last land in them at once, and keeps it until it can `join`."""
+        if self.table.num_free <= len(self.landed):
+            return False
+        size, token_ids = self.page_size, request.token_ids[:-1]
+        prefix = self.cache.match(token_ids)
+        self.pages.hold(prefix.pages, Holder.REQUEST)
+        num_pages = -(-len(token_ids) // size) - len(prefix.pages)
+        fresh = self.scheduler.allocate(num_pages, Holder.REQUEST)
+        if fresh is None:
+            self.pages.drop(prefix.pages, Holder.REQUEST)
+            return False
+        pages = np.concatenate([prefix.pages, fresh])
+        at = np.arange(prefix.num_tokens, len(token_ids))
+        self.runner.kv[pages[at // size], at % size] = token_ids[prefix.num_tokens :]
+        self.landed.append((request, pages))
+        self.scheduler.kept_slots = len(self.landed)
+        return True
+
+    def join_landed(self) -> None:
+        for request, pages in self.landed:
+            assert self.scheduler.join(request, pages)
+        self.landed.clear()
+        self.scheduler.kept_slots = 0
+
+    def expected(self, request: Request) -> tuple[list[int], FinishReason]:
+        """What the request must yield: the plainest loop there is."""
+        sampling = request.sampling
+        tokens = self.came_with[request.key].tolist()
+        new: list[int] = []
+        limit = min(
+            request.num_prompt + sampling.max_tokens,
+            self.context,
+            self.num_pages * self.page_size + 1,
+        )
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos)}
+        while True:
+            token = next_token([*tokens, *new], VOCABULARY)
+            new.append(token)
+            if token in ends:
+                return new, FinishReason.STOP
+            if len(tokens) + len(new) >= limit:
+                return new, FinishReason.LENGTH
+
+    @property
+    def reserved(self) -> list[Ints]:
+        return [pages for _, pages in self.landed]
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.in_flight = self.loop.step(self.in_flight)
+            self.scheduler.check_idle(self.reserved)
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until every request has ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and self.in_flight is None:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"no end in sight: {self.scheduler.queues()}")
+        self.step()
+
+    def end(self, finished: Finished | None) -> None:
+        if finished is not None:
+            assert finished.request.key not in self.finished, "a request ended twice"
+            self.finished[finished.request.key] = finished.finish
+
+    def abort(self, request: Request) -> None:
+        self.end(self.scheduler.abort(request, Finish(FinishReason.ABORT, "cancelled")))
+
+    def assert_at_rest(self) -> None:
+        self.role.calm_down()
+        held = self.pages.by_holder()
+        assert held["request"] == held["step"] == held["read"] == 0
+        assert held["free"] + held["cache"] == self.num_pages
+        assert self.pages.num_evictable == held["cache"]
+        assert self.table.num_free == self.num_slots
+        assert self.scheduler.num_host_pages_used == 0
+
+
+@dataclass(eq=False)
+class RigRole:
+    """Collects what comes out, and checks the KV of finished chunks where it lies."""
+
+    rig: Rig
+    taken: Ints = field(default_factory=lambda: ints([]))
+    polls: int = 0
+    now: float = 0.0  # time.monotonic(), as the scheduler is told
+
+    def poll(self) -> None:
+        rig = self.rig
+        self.polls += 1
+        if rig.vandal:
+            self._vandalise()
+        for call in rig.before_poll:
+            call()
+        for finished in rig.scheduler.expire(self.now):
+            rig.end(finished)
+
+    def next_batch(self) -> ScheduleBatch | None:
+        return self.rig.scheduler.next_batch()
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        rig = self.rig
+        outcome = rig.scheduler.finish(batch, result)
+        rows = zip(outcome.streams, outcome.requests, outcome.tokens, strict=True)
+        for stream, number, token in rows:
+            assert stream == 1 and int(number) not in rig.finished
+            rig.tokens[int(number)].append(int(token))
+        for chunk in outcome.chunks:
+            self._check_kv(chunk)
+            rig.chunks.append(chunk)
+        for finished in outcome.finished:
+            rig.end(finished)
+
+    def idle(self) -> None:
+        self.rig.scheduler.check_idle(self.rig.reserved)
+
+    def _check_kv(self, chunk: ChunkDone) -> None:
+        rig, slot = self.rig, chunk.request.slot
+        if slot is None:
+            return  # it ended with its first token
+        at = np.arange(chunk.end)
+        kv = rig.runner.kv[rig.table.page_table[slot, at // rig.page_size], at % rig.page_size]
+        assert np.array_equal(kv, rig.table.tokens[slot, : chunk.end])
+
+    def calm_down(self) -> None:
+        rig = self.rig
+        assert (rig.runner.kv[self.taken] == _SCRIBBLE).all(), "a page was written after its time"
+        rig.pages.drop(self.taken, Holder.READ)
+        self.taken = self.taken[:0]
+
+    def _vandalise(self) -> None:
+        rig = self.rig
+        self.calm_down()
+        taken = rig.pages.allocate(rig.pages.num_free, Holder.READ)
+        assert taken is not None
+        rig.runner.kv[taken] = _SCRIBBLE
+        keep = self.polls % 3 > 0  # whoever needs the very last page gets it at last
+        rig.pages.drop(taken[keep:], Holder.READ)
+        self.taken = taken[:keep]

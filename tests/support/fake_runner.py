@@ -1,0 +1,159 @@
+"""A runner without a model. Its tokens are a pure function of the tokens before them, but it gets
+at those only through the pages it was given: wrong page handling gives wrong tokens.
+
+The "KV" of a token is the token itself; the next token is a hash of all KV of its request.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.engine.batch import NOT_FINITE, NOT_SAMPLED, BatchResult, Ints, ScheduleBatch
+from common.engine.table import RequestTable
+
+DEADLINE_S = 30.0
+
+
+def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
+    """What the fake model says after these tokens. The oracle of every test."""
+    values = np.asarray(tokens, np.uint64)
+    weights = np.arange(1, len(values) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = int((values * weights + (weights >> np.uint64(17))).sum())
+    return (mixed >> 23) % vocabulary_size
+
+
+@dataclass(eq=False)
+class FakeLaunched:
+    """One launch: the batch, copies of all that its forward needs, and what came of it."""
+
+    batch: ScheduleBatch
+    runner: "FakeRunner"
+    page_tables: Ints
+    token_ids: list[Ints]  # per row; -1 where the CPU does not know it yet
+    tokens: Ints | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def result(self) -> BatchResult:
+        self.runner.wait_for(self)
+        assert self.tokens is not None
+        return BatchResult(self.tokens)
+
+
+class FakeRunner:
+    """Runs each forward as late as it can: when its result is asked for. That is what a slow
+    device does, and what page safety must stand.
+
+    Args:
+        poison: a token that makes the logits of its request not finite.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        *,
+        num_pages: int,
+        host_pages: int,
+        vocabulary_size: int,
+        poison: int | None = None,
+    ) -> None:
+        self._table = table
+        self._vocabulary_size = vocabulary_size
+        self._poison = poison
+        self._future = np.zeros(table.num_slots, np.int32)
+        self._queue: deque[FakeLaunched] = deque()
+        self.kv = np.full((num_pages, table.page_size), -1, np.int32)
+        self.host_kv = np.full((host_pages, table.page_size), -1, np.int32)
+        self.batches: list[ScheduleBatch] = []
+        self.num_tokens = 0  # computed, over all forwards
+        self.num_done = 0  # forwards
+        self.done_at_launch: list[int] = []  # num_done, per launch
+
+    def launch(self, batch: ScheduleBatch) -> FakeLaunched:
+        rows = []
+        for slot, start, end in zip(batch.slots, batch.starts, batch.ends, strict=True):
+            tokens = self._table.tokens[slot, start:end].copy()
+            tokens[np.arange(start, end) >= self._table.known[slot]] = -1
+            rows.append(tokens)
+        launched = FakeLaunched(batch, self, self._table.page_table[batch.slots].copy(), rows)
+        self.batches.append(batch)
+        self.done_at_launch.append(self.num_done)
+        self._queue.append(launched)
+        return launched
+
+    def wait_for(self, launched: FakeLaunched) -> None:
+        while not launched.done.is_set():
+            self.run_oldest()
+
+    def run_oldest(self) -> None:
+        launched = self._queue.popleft()
+        launched.tokens = self._forward(launched)
+        self.num_done += 1
+        launched.done.set()
+
+    def _forward(self, launched: FakeLaunched) -> Ints:
+        batch, size = launched.batch, self._table.page_size
+        if batch.swap_out is not None:
+            self.host_kv[batch.swap_out.host_pages] = self.kv[batch.swap_out.device_pages]
+        if batch.swap_in is not None:
+            self.kv[batch.swap_in.device_pages] = self.host_kv[batch.swap_in.host_pages]
+        for i, (slot, start, end) in enumerate(
+            zip(batch.slots, batch.starts, batch.ends, strict=True)
+        ):
+            tokens = launched.token_ids[i]
+            at = np.arange(start, end)
+            self.kv[launched.page_tables[i, at // size], at % size] = np.where(
+                tokens < 0, self._future[slot], tokens
+            )
+        sampled = np.full(len(batch.slots), NOT_SAMPLED, np.int32)
+        for i, (slot, end) in enumerate(zip(batch.slots, batch.ends, strict=True)):
+            self.num_tokens += int(end - batch.starts[i])
+            if batch.samples[i]:
+                at = np.arange(end)
+                sampled[i] = self._sample(self.kv[launched.page_tables[i, at // size], at % size])
+                self._future[slot] = max(0, int(sampled[i]))
+        return sampled
+
+    def _sample(self, kv: Ints) -> int:
+        if self._poison is not None and (kv == self._poison).any():
+            return NOT_FINITE
+        return next_token(kv.astype(np.int64), self._vocabulary_size)
+
+
+class ManualRunner(FakeRunner):
+    """Its forwards run on a thread of their own, each when the test allows it."""
+
+    def __init__(self, table: RequestTable, *, num_pages: int, vocabulary_size: int) -> None:
+        super().__init__(table, num_pages=num_pages, host_pages=0, vocabulary_size=vocabulary_size)
+        self._allowed = threading.Semaphore(0)
+        self._waiting = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._closed = False
+        self._thread.start()
+
+    def allow(self, steps: int = 1) -> None:
+        self._allowed.release(steps)
+
+    def launch(self, batch: ScheduleBatch) -> FakeLaunched:
+        launched = super().launch(batch)
+        self._waiting.release()
+        return launched
+
+    def close(self) -> None:
+        self._closed = True
+        self._allowed.release()
+        self._waiting.release()
+        self._thread.join(DEADLINE_S)
+
+    def wait_for(self, launched: FakeLaunched) -> None:
+        assert launched.done.wait(DEADLINE_S), "the test did not let this forward run"
+
+    def _work(self) -> None:
+        while True:
+            self._allowed.acquire()
+            self._waiting.acquire()
+            if self._closed:
+                return
+            self.run_oldest()

@@ -1,0 +1,145 @@
+"""Drives a ModelRunner as a scheduler would, one decision at a time, with or without overlap."""
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.engine.batch import ForwardMode, PageCopies, ScheduleBatch
+from common.engine.kv import HostPool, KVLayout, KVPool
+from common.engine.models import Model
+from common.engine.request import Request
+from common.engine.runner import LaunchedStep, ModelRunner
+from common.engine.stream import WorkerStream
+from common.engine.table import RequestTable
+from common.sampling import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
+
+
+class Steps:
+    """A runner over a pool of NaN, and the bookkeeping of slots and pages around it.
+
+    With overlap the result of a step is taken after the next one is launched, so that decode rows
+    are launched before the CPU knows their input.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        page_size: int = 16,
+        num_slots: int = 4,
+        context_length: int = 256,
+        overlap: bool = True,
+    ) -> None:
+        cpu = torch.device("cpu")
+        num_pages = num_slots * context_length // page_size
+        layout = KVLayout.of(model.spec.layers, page_size, model.dtype)
+        self.pool = KVPool(layout, num_pages, cpu)
+        self.pool.tensor.fill_(torch.nan)
+        self.host_pool = HostPool(layout, num_pages, cpu)
+        self.table = RequestTable(num_slots, context_length, page_size)
+        self.stream = WorkerStream()
+        self.runner = ModelRunner(model, self.pool, self.host_pool, self.table, self.stream)
+        self.overlap = overlap
+        self.in_flight: LaunchedStep | None = None
+        self._free = random.Random(0).sample(range(num_pages), num_pages)
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, Request] = {}
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        num_prompt: int | None = None,
+    ) -> int:
+        """Gives the request a slot and pages for all of its context; returns the slot."""
+        request = Request(
+            key=next(self._numbers),
+            origin=(0, 0),
+            request_id="",
+            token_ids=np.array(tokens, np.int32),
+            num_prompt=len(tokens) if num_prompt is None else num_prompt,
+            sampling=sampling,
+            deadline=time.monotonic() + 60,
+            arrived=time.monotonic(),
+        )
+        slot = self.table.acquire(request)
+        assert slot is not None
+        size = self.table.page_table.shape[1]
+        self.table.set_pages(slot, np.array(self._free[:size], np.int32))
+        del self._free[:size]
+        self._requests[slot] = request
+        return slot
+
+    def remove(self, slot: int) -> list[int]:
+        """Ends the request; returns its tokens. The next request gets its pages as they are."""
+        tokens: list[int] = self.table.tokens_of(slot).tolist()
+        self._free[:0] = self.table.pages_of(slot).tolist()
+        self.table.release(self._requests[slot])
+        return tokens
+
+    def launch(
+        self,
+        rows: Sequence[tuple[int, int, int]],
+        *,
+        samples: Sequence[bool] | None = None,
+        swap_out: PageCopies | None = None,
+        swap_in: PageCopies | None = None,
+    ) -> None:
+        """One step over (slot, start, end) rows; takes the result of the step before."""
+        slots, starts, ends = np.array(rows, np.int32).T
+        batch = ScheduleBatch(
+            step=next(self._numbers),
+            mode=ForwardMode.DECODE if (ends - starts == 1).all() else ForwardMode.MIXED,
+            slots=slots.copy(),
+            starts=starts.copy(),
+            ends=ends.copy(),
+            samples=np.ones(len(rows), np.bool_) if samples is None else np.array(samples),
+            swap_out=swap_out,
+            swap_in=swap_in,
+        )
+        self.table.hold(batch.slots, batch.step)
+        launched = self.runner.launch(batch)
+        self.table.length[batch.slots[batch.samples]] += 1
+        before, self.in_flight = self.in_flight, launched
+        if before is not None:
+            self._finish(before)
+        if not self.overlap:
+            self.settle()
+
+    def prefill(self, slot: int, *, chunk: int = 10_000, start: int = 0) -> None:
+        """All tokens of the slot from `start` on, in chunks; the last one samples."""
+        end = int(self.table.known[slot])
+        for begin in range(start, end, chunk):
+            until = min(begin + chunk, end)
+            self.launch([(slot, begin, until)], samples=[until == end])
+
+    def decode(self, *slots: int) -> None:
+        """One more token for each."""
+        lengths = [int(self.table.length[slot]) for slot in slots]
+        self.launch(
+            [(slot, length - 1, length) for slot, length in zip(slots, lengths, strict=True)]
+        )
+
+    def settle(self) -> None:
+        """Takes the result of the step in flight."""
+        if self.in_flight is not None:
+            launched, self.in_flight = self.in_flight, None
+            self._finish(launched)
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def _finish(self, launched: LaunchedStep) -> None:
+        tokens = launched.result().tokens
+        batch = launched.batch
+        slots = batch.slots[batch.samples]
+        self.table.tokens[slots, self.table.known[slots]] = tokens[batch.samples]
+        self.table.known[slots] += 1
+        self.table.drop_step(batch.step)
