@@ -1,0 +1,176 @@
+"""baton check: would this program run here, with this configuration and model? Starts nothing.
+
+Exit code 0: yes. 1: no, and the table says why. 2: the configuration itself is wrong. Runs as a
+module of its own, because it loads what a node loads.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from common.cli.plan import refuse_busy_port
+from common.cli.settings import read
+from common.config import (
+    DecodeConfig,
+    EngineConfig,
+    FrontConfig,
+    NodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    TransferConfig,
+)
+from common.engine.models import read_spec
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.weights import stored_tensors
+from common.engine.sizing import free_bytes, resolve_device, resolve_shape, weight_bytes
+from common.errors import ConfigError
+from common.model_directory import model_directory
+
+PROGRAM = "baton check"
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+STYLES = {"ok": "green", "note": "yellow", "fails": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    verdict: str  # "ok" | "note": runs, but you may want to know | "fails"
+    remark: str
+
+
+def node_findings(config: NodeConfig) -> Iterator[Finding]:
+    """What a prefill or decode node needs, in the order it would need it."""
+    yield from _model(config.engine)
+    yield from _transfer(config.transfer)
+    yield from _front(config.front)
+
+
+def router_findings(config: RouterConfig) -> Iterator[Finding]:
+    """What a router needs; it has no use for weights or devices."""
+    try:
+        directory = model_directory(config.model, weights=False)
+    except ConfigError as error:
+        yield Finding("model", "fails", str(error))
+    else:
+        yield Finding("model", "ok", str(directory))
+        yield _text(directory)
+    yield Finding("nodes", *_named(config))
+    yield from _front(config.front)
+
+
+def _model(config: EngineConfig) -> Iterator[Finding]:
+    try:
+        directory = model_directory(config.model, weights=True)
+        spec = read_spec(directory)
+        stored_tensors(Checkpoint(directory), spec)
+        yield Finding("model", "ok", f"{spec.architecture}, {spec.num_layers} layers: {directory}")
+        device = resolve_device(config.device)
+        yield Finding("device", "ok", _device(device))
+        # Weights first: what is left decides the size of the KV pool.
+        free = free_bytes(device)
+        shape = resolve_shape(config, spec, free=free)
+        weights = weight_bytes(directory, spec, shape.dtype)
+        shape = resolve_shape(config, spec, free=free - weights)
+    except ConfigError as error:
+        yield Finding("model and device", "fails", str(error))
+        return
+    yield Finding("dtype", "ok", str(shape.dtype).removeprefix("torch."))
+    pool = shape.num_pages * shape.layout.page_bytes
+    fits = shape.num_pages * shape.layout.page_size
+    remark = (
+        f"{_size(weights)} of weights and {_size(pool)} of KV in {_size(free)}: "
+        f"{shape.num_pages} pages, {fits} tokens"
+    )
+    yield Finding("memory", "ok" if free > weights + pool else "fails", remark)
+    enough = fits > shape.context_length
+    remark = f"{shape.context_length} tokens" + ("" if enough else f", but the pool holds {fits}")
+    yield Finding("context", "ok" if enough else "note", remark)
+    yield _text(directory)
+
+
+def _text(directory: Path) -> Finding:
+    if not (directory / "tokenizer.json").is_file():
+        return Finding("tokenizer", "note", "no tokenizer.json: no router can serve this model")
+    return Finding("tokenizer", "ok", "tokenizer.json")
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    return f"cpu, {len(os.sched_getaffinity(0))} cores"
+
+
+def _transfer(config: TransferConfig) -> Iterator[Finding]:
+    if config.path == "tcp":
+        yield Finding("KV transfer", "ok", "tcp, as configured")
+        return
+    missing = "note" if config.path == "auto" else "fails"
+    if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
+        yield Finding("KV transfer", missing, "nixl is not installed; tcp works without it")
+    elif YAMA.exists() and YAMA.read_text().strip() != "0" and os.geteuid() != 0:
+        remark = f"{YAMA} forbids other processes' memory: between hosts and on one, tcp it is"
+        yield Finding("KV transfer", missing, remark)
+    else:
+        yield Finding("KV transfer", "ok", "nixl; its path is proved when nodes pair")
+
+
+def _front(config: FrontConfig) -> Iterator[Finding]:
+    for what, port in (("port", config.port), ("metrics port", config.metrics_port)):
+        if port is not None:
+            try:
+                refuse_busy_port(config.host, port, "this program")
+            except ConfigError as error:
+                yield Finding(what, "fails", str(error))
+            else:
+                yield Finding(what, "ok", f"{config.host}:{port} is free")
+
+
+def _named(config: RouterConfig) -> tuple[str, str]:
+    if not config.decode:
+        return "fails", "--decode names no node"
+    return "ok", f"{len(config.prefill)} prefill, {len(config.decode)} decode"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _findings(role: str, flags: list[str]) -> Callable[[], Iterator[Finding]]:
+    match role:
+        case "router":
+            router = read(RouterConfig, PROGRAM, flags)
+            return lambda: router_findings(router)
+        case "prefill":
+            prefill = read(PrefillConfig, PROGRAM, flags)
+            return lambda: node_findings(prefill)
+        case _:
+            decode = read(DecodeConfig, PROGRAM, flags)
+            return lambda: node_findings(decode)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("--role", choices=("router", "prefill", "decode"), default="decode")
+    options, flags = parser.parse_known_args()
+    table = Table(title=f"{options.role} node" if options.role != "router" else "router")
+    for column in ("", "verdict", "remark"):
+        table.add_column(column, overflow="fold")
+    fails = False
+    for finding in _findings(options.role, flags)():
+        style = STYLES[finding.verdict]
+        table.add_row(finding.what, f"[{style}]{finding.verdict}", finding.remark)
+        fails |= finding.verdict == "fails"
+    Console(highlight=False).print(table)
+    return int(fails)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Programs as child processes that do not outlive this one. Knows nothing of what they serve."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LEASH = Path(__file__).with_name("leash.py")
+
+
+class Child:
+    """One program, its log file and its end.
+
+    It has a process group of its own: a terminal's Ctrl-C reaches it only through `send`. SIGTERM
+    reaches it when its parent is killed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        """Starts `command` at once. Its output replaces what `log` held."""
+        self.name = name
+        self.log = log
+        leash = [sys.executable, "-P", str(LEASH), str(os.getpid())]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*leash, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                env=environment,
+                cwd=directory,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or minus the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """A no-op once it has ended."""
+        self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Waits for its end on any event loop; returns the exit code. Sets no deadline."""
+        if self._process.poll() is None:
+            await _readable(os.pidfd_open(self.pid))
+        return self._process.wait()
+
+    async def stop(self, patience_s: float) -> bool:
+        """Ends it: SIGTERM, then SIGKILL after `patience_s`. True if it exited with 0."""
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(patience_s):
+                return await self.ended() == 0
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            await self.ended()
+            return False
+
+    def last_lines(self, count: int = 20) -> str:
+        """The end of its log."""
+        with self.log.open(errors="replace") as lines:
+            return "".join(deque(lines, maxlen=count)).rstrip()
+
+
+async def _readable(descriptor: int) -> None:
+    """Waits for it, then closes it."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _resolve, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,51 @@
+"""The `baton` command: turns into the program that the first word names. Imports none of them."""
+
+import os
+import sys
+from typing import NamedTuple
+
+EXIT_USAGE = 2
+
+
+class Command(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "up": Command("common.cli.up", "start a router and nodes on this machine, and serve"),
+    "generate": Command("common.cli.generate", "send a prompt to a router, stream the answer"),
+    "check": Command("common.cli.check", "will this configuration and model run on this machine?"),
+    "demo-model": Command("common.cli.demo_model", "write a tiny random model to try things with"),
+    "router": Command("router", "run a router"),
+    "prefill": Command("prefill_node", "run a prefill node"),
+    "decode": Command("decode_node", "run a decode node"),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<11} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: baton COMMAND [ARGUMENT]...", "", *lines, "", "baton COMMAND --help tells more."]
+    )
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case [name, *arguments] if name in COMMANDS:
+            sys.stdout.flush()
+            # -P: a directory of the user's that is called router must not be taken for ours.
+            program = [sys.executable, "-P", "-m", COMMANDS[name].module, *arguments]
+            os.execv(sys.executable, program)
+        case ["-h" | "--help" | "help"]:
+            print(usage())
+            return 0
+        case []:
+            print(usage(), file=sys.stderr)
+        case [unknown, *_]:
+            print(f"baton: no command {unknown!r} (one of {', '.join(COMMANDS)})", file=sys.stderr)
+    return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Which programs make a whole system on one machine, with which flags. Starts nothing."""
+
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.config import CacheConfig
+from common.errors import ConfigError
+
+HOST = "127.0.0.1"
+ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 50050, 50100, 50200
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One program to start."""
+
+    name: str  # "router", "prefill-0", "decode-1": its log's name too
+    module: str
+    address: str  # host:port of its gRPC server
+    flags: tuple[str, ...]
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-P", "-m", self.module, *self.flags]
+
+    @property
+    def service(self) -> str:
+        """The gRPC service whose health says that it is ready."""
+        return "baton.v1.Router" if self.module == "router" else "baton.v1.Node"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user of `baton up` asks for."""
+
+    model: str
+    prefill: int
+    decode: int
+    host: str
+    port: int  # the router's
+    prefill_port: int  # the first prefill node's; the others take the next ones
+    decode_port: int
+    metrics_port: int | None  # the router's; the nodes take the next ones
+    device: str  # auto | cpu | cuda
+    node_flags: tuple[str, ...]  # for every node
+
+
+def programs(wish: Wish) -> list[Program]:
+    """The router first, then prefill nodes, then decode nodes.
+
+    Without prefill nodes the decode nodes are colocated. CUDA devices go round the nodes, and
+    those on one device share its memory; on a CPU the nodes share its cores.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    prefill = [(f"prefill-{i}", "prefill_node", wish.prefill_port + i) for i in range(wish.prefill)]
+    decode = [(f"decode-{i}", "decode_node", wish.decode_port + i) for i in range(wish.decode)]
+    nodes = [
+        Program(
+            name,
+            module,
+            f"{wish.host}:{port}",
+            (
+                *_flags(wish, port, number),
+                *device_flags,
+                *(["--mode=colocated"] if not prefill else []),
+                *wish.node_flags,
+            ),
+        )
+        for number, ((name, module, port), device_flags) in enumerate(
+            zip(prefill + decode, _device_flags(wish), strict=True), start=1
+        )
+    ]
+    router = (
+        *_flags(wish, wish.port, 0),
+        *(f"--prefill={node.address}" for node in nodes[: wish.prefill]),
+        *(f"--decode={node.address}" for node in nodes[wish.prefill :]),
+    )
+    return [Program("router", "router", f"{wish.host}:{wish.port}", router), *nodes]
+
+
+def refuse_busy_ports(plan: Sequence[Program]) -> None:
+    """
+    Raises:
+        ConfigError: something listens on a port of the plan.
+    """
+    for program in plan:
+        host, _, port = program.address.rpartition(":")
+        refuse_busy_port(host, int(port), program.name)
+
+
+def refuse_busy_port(host: str, port: int, purpose: str) -> None:
+    """
+    Raises:
+        ConfigError: `port` cannot be listened on now; names it and the purpose.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port}, for {purpose}, cannot be had: {error.strerror}"
+            ) from error
+
+
+def cuda_devices() -> int:
+    """CUDA devices that this process may use, found without loading torch."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    found = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0
+
+
+def _flags(wish: Wish, port: int, number: int) -> list[str]:
+    flags = [f"--model={wish.model}", f"--host={wish.host}", f"--port={port}"]
+    if wish.metrics_port is not None:
+        flags.append(f"--metrics-port={wish.metrics_port + number}")
+    return flags
+
+
+def _device_flags(wish: Wish) -> list[list[str]]:
+    num_nodes = wish.prefill + wish.decode
+    num_devices = 0 if wish.device == "cpu" else cuda_devices()
+    if num_devices:
+        nodes_per_device = -(-num_nodes // num_devices)
+        fraction = CacheConfig().memory_fraction / nodes_per_device
+        memory = f"--engine.cache.memory-fraction={fraction:.3f}"
+        return [[f"--device=cuda:{node % num_devices}", memory] for node in range(num_nodes)]
+    if wish.device == "cuda":
+        raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
+    cores = len(os.sched_getaffinity(0))
+    return [["--device=cpu", f"--engine.threads={max(1, cores // num_nodes)}"]] * num_nodes

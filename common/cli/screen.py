@@ -1,0 +1,45 @@
+"""What `baton up` shows: spinners on a terminal, plain lines anywhere else."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Screen:
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def say(self, text: str = "", style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False)
+
+    @contextmanager
+    def waiting_for(self, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
+        """Shows all of `names` as not ready; call what it gives with a name and a remark once
+        that one is."""
+        if not self._console.is_terminal:
+            yield self._line_by_line()
+            return
+        columns = (
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description:<10}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[remark]}"),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            tasks = {name: progress.add_task(name, total=1, remark="starting") for name in names}
+
+            def ready(name: str, remark: str) -> None:
+                progress.update(tasks[name], completed=1, remark=remark)
+
+            yield ready
+
+    def _line_by_line(self) -> Callable[[str, str], None]:
+        started = time.monotonic()
+
+        def ready(name: str, remark: str) -> None:
+            self.say(f"{name} ready after {time.monotonic() - started:.1f} s, {remark}")
+
+        return ready

@@ -1,0 +1,180 @@
+"""Reads a record of common/config.py: flags, else environment, else a YAML file, else defaults.
+
+    --engine.cache.page-size 32
+    BATON_ENGINE__CACHE__PAGE_SIZE=32
+    engine: {cache: {page_size: 32}}
+
+Flags, their help and their checks all come from the record's fields; the only ones named here are
+those with a short name.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+EXIT_USAGE = 2
+ENV_PREFIX = "BATON_"
+SHORT_NAMES = {
+    "engine.model": "model",
+    "engine.device": "device",
+    "engine.dtype": "dtype",
+    "front.host": "host",
+    "front.port": "port",
+    "front.metrics-port": "metrics-port",
+    "front.log-level": "log-level",
+}
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def read(record: type[R], program: str, arguments: Sequence[str]) -> R:
+    """The record that `arguments`, the environment and the file named by --config make.
+
+    Prints one line that names the knob and exits with code 2 where a value is wrong or missing;
+    prints the flags and exits with 0 for --help.
+
+    Args:
+        program: how the user called it, for messages.
+        arguments: the command line after the program's name.
+    """
+    file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    file_parser.add_argument("--config", type=Path)
+    try:
+        known, flags = file_parser.parse_known_args(arguments)
+        values = _settings_class(record, program, flags, known.config)()
+        return record.model_validate(values.model_dump(exclude_unset=True))
+    except ValidationError as error:
+        wrong(program, "; ".join(_sentence(detail) for detail in error.errors()))
+    except (argparse.ArgumentError, SettingsError, ValueError) as error:
+        wrong(program, str(error))
+
+
+def wrong(program: str, message: str) -> NoReturn:
+    """Ends this process as every program here ends on a wrong value: one line, exit code 2."""
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE)
+
+
+def _settings_class(
+    record: type[BaseModel], program: str, flags: list[str], file: Path | None
+) -> type[BaseSettings]:
+    given = {} if file is None else _content(file)
+
+    class Settings(BaseSettings, record):  # type: ignore[misc, valid-type]
+        model_config = SettingsConfigDict(
+            env_prefix=ENV_PREFIX,
+            env_nested_delimiter="__",
+            nested_model_default_partial_update=True,
+        )
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (
+                _flags_source(settings_cls, program, flags),
+                _Environment(settings_cls),
+                InitSettingsSource(settings_cls, given),
+                InitSettingsSource(settings_cls, _empty_parts(record)),
+            )
+
+    return Settings
+
+
+def _content(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"--config: {error}") from error
+    if not isinstance(content, dict | None):
+        raise SettingsError(f"--config: {file} is not a mapping of knobs to values")
+    return content or {}
+
+
+def _flags_source(
+    settings_class: type[BaseSettings], program: str, flags: list[str]
+) -> CliSettingsSource[argparse.ArgumentParser]:
+    parser = _Parser(
+        prog=program,
+        usage="%(prog)s [--config FILE] [--FLAG VALUE]...",
+        description="Every flag can also be set by an environment variable "
+        f"({ENV_PREFIX}FRONT__HOST=0.0.0.0) or in the YAML file of --config "
+        "(front: {host: 0.0.0.0}). A flag goes before a variable, a variable before the file.",
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+    return CliSettingsSource(
+        settings_class,
+        root_parser=parser,
+        cli_parse_args=flags,
+        cli_parse_none_str="none",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_shortcuts=SHORT_NAMES,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        wrong(self.prog, f"{message} (--help lists what there is)")
+
+
+class _Help(argparse.HelpFormatter):
+    """Leaves out defaults that say nothing: the descriptions tell what an unset value means."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help and re.sub(r" \(default: none\)", "", action.help, flags=re.IGNORECASE)
+
+
+class _Environment(EnvSettingsSource):
+    """Takes lists as a,b too, as flags do, besides JSON."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if get_origin(field.annotation) is tuple and not str(value).startswith("["):
+            return str(value).split(",")
+        return super().decode_complex_value(field_name, field, value)
+
+
+def _empty_parts(record: type[BaseModel]) -> dict[str, Any]:
+    """Parts that must be given, empty: then the error names the flag that is missing in them."""
+    required = {
+        name: field.annotation for name, field in record.model_fields.items() if field.is_required()
+    }
+    return {
+        name: {}
+        for name, kind in required.items()
+        if isinstance(kind, type) and issubclass(kind, BaseModel)
+    }
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    """One wrong value: `--engine.cache.page-size: must be a power of two, got 3`."""
+    knob = "--" + ".".join(str(part) for part in detail["loc"]).replace("_", "-")
+    if detail["type"] == "missing":
+        return f"{knob} is required"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{knob}: {message[:1].lower()}{message[1:]}, got {detail['input']!r}"

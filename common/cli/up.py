@@ -1,0 +1,233 @@
+"""baton up: a router, prefill nodes and decode nodes on this machine, until Ctrl-C.
+
+Starts them, waits until all are ready, shows that they answer, and ends them in order. When one of
+them dies it says so with the end of its log, ends the others and exits with 1.
+"""
+
+import argparse
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import grpc.aio
+
+from common.cli import client, generate, plan, settings
+from common.cli.children import Child
+from common.cli.screen import Screen
+from common.config import DecodeConfig, PrefillConfig, Record
+from common.errors import ConfigError
+from common.model_directory import model_directory
+from protos.router_pb2 import GenerateRequest
+from protos.sampling_pb2 import Sampling
+
+PROGRAM = "baton up"
+SAMPLE = GenerateRequest(text="Once upon a time", sampling=Sampling(max_tokens=32, temperature=0))
+# Whoever asks stops before whoever answers: nothing is left waiting for a node that has gone.
+STOP_ORDER = ("router", "decode_node", "prefill_node")
+
+
+class StartFailed(Exception):
+    """The system is not what it should be; the message says why."""
+
+
+class System:
+    """The programs of one machine, as children of this process."""
+
+    def __init__(self, programs: Sequence[plan.Program], logs: Path) -> None:
+        """Starts all of them at once."""
+        self._programs = programs
+        self._children = {
+            program: Child(program.name, program.command, logs / f"{program.name}.log")
+            for program in programs
+        }
+
+    async def until_ready(self, tell: Callable[[str, str], None]) -> None:
+        """Returns once every program is healthy; the router is when it can serve a request."""
+
+        async def wait(program: plan.Program) -> None:
+            await client.until_serving(program.address, program.service)
+            tell(program.name, program.address)
+
+        await asyncio.gather(*(wait(program) for program in self._programs))
+
+    async def first_death(self) -> str:
+        """Waits until a program has ended on its own; returns what there is to say about it."""
+        ends = {asyncio.ensure_future(c.ended()): c for c in self._children.values()}
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        child = ends[done.pop()]
+        return (
+            f"{child.name} has ended with code {child.code}. The end of {child.log}:\n\n"
+            f"{child.last_lines()}\n"
+        )
+
+    async def stop(self, patience_s: float) -> list[str]:
+        """Ends all programs. Returns what went wrong."""
+        wrong = []
+        for module in STOP_ORDER:
+            group = [c for program, c in self._children.items() if program.module == module]
+            alive = [child for child in group if child.code is None]
+            await asyncio.gather(*(child.stop(patience_s) for child in alive))
+            wrong += [
+                f"{child.name} ended with code {child.code}"
+                for child in alive
+                if child.code not in (0, -signal.SIGTERM)  # the latter: it had hardly begun
+            ]
+        return wrong
+
+    def kill(self) -> None:
+        for child in self._children.values():
+            child.send(signal.SIGKILL)
+
+
+async def serve(programs: Sequence[plan.Program], options: argparse.Namespace) -> int:
+    """Runs the programs until SIGINT or SIGTERM. Returns the exit code."""
+    screen = Screen()
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    system = System(programs, options.var / "log")
+    work = asyncio.ensure_future(_serve_forever(system, programs, options.start_timeout, screen))
+    death = asyncio.ensure_future(system.first_death())
+    stop = asyncio.ensure_future(interrupted.wait())
+    tasks = (work, death, stop)
+    failure = None
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            failure = death.result()
+        elif work.done():
+            failure = str(work.exception())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if failure is not None:
+            screen.say(f"\n{failure}", style="red")
+        screen.say("\nstopping (once more Ctrl-C kills)")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, system.kill)
+        wrong = await system.stop(options.stop_timeout)
+        if failure is None:
+            for sentence in wrong:
+                screen.say(sentence, style="red")
+    return 0 if failure is None and not wrong else 1
+
+
+async def _serve_forever(
+    system: System, programs: Sequence[plan.Program], start_s: float, screen: Screen
+) -> None:
+    """
+    Raises:
+        StartFailed: not all ready in time, or the sample was not answered. Never returns.
+    """
+    try:
+        with screen.waiting_for([program.name for program in programs]) as tell:
+            async with asyncio.timeout(start_s):
+                await system.until_ready(tell)
+    except TimeoutError:
+        raise StartFailed(f"not everything was ready within {start_s:.0f} s") from None
+    router = programs[0].address
+    screen.say(f"\n> {SAMPLE.text}", style="bold")
+    try:
+        await generate.print_answer(router, SAMPLE)
+    except grpc.aio.AioRpcError as error:
+        raise StartFailed(f"the sample failed: {error.code().name} {error.details()}") from None
+    ask = '{"text":"Hello","sampling":{"max_tokens":8}}'
+    screen.say(f"\nReady on {router}. Ctrl-C ends all programs. Try:\n", style="bold")
+    screen.say(f"  grpcurl -plaintext -d '{ask}' {router} baton.v1.Router/Generate")
+    screen.say(f'  baton generate "Hello" --max-tokens 8 --router {router}\n')
+    await asyncio.Event().wait()
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the flags left over for the nodes."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Starts a router and nodes on this machine, waits until all are ready, and "
+        "serves until Ctrl-C.",
+        epilog="Any other flag goes to every node, such as --engine.cache.page-size 32; "
+        "`baton prefill --help` lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", help="directory or hub id (a demo model, made if absent)")
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (1)")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes (1)")
+    parser.add_argument("--host", default=plan.HOST, help="where all listen (%(default)s)")
+    parser.add_argument("--port", type=int, default=plan.ROUTER_PORT, help="router's (%(default)s)")
+    for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
+        first = f"first {role} node's ({port})"
+        parser.add_argument(f"--{role}-port", type=int, default=port, metavar="PORT", help=first)
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="PORT", help="router's; nodes take the next ones"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--var", type=Path, default=Path("var"), help="logs, demo model (./var)")
+    parser.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="(900)")
+    parser.add_argument("--stop-timeout", type=float, default=60.0, metavar="S", help="(60)")
+    options, node_flags = parser.parse_known_args(arguments)
+    if options.prefill < 0 or options.decode < 1:
+        settings.wrong(PROGRAM, "--decode must be at least 1 and --prefill at least 0")
+    return options, node_flags
+
+
+def _check_node_flags(model: str, flags: list[str]) -> None:
+    """Ends this process where a node would refuse them."""
+    records: tuple[type[Record], ...] = (PrefillConfig, DecodeConfig)
+    for record in records:
+        settings.read(record, PROGRAM, [f"--model={model}", *flags])
+
+
+def _have_model(model: str | None, var: Path, screen: Screen) -> str:
+    """The model to serve, built or fetched if it is not on this machine yet.
+
+    Raises:
+        ConfigError: it is neither a directory nor to be had from the hub.
+    """
+    if model is None:
+        directory = var / "demo-model"
+        if not (directory / "config.json").exists():
+            screen.say("writing the demo model")
+            maker = [sys.executable, "-P", "-m", "common.cli.demo_model", str(directory)]
+            if subprocess.run(maker, stdout=subprocess.DEVNULL).returncode:
+                raise ConfigError(f"cannot write the demo model to {directory}")
+        return str(directory)
+    if not Path(model).is_dir():
+        screen.say(f"fetching {model}, unless it is here already")
+        model_directory(model, weights=True)
+    return model
+
+
+def main() -> int:
+    options, node_flags = parse(sys.argv[1:])
+    try:
+        _check_node_flags(options.model or "demo", node_flags)
+        model = _have_model(options.model, options.var, Screen())
+        wish = plan.Wish(
+            model=model,
+            prefill=options.prefill,
+            decode=options.decode,
+            host=options.host,
+            port=options.port,
+            prefill_port=options.prefill_port,
+            decode_port=options.decode_port,
+            metrics_port=options.metrics_port,
+            device=options.device,
+            node_flags=tuple(node_flags),
+        )
+        programs = plan.programs(wish)
+        plan.refuse_busy_ports(programs)
+    except ConfigError as error:
+        settings.wrong(PROGRAM, str(error))
+    return asyncio.run(serve(programs, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What an engine tells its front besides tokens: answers of `Node`, a sign of life, its end.
+
+The role is asked through the small Inside protocol; the desk knows no queue by name.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from common.errors import NotIdle
+from common.node.messages import Answer, Ask, Drained, EngineMessage, FrontMessage, Moving
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.5
+SELF_CHECK_INTERVAL_S = 1.0
+
+
+class Channel(Protocol):
+    """The engine thread's socket to its front. `take` and `post` never block."""
+
+    def take(self) -> Sequence[FrontMessage]: ...
+
+    def post(self, message: EngineMessage) -> None: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+
+class Inside(Protocol):
+    """A role, as the desk sees it."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def queues(self) -> dict[str, int]: ...
+
+    def counters(self) -> dict[str, int]: ...
+
+    @property
+    def num_host_pages_used(self) -> int: ...
+
+    def flush_cache(self) -> int: ...
+
+    def abort(self, request_id: str) -> int: ...
+
+
+class Desk:
+    """Engine thread only.
+
+    Args:
+        progress: steps finished, and the seconds that the step under way is expected to take.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        pages_by_holder: Callable[[], dict[str, int]],
+        progress: Callable[[], tuple[int, float]],
+    ) -> None:
+        self._channel = channel
+        self._pages_by_holder = pages_by_holder
+        self._progress = progress
+        self._report_at = 0.0
+        self._check_at = 0.0
+        self._told_drained = False
+        self.draining = False
+        self.links: dict[str, tuple[str, float]] = {}  # owner's address: path, GiB/s
+
+    def poll(self, inside: Inside, requests: Callable[[FrontMessage], None] | None = None) -> None:
+        """Answers what the front asks; anything else goes to `requests`."""
+        for message in self._channel.take():
+            match message:
+                case Ask():
+                    self._channel.post(self._answer(message, inside))
+                case _ if requests is not None:
+                    requests(message)
+                case _:
+                    log.warning(
+                        "a message that this node does not take: %s", type(message).__name__
+                    )
+        self._report(inside)
+
+    def rest(self, inside: Inside, self_check: Callable[[], None]) -> None:
+        """Sleeps until the front or another thread has something, or the next report is due.
+
+        Args:
+            self_check: raises where something has leaked. It looks at every page, which takes
+                milliseconds: called while no request is here only, and once a second at most.
+        """
+        now = time.monotonic()
+        if not inside.busy and now >= self._check_at:
+            self._check_at = now + SELF_CHECK_INTERVAL_S
+            self_check()
+        if self.draining and not inside.busy and not self._told_drained:
+            self._told_drained = True
+            self._channel.post(Drained())
+        self._channel.wait(max(0.0, self._report_at - time.monotonic()))
+
+    def _report(self, inside: Inside) -> None:
+        now = time.monotonic()
+        if now < self._report_at:
+            return
+        self._report_at = now + REPORT_INTERVAL_S
+        gauges = {"host_pages": float(inside.num_host_pages_used)}
+        gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
+        gauges |= {f"pages_{name}": float(value) for name, value in self._pages_by_holder().items()}
+        gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
+        steps, expected_s = self._progress()
+        self._channel.post(
+            Moving(
+                steps=steps,
+                expected_s=expected_s,
+                gauges=gauges,
+                state="draining" if self.draining else "ready",
+                paired=tuple(self.links),
+                links=tuple((address, *link) for address, link in self.links.items()),
+            )
+        )
+
+    def _answer(self, ask: Ask, inside: Inside) -> Answer:
+        match ask.what:
+            case "describe":
+                description = {
+                    "pages": self._pages_by_holder(),
+                    "queues": inside.queues(),
+                    "counters": inside.counters(),
+                }
+                return Answer(ask.number, description=description)
+            case "drain":
+                self.draining = True
+                self._report_at = 0.0
+                return Answer(ask.number)
+            case "flush_cache":
+                try:
+                    return Answer(ask.number, integer=inside.flush_cache())
+                except NotIdle as error:
+                    return Answer(ask.number, error=str(error))
+            case "abort":
+                return Answer(ask.number, integer=inside.abort(ask.argument))
+            case unknown:
+                return Answer(ask.number, error=f"unknown question {unknown!r}")

@@ -1,0 +1,70 @@
+"""When and why a node ends: one verdict, whoever asks for it first.
+
+wanted (SIGTERM, SIGINT, Drain) -> drained | drain time over | second signal: exit code 0
+fault at any time: exit code 1, or 2 where the user must mend the configuration
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.logs import kv
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    reason: str
+    exit_code: int = 0
+    in_order: bool = False  # nothing was under way any more
+
+
+class Ending:
+    """Event loop only."""
+
+    def __init__(self) -> None:
+        self._wanted = asyncio.Event()
+        self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+
+    def signalled(self, name: str) -> None:
+        """The first signal asks for a drain, any other ends the node now."""
+        if self._wanted.is_set():
+            self.now(f"a second signal, {name}, came")
+        else:
+            self.want(name)
+
+    def want(self, who: str) -> None:
+        """Asks for a drain. Idempotent."""
+        if not self._wanted.is_set():
+            log.info("draining %s", kv(because=who))
+            self._wanted.set()
+
+    def drained(self) -> None:
+        self._decide(Verdict("drained", in_order=True))
+
+    def now(self, reason: str) -> None:
+        """Ends the node as it was asked to, without waiting for anything."""
+        self._decide(Verdict(reason))
+
+    def fault(self, reason: str, exit_code: int = 1) -> None:
+        self._decide(Verdict(reason, exit_code))
+
+    async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> Verdict:
+        """Waits for the end. `begin_drain` is called once a drain is wanted; from then on it may
+        take `drain_s`."""
+        wanted = asyncio.ensure_future(self._wanted.wait())
+        either: set[asyncio.Future[Any]] = {wanted, self._verdict}
+        await asyncio.wait(either, return_when="FIRST_COMPLETED")
+        wanted.cancel()
+        if not self._verdict.done():
+            begin_drain()
+            await asyncio.wait({self._verdict}, timeout=drain_s)
+            self.now(f"requests were still running after {drain_s:g} s")
+        return self._verdict.result()
+
+    def _decide(self, verdict: Verdict) -> None:
+        if not self._verdict.done():
+            self._verdict.set_result(verdict)

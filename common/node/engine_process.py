@@ -1,0 +1,187 @@
+"""The engine process's side of its front: start, the channel of the engine thread, the end.
+
+An engine program is `run_engine(SomeConfig, body)` and nothing else. It is started by a front
+and never by hand; it obeys that front alone, and dies with it.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NoReturn, TypeVar
+
+from common import logs
+from common.config import NodeConfig
+from common.errors import ConfigError
+from common.node.ipc import FrameSocket, PeerGone
+from common.node.messages import EngineFailed, EngineMessage, FrontMessage, Start
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=NodeConfig)
+
+_START_S = 30.0  # from exec to the front's first frame
+_FLUSH_S = 2.0  # for the last words
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineChannel:
+    """The engine thread's socket to its front. All calls but `wake` are the engine thread's."""
+
+    def __init__(self, frames: FrameSocket[FrontMessage]) -> None:
+        self._frames = frames
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wakeup, select.POLLIN)
+
+    def take(self) -> list[FrontMessage]:
+        """What has arrived since the last call, in order. Never blocks.
+
+        Raises:
+            PeerGone: the front is gone, or wants this process to end: let go and return.
+        """
+        return self._frames.receive()
+
+    def post(self, message: EngineMessage) -> None:
+        """Sends a message, or keeps it until the front reads. Never blocks.
+
+        Raises:
+            Backlogged: the front is stuck; the node cannot go on.
+        """
+        self._frames.send(message)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until the front has sent something, another thread calls `wake`, or the time is
+        over. Returns at once for a wake-up that came since the last `wait`."""
+        events = select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
+        self._poll.register(self._frames, events)
+        ready = self._poll.poll(max(0.0, timeout_s) * 1000.0)
+        if any(fd == self._wakeup for fd, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+        self._frames.flush()
+
+    def wake(self) -> None:
+        """Ends the engine thread's `wait`, now or the next one. Any thread; never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wakeup, 1)
+
+    def flush(self, timeout_s: float) -> None:
+        """Sends what still waits, for at most so long."""
+        deadline = time.monotonic() + timeout_s
+        while self._frames.wants_write and time.monotonic() < deadline:
+            self.wait(deadline - time.monotonic())
+
+    def close(self) -> None:
+        self._frames.close()
+        os.close(self._wakeup)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart(Generic[C]):
+    """What an engine program gets from its front."""
+
+    config: C
+    instance: int  # this node's instance id
+    address: str  # of the front's gRPC server
+    channel: EngineChannel
+    transfer_socket: socket.socket  # to the front's pair streams; the body owns it
+
+
+def run_engine(config_type: type[C], body: Callable[[EngineStart[C]], None], name: str) -> NoReturn:
+    """Runs an engine program to the end of the process.
+
+    `body` runs on the main thread. It posts EngineReady itself, and returns after Drained or
+    lets PeerGone through: exit code 0. ConfigError is the user's to mend: exit code 2. Any other
+    exception is a fault of the engine: the front is told, and the process ends at once with
+    exit code 1, whatever its other threads do.
+
+    Args:
+        config_type: the program's config record.
+        name: for the log.
+    """
+    # Both may be sent to the whole process group; the front alone decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    faulthandler.enable()
+    engine_fd, transfer_fd, front_pid = (int(argument) for argument in sys.argv[1:4])
+    for fd in (engine_fd, transfer_fd):
+        os.set_inheritable(fd, False)
+    _die_with(front_pid)
+    frames: FrameSocket[Start | FrontMessage] = FrameSocket(
+        socket.socket(fileno=engine_fd), Start | FrontMessage
+    )
+    transfer_socket = socket.socket(fileno=transfer_fd)
+    start = _await_start(frames)
+    config = config_type.model_validate_json(start.config)
+    logs.setup(name, config.front.log_level)
+    # After Start only FrontMessages come.
+    channel = EngineChannel(frames)  # type: ignore[arg-type]
+    _run(channel, lambda: body(_start(config, start, channel, transfer_socket)))
+    _leave(0)
+
+
+def _start(
+    config: C, start: Start, channel: EngineChannel, transfer_socket: socket.socket
+) -> EngineStart[C]:
+    return EngineStart(config, start.instance, start.address, channel, transfer_socket)
+
+
+def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
+    try:
+        body()
+        channel.flush(_FLUSH_S)
+    except PeerGone:
+        log.info("the front has let this process go")
+    except ConfigError as error:
+        _fail(channel, EngineFailed(str(error), config=True), exit_code=2)
+    except Exception as error:
+        log.exception("the engine failed")
+        _fail(channel, EngineFailed(f"{type(error).__name__}: {error}"[:2000]), exit_code=1)
+
+
+def _fail(channel: EngineChannel, last_words: EngineFailed, exit_code: int) -> NoReturn:
+    with contextlib.suppress(Exception):  # the front may be what failed; it sees the end anyhow
+        channel.post(last_words)
+        channel.flush(_FLUSH_S)
+    _leave(exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """Not sys.exit: that would wait for threads that may be stuck in a forward or a read, and for
+    an interpreter that takes itself apart."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _die_with(front_pid: int) -> None:
+    """End of file ends an engine that looks; this ends one that is stuck, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != front_pid:  # it died before the call
+        sys.exit(0)
+
+
+def _await_start(frames: FrameSocket[Start | FrontMessage]) -> Start:
+    readable, _, _ = select.select([frames], [], [], _START_S)
+    try:
+        messages = frames.receive() if readable else []
+    except PeerGone:
+        sys.exit(0)
+    match messages:
+        case [Start() as start]:
+            return start
+        case _:
+            sys.exit("this is the engine of a node; it is started by the node's program")

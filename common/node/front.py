@@ -1,0 +1,261 @@
+"""The front of a node: its gRPC server, its engine process, and the end of both.
+
+What makes a node prefill or decode comes as NodeParts from the node's own program. The front
+keeps no books: if either process dies, the other ends too.
+"""
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import uvloop
+
+from common import logs, rpc
+from common.config import NodeConfig
+from common.errors import ConfigError, EngineFault, NodeUnavailable, ServingError
+from common.logs import kv
+from common.metrics import NodeMetrics, served
+from common.node.ending import Ending, Verdict
+from common.node.engine_link import EngineLink, Notice
+from common.node.messages import (
+    Ask,
+    Drained,
+    EngineFailed,
+    EngineReady,
+    Moving,
+    Start,
+    StepTokens,
+)
+from common.node.process import EngineProcess, exit_sentence
+from common.node.service import NodeService
+from common.node.supervision import Supervision
+from protos import node_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL_S = 0.2
+_LAST_WORDS_S = 1.0  # from the engine's end of file to its end
+_STREAMS_S = 1.0  # for streams to take their error at the end
+_ENGINE_END_S = 5.0  # for the engine to let go of its memory after a drain
+_HASTY_END_S = 1.0  # the same when the node must be gone soon
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What a program makes its parts of."""
+
+    instance: int
+    address: str
+    engine: EngineLink
+    metrics: NodeMetrics
+    supervision: Supervision
+    transfer_socket: socket.socket  # to the transfer thread; whoever opens it owns it
+
+
+def _nothing(*_: object) -> None:
+    """For parts that have no use for a notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeParts:
+    """What makes the node prefill or decode. The callables run on the event loop, and return."""
+
+    services: Sequence[Callable[[grpc.aio.Server], tuple[str, ...]]]  # register, return names
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
+    step: Callable[[StepTokens], None] = _nothing
+    moved: Callable[[Moving], None] = _nothing
+    drain: Callable[[], None] = _nothing  # take no new work from now on
+    end: Callable[[ServingError], None] = _nothing  # end every stream with this error
+
+
+def run_node(
+    config: NodeConfig,
+    *,
+    role: str,
+    engine_module: str,
+    parts: Callable[[Front], NodeParts],
+    mode: str = "",
+) -> int:
+    """Runs a node to its end and returns the exit code of its program.
+
+    0: asked to end, and ended. 1: the engine, or this front, failed. 2: the configuration is
+    wrong; one line on stderr says how.
+
+    Args:
+        role: "prefill" or "decode".
+        engine_module: started as `python -m engine_module`; see engine_process.run_engine.
+        mode: shown by Describe.
+    """
+    logs.setup(role, config.front.log_level)
+
+    async def run() -> int:
+        return await _Node(config, role, mode, engine_module).run(parts)
+
+    try:
+        return uvloop.run(run())
+    except ConfigError as error:
+        print(f"{role} node: {error}", file=sys.stderr)
+        return 2
+
+
+class _Node:
+    def __init__(self, config: NodeConfig, role: str, mode: str, engine_module: str) -> None:
+        self._config = config
+        self._role = role
+        self._mode = mode
+        self._engine_module = engine_module
+        self._metrics = NodeMetrics()
+        self._supervision = Supervision()
+        self._ending = Ending()
+        self._engine_let_go = asyncio.Event()
+        self._link = EngineLink(self._notice, lambda _: self._engine_let_go.set())
+        self._parts = NodeParts(services=())
+
+    async def run(self, parts: Callable[[Front], NodeParts]) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._ending.signalled, number.name)
+        front = self._config.front
+        server = rpc.make_server()
+        port = rpc.bind(server, front.host, front.port)
+        with ExitStack() as stack:
+            metrics_port = stack.enter_context(
+                served(self._metrics.registry, front.host, front.metrics_port)
+            )
+            engine = EngineProcess(self._engine_module)
+            stack.callback(engine.close)
+            start = Start(
+                config=self._config.model_dump_json(),
+                instance=secrets.randbits(64),
+                address=rpc.join_address(front.host, port),
+            )
+            self._parts = parts(
+                Front(
+                    instance=start.instance,
+                    address=start.address,
+                    engine=self._link,
+                    metrics=self._metrics,
+                    supervision=self._supervision,
+                    transfer_socket=engine.transfer_socket,
+                )
+            )
+            health = self._register(server, start, engine)
+            await health.tell(False)
+            await self._link.open(engine.engine_socket, start)
+            await server.start()
+            log.info("listening %s", kv(address=start.address, metrics_port=metrics_port))
+            async with self._background(engine, health):
+                verdict = await self._ending.verdict(self._begin_drain, front.drain_s)
+                return await self._end(verdict, server, engine, health)
+
+    def _register(self, server: grpc.aio.Server, start: Start, engine: EngineProcess) -> rpc.Health:
+        node = NodeService(
+            role=self._role,
+            mode=self._mode,
+            config=self._config,
+            instance=start.instance,
+            engine_pid=engine.pid,
+            engine=self._link,
+            supervision=self._supervision,
+            drain=self._ending.want,
+        )
+        names = list(rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, node))
+        for register in self._parts.services:
+            names += register(server)
+        return rpc.add_health_and_reflection(server, names)
+
+    @asynccontextmanager
+    async def _background(self, engine: EngineProcess, health: rpc.Health) -> AsyncIterator[None]:
+        """What runs beside the calls, to the very end: until then the engine's transfer thread
+        must not find its front gone."""
+        work = [self._tell_health(health), self._watch(engine)]
+        work += [part() for part in self._parts.background]
+        tasks = [asyncio.ensure_future(self._guarded(each)) for each in work]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except EngineFault as error:
+            self._ending.fault(str(error))
+        except Exception as error:
+            log.exception("the front failed")
+            self._ending.fault(f"the front failed: {type(error).__name__}: {error}")
+
+    async def _tell_health(self, health: rpc.Health) -> None:
+        while True:
+            await health.tell(self._supervision.state(time.monotonic()) == "ready")
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        """Two signs of one end: of the process, and of its socket. Either is the node's end."""
+        ended = asyncio.ensure_future(engine.ended())
+        let_go = asyncio.ensure_future(self._engine_let_go.wait())
+        try:
+            await asyncio.wait({ended, let_go}, return_when="FIRST_COMPLETED")
+            code = await engine.end(_LAST_WORDS_S)
+            # Its last words may still be in the socket: they are the better reason.
+            await asyncio.wait({let_go}, timeout=_LAST_WORDS_S)
+        finally:
+            ended.cancel()
+            let_go.cancel()
+        self._ending.fault(f"the engine {exit_sentence(code)}")
+
+    def _notice(self, notice: Notice) -> None:
+        match notice:
+            case StepTokens():
+                self._parts.step(notice)
+            case Moving():
+                self._supervision.moved(notice, time.monotonic())
+                self._metrics.engine_moved(notice.steps, notice.gauges, notice.links)
+                self._parts.moved(notice)
+            case EngineReady():
+                self._supervision.started(notice, time.monotonic())
+                log.info("ready %s", kv(model=notice.model, pages=notice.num_pages))
+            case Drained():
+                self._ending.drained()
+            case EngineFailed():
+                self._ending.fault(notice.reason, 2 if notice.config else 1)
+
+    def _begin_drain(self) -> None:
+        self._supervision.draining = True
+        if self._supervision.ready is None:
+            self._ending.now("nothing was running yet")
+            return
+        self._parts.drain()
+        # Number 0: nobody waits for the answer. Drained is what counts.
+        self._link.send(Ask(0, "drain"))
+
+    async def _end(
+        self, verdict: Verdict, server: grpc.aio.Server, engine: EngineProcess, health: rpc.Health
+    ) -> int:
+        self._supervision.draining = True
+        await health.tell(False)
+        if verdict.exit_code == 2:
+            print(f"{self._role} node: {verdict.reason}", file=sys.stderr)
+        else:
+            level = logging.ERROR if verdict.exit_code else logging.INFO
+            log.log(level, "ending %s", kv(because=verdict.reason))
+        error = EngineFault if verdict.exit_code else NodeUnavailable
+        self._parts.end(error(f"this node has ended: {verdict.reason}"))
+        await rpc.stop(server, _STREAMS_S)
+        self._link.close()
+        code = await engine.end(_ENGINE_END_S if verdict.in_order else _HASTY_END_S)
+        if verdict.in_order and code:
+            log.error("the engine did not end in order %s", kv(engine=exit_sentence(code)))
+            return 1
+        return verdict.exit_code

@@ -1,0 +1,258 @@
+"""Frames between the two processes of a node: 4-byte little-endian length, then msgpack.
+
+Knows sockets and bounds, not what the messages mean: each end is told the tagged union that it
+receives. A socket's end of file is an event on both sides; no frame is ever dropped in silence.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+# The longest prompt that is let in, 4 Mi tokens, is 16 MiB as int32, 20 MiB as msgpack integers.
+MAX_FRAME_BYTES = 32 << 20
+# What may wait for a peer that does not read at the moment (a forward that takes seconds).
+MAX_BACKLOG_BYTES = 128 << 20
+# Most that one `receive` takes off the socket, so that a busy peer cannot keep the caller in it.
+MAX_DRAIN_BYTES = 32 << 20
+_CHUNK_BYTES = 256 << 10
+_LENGTH = struct.Struct("<I")
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameError(Exception):
+    """What came is not a frame, or what should go is too large for one. A fault of our own."""
+
+
+class PeerGone(Exception):
+    """The other process has closed its end, or is dead."""
+
+
+class Backlogged(Exception):
+    """The other process has not read for so long that nothing more may wait for it."""
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """One frame. Raises FrameError if it is longer than MAX_FRAME_BYTES."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(
+            f"{type(message).__name__} takes {len(body)} bytes, {MAX_FRAME_BYTES} fit into a frame"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder(Generic[T]):
+    """Cuts a byte stream into messages of one tagged union.
+
+    Args:
+        union: what may come, as a type that msgspec understands.
+    """
+
+    def __init__(self, union: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """Adds bytes and returns the messages they complete, in order. Raises FrameError."""
+        buffer = self._buffer
+        buffer += data
+        messages: list[T] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {length} bytes was announced")
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            messages.append(self._decode(bytes(buffer[start + _LENGTH.size : end])))
+            start = end
+        del buffer[:start]
+        return messages
+
+    def _decode(self, body: bytes) -> T:
+        try:
+            return cast(T, self._decoder.decode(body))
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise FrameError(f"not a message of this socket: {error}") from error
+
+
+class FrameSocket(Generic[T]):
+    """The engine process's end, for one thread. No call blocks.
+
+    What the kernel does not take at once waits here and goes with the next `send` or `receive`;
+    a thread that sleeps on `fileno` also waits for writability while `wants_write`.
+
+    Args:
+        sock: connected stream socket; this object owns it from now on.
+        receives: the tagged union that the other process sends.
+        max_backlog_bytes: what may wait for a front that does not read.
+    """
+
+    def __init__(
+        self, sock: socket.socket, receives: Any, *, max_backlog_bytes: int = MAX_BACKLOG_BYTES
+    ) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._decoder: FrameDecoder[T] = FrameDecoder(receives)
+        self._outgoing = bytearray()
+        self._max_backlog_bytes = max_backlog_bytes
+        self._ended = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._outgoing) and not self._ended
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends, or keeps for later, one message. A front that is gone is told by `receive`.
+
+        Raises:
+            Backlogged: the front is stuck; the node cannot go on.
+            FrameError: the message is too large.
+        """
+        if self._ended:
+            return
+        self._outgoing += encode_frame(message)
+        self.flush()
+        if len(self._outgoing) > self._max_backlog_bytes:
+            raise Backlogged(f"{len(self._outgoing)} bytes wait for a front that does not read")
+
+    def flush(self) -> None:
+        """Gives the kernel what it takes of the bytes that wait."""
+        while self._outgoing and not self._ended:
+            try:
+                sent = self._socket.send(memoryview(self._outgoing)[:_CHUNK_BYTES])
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                # What the front sent before it died is still to be read: `receive` tells the end.
+                self._outgoing.clear()
+                return
+            del self._outgoing[:sent]
+
+    def receive(self) -> list[T]:
+        """Everything that has arrived, in order; an empty list if nothing has.
+
+        Raises:
+            PeerGone: the other end is closed and all it sent has been returned before.
+            FrameError: what came is no message of this socket.
+        """
+        self.flush()
+        messages: list[T] = []
+        drained = 0
+        while drained < MAX_DRAIN_BYTES and not self._ended:
+            try:
+                data = self._socket.recv(_CHUNK_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return messages
+            except OSError:
+                data = b""
+            if not data:
+                self._ended = True
+                break
+            drained += len(data)
+            messages += self._decoder.feed(data)
+        if self._ended and not messages:
+            raise PeerGone("the front has closed its end")
+        return messages
+
+    def close(self) -> None:
+        """Idempotent. The other process sees end of file."""
+        self._ended = True
+        self._socket.close()
+
+
+class FrameConnection(asyncio.Protocol, Generic[T]):
+    """The front's end, on its event loop.
+
+    Args:
+        receives: the tagged union that the engine process sends.
+        on_message: called with each message, in order; must not block.
+        on_end: called once, when the other end is closed or has sent what is no frame, with a
+            sentence. Not called after `close`.
+    """
+
+    def __init__(
+        self, receives: Any, on_message: Callable[[T], None], on_end: Callable[[str], None]
+    ) -> None:
+        self._decoder: FrameDecoder[T] = FrameDecoder(receives)
+        self._on_message = on_message
+        self._on_end = on_end
+        self._transport: asyncio.Transport | None = None
+        self._ended = False
+
+    async def open(self, sock: socket.socket) -> None:
+        """Starts on a connected unix socket, which this object owns from now on."""
+        sock.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that the engine process has not read yet and that wait in this process."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends one message, or keeps it until the engine reads.
+
+        Raises:
+            PeerGone: the other end is closed.
+            Backlogged: the engine is stuck.
+            FrameError: the message is too large.
+        """
+        frame = encode_frame(message)
+        if self._transport is None or self._ended:
+            raise PeerGone("the engine process is gone")
+        if self.backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
+            raise Backlogged(f"{self.backlog_bytes} bytes wait for an engine that does not read")
+        self._transport.write(frame)
+
+    def close(self) -> None:
+        """Idempotent. The other process sees end of file; `on_end` is not called any more."""
+        self._ended = True
+        if self._transport is not None:
+            # Not close(): it would wait for a stuck engine to read what is left.
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended:
+            return
+        try:
+            messages = self._decoder.feed(data)
+        except FrameError as error:
+            self._end(str(error))
+            return
+        for message in messages:
+            if not self._ended:
+                self._on_message(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end("end of file" if error is None else str(error))
+
+    def _end(self, reason: str) -> None:
+        if self._ended:
+            return
+        self.close()
+        self._on_end(reason)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two joined stream sockets with buffers that hold a step's messages and more."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in (ours, theirs):
+        with contextlib.suppress(OSError):  # the system's limit may be lower; it is only a hint
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    return ours, theirs

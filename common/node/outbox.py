@@ -1,0 +1,53 @@
+"""Gathers what one engine step says about requests and sends one message per router stream."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.node.desk import Channel
+from common.node.messages import Ended, StepTokens
+
+
+class Outbox:
+    """Engine thread only. Nothing is sent before `flush`; a token is sent before the end of its
+    request, and tokens of one request in the order they were told."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._streams: list[NDArray[np.uint64]] = []
+        self._requests: list[NDArray[np.uint64]] = []
+        self._tokens: list[NDArray[np.uint32]] = []
+        self._ended: dict[int, list[Ended]] = {}
+
+    def tokens(
+        self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
+    ) -> None:
+        """Columns of new tokens, one entry each; the arrays must not change before `flush`."""
+        if len(tokens):
+            self._streams.append(streams)
+            self._requests.append(requests)
+            self._tokens.append(tokens.astype(np.uint32))
+
+    def token(self, origin: tuple[int, int], token: int) -> None:
+        stream, request = np.array([origin], np.uint64).T
+        self.tokens(stream, request, np.array([token], np.int32))
+
+    def end(self, stream: int, ended: Ended) -> None:
+        self._ended.setdefault(stream, []).append(ended)
+
+    def flush(self) -> None:
+        if self._streams:
+            streams = np.concatenate(self._streams)
+            requests = np.concatenate(self._requests)
+            tokens = np.concatenate(self._tokens)
+            for stream in np.unique(streams).tolist():
+                mine = streams == stream
+                self._post(stream, requests[mine], tokens[mine])
+            for column in (self._streams, self._requests, self._tokens):
+                column.clear()
+        nothing = np.empty(0, np.uint64), np.empty(0, np.uint32)
+        for stream in list(self._ended):
+            self._post(stream, *nothing)
+
+    def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
+        ended = tuple(self._ended.pop(stream, ()))
+        self._channel.post(StepTokens(stream, requests.tobytes(), tokens.tobytes(), ended))

@@ -1,0 +1,95 @@
+"""The Node service, alike on every role: what operators and the router ask of any node."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from common.config import NodeConfig
+from common.errors import InvalidRequest
+from common.node.engine_link import EngineLink
+from common.node.supervision import Supervision
+from protos import node_pb2, node_pb2_grpc, router_pb2
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """Asks the engine thread; answers by itself only what a starting engine cannot.
+
+    Args:
+        mode: of a decode node, else empty.
+        drain: begins the drain; called with who wants it.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str,
+        mode: str,
+        config: NodeConfig,
+        instance: int,
+        engine_pid: int,
+        engine: EngineLink,
+        supervision: Supervision,
+        drain: Callable[[str], None],
+    ) -> None:
+        self._role = role
+        self._mode = mode
+        self._model = config.engine.model
+        self._instance = instance
+        self._pids = (os.getpid(), engine_pid)
+        self._engine = engine
+        self._supervision = supervision
+        self._drain = drain
+
+    async def Describe(
+        self, request: node_pb2.DescribeRequest, context: Any
+    ) -> node_pb2.DescribeResponse:
+        """While the model loads only role, instance, pids, state and model are set."""
+        ready = self._supervision.ready
+        reply = node_pb2.DescribeResponse(
+            role=self._role,
+            mode=self._mode,
+            instance_id=self._instance,
+            pids=self._pids,
+            state=self._supervision.state(time.monotonic()),
+            model=ready.model if ready else self._model,
+        )
+        if ready is None:
+            return reply
+        description = (await self._engine.ask("describe")).description or {}
+        reply.fingerprint = hashlib.sha256(
+            msgspec.json.encode(sorted(ready.fingerprint.items()))
+        ).hexdigest()[:16]
+        reply.tokenizer_hash = ready.tokenizer_hash
+        reply.context_length = ready.context_length
+        reply.pages.update(description.get("pages", {}))
+        reply.queues.update(description.get("queues", {}))
+        counters = dict(description.get("counters", {}))
+        reply.steps = counters.pop("steps", 0)
+        reply.counters.update(counters)
+        moving = self._supervision.moving
+        for peer, path, gib_per_s in moving.links if moving else ():
+            reply.links.append(router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s))
+        return reply
+
+    async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
+        """Returns once draining has begun; the node exits by itself when it has finished."""
+        self._drain("a Drain call")
+        return node_pb2.DrainResponse()
+
+    async def FlushCache(
+        self, request: node_pb2.FlushCacheRequest, context: Any
+    ) -> node_pb2.FlushCacheResponse:
+        """FAILED_PRECONDITION while requests run."""
+        answer = await self._engine.ask("flush_cache")
+        return node_pb2.FlushCacheResponse(pages_freed=answer.integer)
+
+    async def Abort(self, request: node_pb2.AbortRequest, context: Any) -> node_pb2.AbortResponse:
+        """An id that no live request has is no error: nothing is aborted."""
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty")
+        answer = await self._engine.ask("abort", request.request_id)
+        return node_pb2.AbortResponse(aborted=answer.integer)

@@ -1,0 +1,46 @@
+"""Whether a node is fit for work: told by its engine's signs of life, asked by health probes.
+
+Knows no sockets and no processes; the time is passed in.
+"""
+
+from common.node.messages import EngineReady, Moving
+
+SILENCE_S = 3.0  # the engine reports twice a second while it turns
+_STEP_FACTOR = 5.0  # a step may take so many times what was expected
+
+
+class Supervision:
+    """States: "starting" -> "ready" <-> "unhealthy"; any -> "draining"."""
+
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._moved_at = 0.0
+        self._moving: Moving | None = None
+        self.ready: EngineReady | None = None
+        self.draining = False
+
+    @property
+    def moving(self) -> Moving | None:
+        """The engine's last report."""
+        return self._moving
+
+    def started(self, ready: EngineReady, now: float) -> None:
+        self.ready = ready
+        self._moved_at = now
+
+    def moved(self, moving: Moving, now: float) -> None:
+        self._moving = moving
+        self._moved_at = now
+
+    def moves(self, now: float) -> bool:
+        """Whether the engine has reported recently; a long step may be silent for as long as was
+        expected of it, five times over."""
+        expected_s = self._moving.expected_s if self._moving else 0.0
+        return now - self._moved_at < max(self._silence_s, _STEP_FACTOR * expected_s)
+
+    def state(self, now: float) -> str:
+        if self.draining:
+            return "draining"
+        if self.ready is None:
+            return "starting"
+        return "ready" if self.moves(now) else "unhealthy"

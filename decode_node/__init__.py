@@ -1,0 +1,1 @@
+"""The decode program: responsible for each request from submission to last token."""

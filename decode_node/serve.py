@@ -1,0 +1,241 @@
+"""The DecodeNode service: router streams on one side, the engine thread on the other.
+
+Checks and forwards. The books of requests are the engine's; this end only knows which of its
+own stream numbers are open. A bad Submit ends that request, anything else bad ends the stream.
+"""
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, cast
+
+import grpc
+import numpy as np
+
+from common import rpc
+from common.errors import InvalidRequest, NodeUnavailable, ServingError
+from common.logs import kv
+from common.metrics import NodeMetrics
+from common.node.engine_link import EngineLink
+from common.node.messages import (
+    CancelSubmitted,
+    Moving,
+    StepTokens,
+    StreamEnded,
+    SubmitRequest,
+)
+from common.node.streams import Outgoing
+from common.sampling import SamplingParams, from_proto
+from kvtransfer.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
+from protos import decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 1024
+MAX_CANDIDATES = 64
+MAX_TOKENS = 1 << 20  # so that a Submit always fits into a frame, and the Open after it
+MAX_REQUEST_ID = 256  # characters
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+class _RouterStream:
+    def __init__(self) -> None:
+        self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing()
+        self.peers: tuple[str, ...] | None = None  # until the router has told them
+
+
+class ServeService(decode_pb2_grpc.DecodeNodeServicer):
+    """Event loop only.
+
+    Args:
+        serves_alone: told to routers; true in colocated mode.
+        on_peers: called with every prefill node of every router, whenever that changes.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLink,
+        metrics: NodeMetrics,
+        *,
+        serves_alone: bool,
+        on_peers: Callable[[frozenset[str]], None],
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._serves_alone = serves_alone
+        self._on_peers = on_peers
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, _RouterStream] = {}
+        self._peers: frozenset[str] = frozenset()
+        self._paired: tuple[str, ...] = ()
+        self._draining = False
+
+    def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        """Adds the service to a server; returns its name."""
+        return rpc.add_service(server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, self)
+
+    async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
+        """Carries every request of one router, until either side ends the stream.
+
+        UNAVAILABLE while the model loads and when the engine has failed; RESOURCE_EXHAUSTED to a
+        router that does not read; INVALID_ARGUMENT for what is no Submit, Cancel or Peers.
+        """
+        self._engine.check_ready()
+        number, stream = next(self._numbers), _RouterStream()
+        self._streams[number] = stream
+        self._metrics.stream_opened("router")
+        log.info("router connected %s", kv(stream=number, peer=context.peer()))
+        stream.outgoing.put(self._status())
+        try:
+            await stream.outgoing.converse(
+                context.write, messages, lambda message: self._take(number, stream, message)
+            )
+        finally:
+            del self._streams[number]
+            self._engine.send(StreamEnded(number))
+            self._metrics.stream_closed("router")
+            if stream.outgoing.cut_off:
+                self._metrics.cut_off()
+            log.info("router gone %s", kv(stream=number, cut_off=stream.outgoing.cut_off))
+            self._tell_peers()
+
+    # From the engine --------------------------------------------------------------------------
+
+    def step(self, message: StepTokens) -> None:
+        """Sends what a step says to its router; without that router nobody wants it."""
+        stream = self._streams.get(message.stream)
+        if stream is None:
+            return
+        ended = message.ended
+        step = decode_pb2.Step(
+            request=np.frombuffer(message.requests, "<u8").tolist(),
+            token=np.frombuffer(message.tokens, "<u4").tolist(),
+            ended=[end.request for end in ended],
+            reason=[cast(decode_pb2.FinishReason, end.reason) for end in ended],
+            cached_tokens=[end.cached_tokens for end in ended],
+            error=[end.error for end in ended],
+            error_code=[end.error_code for end in ended],
+        )
+        stream.outgoing.put(decode_pb2.FromNode(step=step))
+
+    def moved(self, moving: Moving) -> None:
+        """Tells every router what has changed."""
+        if moving.paired != self._paired:
+            self._paired = moving.paired
+            self._tell_status()
+
+    # From the front -----------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuses every Submit from now on."""
+        self._draining = True
+        self._tell_status()
+
+    def end(self, error: ServingError) -> None:
+        """Ends every stream with `error`, after what waits to be written."""
+        for stream in self._streams.values():
+            stream.outgoing.close(error)
+
+    # From routers ---------------------------------------------------------------------------------
+
+    def _take(self, number: int, stream: _RouterStream, message: decode_pb2.ToNode) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(number, stream, message.submit)
+            case "cancel":
+                self._engine.send(CancelSubmitted(number, message.cancel.request))
+            case "peers":
+                stream.peers = _addresses(message.peers.prefill_addresses, MAX_PEERS)
+                self._tell_peers()
+            case _:
+                raise InvalidRequest("a message on Serve is none of submit, cancel, peers")
+
+    def _submit(self, number: int, stream: _RouterStream, submit: decode_pb2.Submit) -> None:
+        try:
+            if self._draining:
+                raise NodeUnavailable("this node is draining")
+            self._engine.submit(_parsed(number, submit))
+        except ServingError as error:
+            self._metrics.refused(_REFUSALS.get(error.status, "overloaded"))
+            log.info(
+                "refused %s",
+                kv(stream=number, request_id=submit.request_id, because=error),
+            )
+            refusal = decode_pb2.Step(
+                ended=[submit.request],
+                reason=[decode_pb2.FINISH_REASON_ERROR],
+                cached_tokens=[0],
+                error=[str(error)],
+                error_code=[error.status.value[0]],
+            )
+            stream.outgoing.put(decode_pb2.FromNode(step=refusal))
+
+    def _tell_peers(self) -> None:
+        """The union over the routers. Without any router the last one's nodes stay paired: it
+        may be restarting."""
+        told = [stream.peers for stream in self._streams.values() if stream.peers is not None]
+        peers = frozenset(itertools.chain.from_iterable(told))
+        if told and peers != self._peers:
+            self._peers = peers
+            self._on_peers(peers)
+
+    def _tell_status(self) -> None:
+        for stream in self._streams.values():
+            stream.outgoing.put(self._status())
+
+    def _status(self) -> decode_pb2.FromNode:
+        return decode_pb2.FromNode(
+            status=decode_pb2.Status(
+                state="draining" if self._draining else "ready",
+                serves_alone=self._serves_alone,
+                paired=self._paired,
+            )
+        )
+
+
+_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT: "invalid",
+    grpc.StatusCode.UNAVAILABLE: "draining",
+}
+
+
+def _parsed(stream: int, submit: decode_pb2.Submit) -> SubmitRequest:
+    if len(submit.token_ids) > MAX_TOKENS:
+        raise InvalidRequest(f"token_ids has {len(submit.token_ids)} ids, {MAX_TOKENS} are allowed")
+    tokens = np.fromiter(submit.token_ids, np.int64, len(submit.token_ids))
+    if not len(tokens):
+        raise InvalidRequest("token_ids is empty")
+    if tokens.max() > _MAX_TOKEN_ID:
+        raise InvalidRequest(f"token_ids has {tokens.max()}, {_MAX_TOKEN_ID} is the largest id")
+    if submit.num_generated >= len(tokens):
+        raise InvalidRequest(
+            f"num_generated is {submit.num_generated} of {len(tokens)} token_ids: no prompt is left"
+        )
+    if not 0.0 < submit.budget_s <= MAX_BUDGET_S:  # nor is NaN
+        raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}], got {submit.budget_s}")
+    if len(submit.request_id) > MAX_REQUEST_ID:
+        raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
+    return SubmitRequest(
+        stream=stream,
+        request=submit.request,
+        request_id=submit.request_id,
+        token_ids=tokens.astype("<i4").tobytes(),
+        num_generated=submit.num_generated,
+        sampling=_sampling(submit),
+        prefill_addresses=_addresses(submit.prefill_addresses, MAX_CANDIDATES),
+        budget_s=submit.budget_s,
+    )
+
+
+def _sampling(submit: decode_pb2.Submit) -> SamplingParams:
+    for field in ("max_tokens", "seed"):
+        if not submit.sampling.HasField(field):
+            raise InvalidRequest(f"sampling.{field} is not set; the router sets it")
+    return from_proto(submit.sampling, max_tokens=0, seed=0)
+
+
+def _addresses(addresses: Iterable[str], max_addresses: int) -> tuple[str, ...]:
+    unique = tuple(dict.fromkeys(addresses))
+    if len(unique) > max_addresses:
+        raise InvalidRequest(f"{len(unique)} prefill_addresses, {max_addresses} are allowed")
+    return tuple(rpc.check_address(address) for address in unique)

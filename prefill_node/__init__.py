@@ -1,0 +1,1 @@
+"""The prefill program: computes the KV of prompts and publishes their pages for decode nodes."""

@@ -1,0 +1,86 @@
+"""One request's answer: tokens in, pieces of text and usage out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.detokenizer import Detokenizer
+from router.stops import StopStrings
+from router.token_buffer import End
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message adds."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LastPiece(Piece):
+    """The end of an answer."""
+
+    finish_reason: str  # "stop" | "length"
+    usage: Usage
+
+
+class Answer:
+    """Text may lag behind its tokens, where a character or a stop string is not decided; the last
+    piece brings what is left. Tokens after the one that completes a stop string do not exist."""
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str], *, num_prompt_tokens: int
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stop) if stop else None
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+
+    def add(self, token_ids: Sequence[int], end: End | None) -> Piece | LastPiece:
+        """Must not be called again after a LastPiece."""
+        text, num_taken, stopped = self._text_of(token_ids)
+        self._num_tokens += num_taken
+        if not stopped and end is not None:
+            rest, stopped = self._rest()
+            text += rest
+        taken = token_ids[:num_taken]
+        if stopped:
+            # An end that came with the same tokens is no longer this answer's, but its count is.
+            return self._last(text, taken, "stop", end.cached_tokens if end else 0)
+        if end is not None:
+            return self._last(text, taken, end.finish_reason, end.cached_tokens)
+        return Piece(text, taken)
+
+    def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
+        """The text these tokens add, how many of them count, and whether a stop is complete."""
+        if self._stops is None:
+            text = self._detokenizer.push(token_ids) if token_ids else ""
+            return text, len(token_ids), False
+        text = ""
+        # One at a time: usage must tell which token completed the stop.
+        for number, token in enumerate(token_ids, start=1):
+            decided, stopped = self._stops.push(self._detokenizer.push((token,)))
+            text += decided
+            if stopped:
+                return text, number, True
+        return text, len(token_ids), False
+
+    def _rest(self) -> tuple[str, bool]:
+        rest = self._detokenizer.flush()
+        if self._stops is None:
+            return rest, False
+        decided, stopped = self._stops.push(rest)
+        return (decided, True) if stopped else (decided + self._stops.flush(), False)
+
+    def _last(
+        self, text: str, token_ids: Sequence[int], finish_reason: str, cached_tokens: int
+    ) -> LastPiece:
+        usage = Usage(self._num_prompt_tokens, self._num_tokens, cached_tokens)
+        return LastPiece(text, token_ids, finish_reason, usage)

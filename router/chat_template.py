@@ -1,0 +1,87 @@
+"""Renders a conversation to the prompt that the model was trained on.
+
+Templates come with the model and are programs: they run in jinja2's sandbox, with the helpers that
+templates in the wild use. Knows no tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import ConfigError, InvalidRequest
+
+# What a template can raise about messages that it was not written for.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012  (the name and type are jinja2's)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template with the model's special tokens."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Raises ConfigError when `source` is no template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"model: its chat template cannot be read: {error}") from error
+        self._special_tokens = special_tokens
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """The prompt for the assistant's next message. It has all special tokens as text.
+
+        Args:
+            messages: with "role" and "content".
+        Raises:
+            InvalidRequest: the template refuses these messages.
+        """
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(
+                f"messages: refused by the model's chat template: {error}"
+            ) from error
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # jinja2's own filter escapes HTML, which would change the prompt.
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

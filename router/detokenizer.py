@@ -1,0 +1,80 @@
+"""Token ids to text as they come, never showing half a character.
+
+Only the last few tokens are decoded again for each new one: a window that starts where the text
+was last complete, so that whatever joins tokens (UTF-8 bytes, leading spaces) is still seen.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not one yet
+_MAX_WINDOW = 48
+_HARD_WINDOW = 256  # tokens that show nothing, such as special ones, can stretch a window to this
+_MAX_PENDING = 3  # bytes of a character that is not complete
+
+
+class Decoder(Protocol):
+    """Text of a whole sequence of token ids."""
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Detokenizer:
+    """The text of one request's generated tokens. `push`es and one `flush` together give what
+    `decode` gives for `context` and all tokens at once, however they were split."""
+
+    def __init__(self, decoder: Decoder, context: Sequence[int] = ()) -> None:
+        """
+        Args:
+            context: what the tokens follow, whole text. Decoders that drop a space at the start of
+                a text then keep it at the start of an answer, which continues one.
+        """
+        self._decoder = decoder
+        self._window = list(context)
+        self._clean = len(context)  # window[:clean] is complete text
+        self._told = len(decoder.decode(context))  # characters of the window that were returned
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add and that no later token can change."""
+        self._window.extend(token_ids)
+        text = self._decoder.decode(self._window)
+        settled = text.rstrip(_BROKEN)
+        new = settled[self._told :]
+        self._told = max(self._told, len(settled))
+        if settled == text:
+            self._slide(text)
+        elif len(self._window) > _MAX_WINDOW:
+            new += self._cut(text)
+        return new
+
+    def flush(self) -> str:
+        """The rest, after the last token: bytes that never became a character."""
+        return self._decoder.decode(self._window)[self._told :]
+
+    def _slide(self, text: str) -> None:
+        """Lets the window start at the previous complete point, if decoding from there agrees."""
+        later = self._window[self._clean :]
+        later_text = self._decoder.decode(later)
+        if (later_text and text.endswith(later_text)) or len(self._window) > _MAX_WINDOW:
+            self._window = later
+            self._told = len(later_text)
+        self._clean = len(self._window)
+
+    def _cut(self, text: str) -> str:
+        """Gives up on the older tokens of a long run that is no text, between two characters and
+        before whatever may still become one."""
+        window = self._window
+        pending = min(len(text) - len(text.rstrip(_BROKEN)), _MAX_PENDING)
+        for end in range(len(window) - 1, 0, -1):
+            before, after = self._decoder.decode(window[:end]), self._decoder.decode(window[end:])
+            if len(after) >= pending and before + after == text:
+                break
+        else:
+            if len(window) <= _HARD_WINDOW:
+                return ""
+            before, end = text, len(window)
+        new = before[self._told :]
+        self._told = max(0, self._told - len(before))
+        self._window = window[end:]
+        self._clean = 0
+        return new

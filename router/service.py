@@ -1,0 +1,108 @@
+"""The `Router` service: translates between messages and the parts that do the work."""
+
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from common.errors import Overloaded
+from protos import router_pb2, router_pb2_grpc
+from router.answer import LastPiece, Piece
+from router.generation import Generator
+from router.model_files import ModelFiles
+from router.survey import NodeReport, Survey
+from router.tokenizer import RouterTokenizer
+from router.validation import Limits, Prompts, check_vocabulary
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_RETRY_AFTER_S = 1
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Methods raise ServingError; `common.rpc.add_service` turns it into a status."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        survey: Survey,
+        tokenizer: RouterTokenizer,
+        prompts: Prompts,
+        limits: Limits,
+        model: ModelFiles,
+    ) -> None:
+        self._generator = generator
+        self._survey = survey
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._limits = limits
+        self._model = model
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
+        """Streams the answer to one prompt; a cancelled call cancels it on every node."""
+
+        async def write(request_id: str, piece: Piece | LastPiece) -> None:
+            await context.write(_response(request_id, piece))
+
+        try:
+            await self._generator.generate(request, write)
+        except Overloaded:
+            context.set_trailing_metadata((("retry-after", str(_RETRY_AFTER_S)),))
+            raise
+
+    async def Tokenize(
+        self, request: router_pb2.TokenizeRequest, context: Context
+    ) -> router_pb2.TokenizeResponse:
+        return router_pb2.TokenizeResponse(token_ids=await self._prompts.encode(request))
+
+    async def Detokenize(
+        self, request: router_pb2.DetokenizeRequest, context: Context
+    ) -> router_pb2.DetokenizeResponse:
+        check_vocabulary(request.token_ids, self._limits, "token_ids")
+        return router_pb2.DetokenizeResponse(text=self._tokenizer.decode(request.token_ids))
+
+    async def GetModel(
+        self, request: router_pb2.GetModelRequest, context: Context
+    ) -> router_pb2.GetModelResponse:
+        return router_pb2.GetModelResponse(
+            name=self._model.name,
+            context_length=self._limits.context_length,
+            vocabulary_size=self._limits.vocabulary_size,
+            eos_token_ids=self._model.eos_token_ids,
+            has_chat_template=self._model.chat_template is not None,
+        )
+
+    async def GetCluster(
+        self, request: router_pb2.GetClusterRequest, context: Context
+    ) -> router_pb2.GetClusterResponse:
+        reports = await self._survey.look()
+        return router_pb2.GetClusterResponse(nodes=[_node(report) for report in reports])
+
+
+def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateResponse:
+    match piece:
+        case LastPiece():
+            return router_pb2.GenerateResponse(
+                request_id=request_id,
+                text=piece.text,
+                token_ids=piece.token_ids,
+                finish_reason=piece.finish_reason,
+                usage=router_pb2.Usage(
+                    prompt_tokens=piece.usage.prompt_tokens,
+                    completion_tokens=piece.usage.completion_tokens,
+                    cached_tokens=piece.usage.cached_tokens,
+                ),
+            )
+        case _:
+            return router_pb2.GenerateResponse(
+                request_id=request_id, text=piece.text, token_ids=piece.token_ids
+            )
+
+
+def _node(report: NodeReport) -> router_pb2.ClusterNode:
+    node = router_pb2.ClusterNode(role=report.role, address=report.address, state=report.state)
+    if report.description is not None:
+        node.instance_id = report.description.instance_id
+        node.pids.extend(report.description.pids)
+        node.pages.update(report.description.pages)
+        node.links.extend(report.description.links)
+    return node

@@ -1,0 +1,83 @@
+"""`baton check` says of a configuration whether it would run here."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from common.cli.demo_model import write
+from tests.support.programs import ROOT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("demo") / "model"
+    write(directory)
+    return directory
+
+
+def _check(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "common.cli.check", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_demo_model_runs_here(model):
+    code, table, errors = _check(f"--model={model}", "--device=cpu", "--port=0")
+    assert (code, errors) == (0, "")
+    assert "qwen3" in table
+    assert "fails" not in table
+
+
+def test_it_starts_nothing_and_leaves_the_port_free(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, table, _ = _check(f"--model={model}", "--device=cpu", f"--port={port}")
+    assert code == 1
+    assert f"port {port}" in table
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--engine.cache.num-pages=100000000"], "100000000 pages"),
+        (["--device=cuda:99"], "cuda:99"),
+        (["--engine.context-length=9000"], "9000"),
+    ],
+)
+def test_what_the_machine_or_the_model_cannot_give_fails(model, flags, words):
+    code, table, _ = _check(f"--model={model}", "--device=cpu", "--port=0", *flags)
+    assert code == 1
+    assert words in table
+
+
+def test_an_unsupported_architecture_names_the_supported_ones(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    code, table, _ = _check(f"--model={tmp_path}", "--device=cpu", "--port=0")
+    assert code == 1
+    for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
+        assert name in table
+
+
+def test_a_wrong_configuration_is_one_line_and_code_2(model):
+    code, table, errors = _check(f"--model={model}", "--engine.cache.page-size=3")
+    assert (code, table) == (2, "")
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_router_needs_a_decode_node(model):
+    code, table, _ = _check("--role=router", f"--model={model}", "--port=0")
+    assert code == 1
+    assert "--decode" in table

@@ -1,0 +1,89 @@
+"""Child processes end when asked, when they must, and with their parent."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common.cli.children import Child
+from tests.support.programs import ROOT, await_end, runs
+
+STUBBORN = (
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+)
+
+
+async def _wrote(child: Child) -> None:
+    deadline = time.monotonic() + 10.0
+    while not child.last_lines():
+        assert time.monotonic() < deadline, "it writes nothing"
+        await asyncio.sleep(0.01)
+
+
+async def test_its_end_is_seen_with_its_code_and_its_last_lines(tmp_path):
+    child = Child("a", ["sh", "-c", "echo one; echo two >&2; exit 3"], tmp_path / "log" / "a.log")
+    assert await child.ended() == 3
+    assert child.code == 3
+    assert child.last_lines() == "one\ntwo"
+    assert child.last_lines(1) == "two"
+
+
+async def test_stop_asks_first(tmp_path):
+    script = "trap 'kill $!; exit 0' TERM; sleep 60 & echo up; wait"
+    child = Child("a", ["sh", "-c", script], tmp_path / "a")
+    await _wrote(child)
+    assert await child.stop(10.0) is True
+    assert child.code == 0
+
+
+async def test_stop_kills_what_does_not_listen(tmp_path):
+    child = Child("a", [sys.executable, "-c", STUBBORN], tmp_path / "a")
+    await _wrote(child)
+    assert await child.stop(0.1) is False
+    assert child.code == -signal.SIGKILL
+
+
+async def test_a_signal_to_our_process_group_does_not_reach_it(tmp_path):
+    child = Child("a", ["sleep", "60"], tmp_path / "a")
+    assert os.getpgid(child.pid) == child.pid != os.getpgrp()
+    await child.stop(10.0)
+
+
+def test_it_dies_with_its_parent_however_that_dies(tmp_path):
+    """Seen failing with the prctl call in leash.py removed."""
+    code = (
+        "import os, pathlib, sys, time; from common.cli.children import Child\n"
+        "child = Child('a', ['sh', '-c', 'echo up; exec sleep 60'], pathlib.Path(sys.argv[1]))\n"
+        "while not child.last_lines(): time.sleep(0.01)\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    parent = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    child = int(parent.stdout)
+    try:
+        await_end(child)
+    finally:
+        if runs(child):
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_a_program_that_is_not_there_is_a_child_that_failed(tmp_path):
+    child = Child("a", ["/no/such/program"], tmp_path / "a")
+    assert await child.ended() == 1
+    assert "/no/such/program" in child.last_lines() or "No such file" in child.last_lines()
+
+
+async def test_waiting_for_its_end_can_be_given_up(tmp_path):
+    child = Child("a", ["sleep", "60"], tmp_path / "a")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await child.ended()
+    assert child.code is None
+    await child.stop(10.0)

@@ -1,0 +1,106 @@
+"""The `baton` command as a user calls it, without a running system."""
+
+import filecmp
+import json
+import subprocess
+import sys
+
+import pytest
+
+from common.cli import generate
+from common.cli.demo_model import write
+from tests.support.programs import ROOT
+
+
+def _baton(*arguments):
+    code = "import sys; from common.cli.main import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "NONE"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_without_a_command_it_lists_them():
+    said = _baton()
+    assert (said.returncode, said.stdout) == (2, "")
+    for command in ("up", "generate", "check", "demo-model", "router", "prefill", "decode"):
+        assert f"  {command} " in said.stderr
+
+
+def test_help_is_no_error():
+    said = _baton("--help")
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+def test_an_unknown_command_is_one_line():
+    said = _baton("serve")
+    assert said.returncode == 2
+    assert len(said.stderr.splitlines()) == 1
+    assert "'serve'" in said.stderr
+
+
+def test_arguments_reach_the_program():
+    said = _baton("router", "--model=m", "--port=x")
+    assert said.returncode == 2
+    assert "--front.port" in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--engine.cache.page-size=3"], "power of two"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--decode=0"], "--decode"),
+        (["--prefill=x"], "--prefill"),
+    ],
+)
+def test_up_refuses_wrong_flags_before_it_starts_anything(flags, words):
+    said = _baton("up", *flags)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert words in said.stderr
+
+
+def test_generate_says_why_there_is_no_answer():
+    said = _baton("generate", "hello", "--router=127.0.0.1:1")
+    assert said.returncode == 1
+    assert said.stderr.startswith("baton generate: UNAVAILABLE")
+
+
+def test_generate_has_a_flag_for_every_field_of_sampling():
+    flags = ["--max-tokens=3", "--temperature=0.5", "--top-k=7", "--seed=9", "--ignore-eos"]
+    lists = ["--stop=a", "--stop=b", "--stop-token-ids=1", "--stop-token-ids=2"]
+    request = generate.request_from(generate.parse(["hello", *flags, *lists]))
+    sampling = request.sampling
+    assert request.text == "hello"
+    assert (sampling.max_tokens, sampling.temperature) == (3, 0.5)
+    assert (sampling.top_k, sampling.seed, sampling.ignore_eos) == (7, 9, True)
+    assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["a", "b"], [1, 2])
+    assert not sampling.HasField("top_p")
+
+
+def test_generate_can_send_a_chat_message():
+    request = generate.request_from(generate.parse(["hello", "--chat"]))
+    (message,) = request.messages.messages
+    assert (message.role, message.content) == ("user", "hello")
+
+
+def test_the_demo_model_is_the_same_every_time_and_never_half_written(tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    names = ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"]
+    _, different, missing = filecmp.cmpfiles(tmp_path / "a", tmp_path / "b", names, shallow=False)
+    assert (different, missing) == ([], [])
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["model_type"] == "qwen3"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_the_demo_model_overwrites_nothing(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(FileExistsError):
+        write(tmp_path)
+    assert (tmp_path / "mine").read_text() == "precious"

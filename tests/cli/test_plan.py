@@ -1,0 +1,83 @@
+"""Which programs `baton up` starts, and what each is told."""
+
+import dataclasses
+import socket
+
+import pytest
+
+from common.cli import plan
+from common.cli.settings import read
+from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.errors import ConfigError
+
+WISH = plan.Wish(
+    model="m",
+    prefill=2,
+    decode=1,
+    host="127.0.0.1",
+    port=50050,
+    prefill_port=50100,
+    decode_port=50200,
+    metrics_port=9000,
+    device="cpu",
+    node_flags=("--engine.cache.page-size=64",),
+)
+RECORDS = {"router": RouterConfig, "prefill_node": PrefillConfig, "decode_node": DecodeConfig}
+
+
+def _configs(wish):
+    """What each program would read from its flags, by name."""
+    return {
+        program.name: read(RECORDS[program.module], program.name, program.flags)
+        for program in plan.programs(wish)
+    }
+
+
+def test_every_program_understands_its_flags():
+    configs = _configs(WISH)
+    assert list(configs) == ["router", "prefill-0", "prefill-1", "decode-0"]
+    ports = [config.front.port for config in configs.values()]
+    assert ports == [50050, 50100, 50101, 50200]
+    assert [config.front.metrics_port for config in configs.values()] == [9000, 9001, 9002, 9003]
+    assert configs["decode-0"].engine.cache.page_size == 64
+    assert configs["decode-0"].mode == "disaggregated"
+
+
+def test_the_router_knows_all_nodes():
+    router = _configs(WISH)["router"]
+    assert router.prefill == ("127.0.0.1:50100", "127.0.0.1:50101")
+    assert router.decode == ("127.0.0.1:50200",)
+
+
+def test_without_prefill_nodes_decode_nodes_are_colocated():
+    configs = _configs(dataclasses.replace(WISH, prefill=0))
+    assert list(configs) == ["router", "decode-0"]
+    assert configs["decode-0"].mode == "colocated"
+
+
+def test_the_users_own_flag_wins_over_the_plans():
+    configs = _configs(dataclasses.replace(WISH, node_flags=("--engine.threads=7",)))
+    assert configs["prefill-0"].engine.threads == 7
+
+
+@pytest.mark.parametrize("devices, expected", [(1, ["0", "0", "0"]), (2, ["0", "1", "0"])])
+def test_cuda_devices_go_round_the_nodes(monkeypatch, devices, expected):
+    monkeypatch.setattr(plan, "cuda_devices", lambda: devices)
+    configs = _configs(dataclasses.replace(WISH, device="auto"))
+    used = [configs[name].engine.device for name in ("prefill-0", "prefill-1", "decode-0")]
+    assert used == [f"cuda:{number}" for number in expected]
+
+
+def test_cuda_without_a_device_is_refused(monkeypatch):
+    monkeypatch.setattr(plan, "cuda_devices", lambda: 0)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        plan.programs(dataclasses.replace(WISH, device="cuda"))
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}, for router"):
+            plan.refuse_busy_ports(plan.programs(dataclasses.replace(WISH, port=port)))

@@ -1,0 +1,162 @@
+"""Where a configuration comes from, which source goes first, and what a wrong value looks like."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common.cli.settings import read
+from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from tests.support.programs import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("BATON_"):
+            monkeypatch.delenv(name)
+
+
+def _complaint(capsys, record, *arguments):
+    """The one line, without the program's name."""
+    with pytest.raises(SystemExit) as ended:
+        read(record, "program", arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("program: ")
+    return lines[0].removeprefix("program: ")
+
+
+def test_only_the_model_must_be_given():
+    config = read(PrefillConfig, "program", ["--model", "some/model"])
+    assert config == PrefillConfig(engine={"model": "some/model"})
+    assert type(config) is PrefillConfig
+
+
+def test_flags_reach_every_depth():
+    config = read(
+        DecodeConfig,
+        "program",
+        [
+            "--model=m",
+            "--port=7",
+            "--engine.cache.page-size=64",
+            "--no-engine.scheduler.overlap",
+            "--engine.scheduler.chunk-tokens=-1",
+            "--mode=colocated",
+        ],
+    )
+    assert (config.front.port, config.front.host) == (7, "127.0.0.1")
+    assert config.engine.cache.page_size == 64
+    assert config.engine.scheduler.overlap is False
+    assert config.engine.scheduler.chunk_tokens == -1
+    assert config.mode == "colocated"
+
+
+def test_a_short_name_and_the_long_one_are_the_same_flag():
+    short = read(PrefillConfig, "program", ["--model=m", "--log-level=debug", "--metrics-port=9"])
+    long = read(
+        PrefillConfig,
+        "program",
+        ["--engine.model=m", "--front.log-level=debug", "--front.metrics-port=9"],
+    )
+    assert short == long
+
+
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(monkeypatch, tmp_path):
+    file = tmp_path / "node.yaml"
+    file.write_text("engine: {model: of-file, threads: 2, cache: {page_size: 128, num_pages: 5}}")
+    monkeypatch.setenv("BATON_ENGINE__THREADS", "3")
+    monkeypatch.setenv("BATON_ENGINE__CACHE__PAGE_SIZE", "64")
+    config = read(
+        PrefillConfig, "program", ["--config", str(file), "--engine.cache.page-size", "32"]
+    )
+    assert config.engine.model == "of-file"
+    assert config.engine.threads == 3
+    assert config.engine.cache.page_size == 32
+    assert config.engine.cache.num_pages == 5
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--prefill=a:1", "--prefill=b:2"], ["--prefill=a:1,b:2"], ["--prefill", '["a:1","b:2"]']],
+)
+def test_lists_are_repeated_or_joined_by_commas(flags):
+    config = read(RouterConfig, "program", ["--model=m", *flags])
+    assert config.prefill == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize("value", ["a:1,b:2", '["a:1", "b:2"]'])
+def test_lists_in_the_environment_are_too(monkeypatch, value):
+    monkeypatch.setenv("BATON_PREFILL", value)
+    assert read(RouterConfig, "program", ["--model=m"]).prefill == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize(
+    "arguments, knob, reason",
+    [
+        ([], "--engine.model", "is required"),
+        (["--model=m", "--engine.cache.page-size=24"], "--engine.cache.page-size", "power of two"),
+        (["--model=m", "--port=x"], "--front.port", "valid integer"),
+        (["--model=m", "--port=70000"], "--front.port", "less than or equal to 65535"),
+        (["--model=m", "--mode=fast"], "--mode", "'disaggregated' or 'colocated'"),
+        (["--model=m", "--engine.cache.page-sise=24"], "--engine.cache.page-sise", "unrecognized"),
+        (["--model=m", "--front.por=1"], "--front.por", "unrecognized"),
+        (["--model=m", "--transfer.heartbeat-s=0"], "--transfer.heartbeat-s", "greater than 0"),
+        (["--model=m", "--config=/no/such.yaml"], "--config", "No such file"),
+        (["--model=m", "--config"], "--config", "expected one argument"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_it(capsys, arguments, knob, reason):
+    complaint = _complaint(capsys, DecodeConfig, *arguments)
+    assert knob in complaint
+    assert reason in complaint
+
+
+def test_several_wrong_values_are_told_at_once(capsys):
+    complaint = _complaint(capsys, DecodeConfig, "--port=x", "--engine.threads=0")
+    assert "--front.port" in complaint
+    assert "--engine.threads" in complaint
+    assert "--engine.model" in complaint
+
+
+def test_a_wrong_environment_names_the_knob(capsys, monkeypatch):
+    monkeypatch.setenv("BATON_ENGINE__CACHE__PAGE_SIZE", "24")
+    assert "--engine.cache.page-size" in _complaint(capsys, DecodeConfig, "--model=m")
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("engine: {modle: m}", "--engine.modle"),
+        ("engine: [", "expected"),
+        ("- a", "mapping"),
+    ],
+)
+def test_a_wrong_file_names_what_is_wrong_in_it(capsys, tmp_path, content, said):
+    file = tmp_path / "node.yaml"
+    file.write_text(content)
+    assert said in _complaint(capsys, DecodeConfig, "--model=m", "--config", str(file))
+
+
+def test_help_lists_every_flag_with_its_description(capsys):
+    with pytest.raises(SystemExit) as ended:
+        read(DecodeConfig, "program", ["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--engine.cache.page-size" in text
+    assert "tokens per KV page" in text
+    assert "BATON_FRONT__HOST" in text
+    assert "None" not in text
+
+
+def test_reading_a_configuration_loads_neither_torch_nor_grpc():
+    code = "import sys, common.cli.settings, common.config; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "grpc", "transformers"} & set(loaded)

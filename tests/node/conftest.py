@@ -1,0 +1,52 @@
+"""A node's front over the stub engine, as a real process."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+from common.config import DecodeConfig, EngineConfig, FrontConfig
+from protos import node_pb2, node_pb2_grpc
+from tests.support.programs import Program
+
+StartNode = Callable[..., Program]
+
+
+def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeConfig:
+    return DecodeConfig(
+        front=FrontConfig(port=port, **front),
+        engine=EngineConfig(model=model),
+    )
+
+
+@pytest.fixture
+def start_node() -> Iterator[StartNode]:
+    """Starts nodes; `model` chooses the stub engine's behaviour."""
+    programs: list[Program] = []
+
+    def start(model: str = "echo", *, ready: bool = True, **front: object) -> Program:
+        config = stub_config(model, **front).model_dump_json()
+        program = Program("tests.support.stub_node", config)
+        programs.append(program)
+        if ready:
+            program.line_with(" ready ")
+        return program
+
+    yield start
+    for program in programs:
+        program.close()
+
+
+def describe(address: str) -> node_pb2.DescribeResponse:
+    with grpc.insecure_channel(address) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        return stub.Describe(node_pb2.DescribeRequest(), timeout=5)
+
+
+def eventually(what: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Polls the outside of a program until `what` is true."""
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, "still not so"
+        time.sleep(0.02)

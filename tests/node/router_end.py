@@ -1,0 +1,106 @@
+"""A router's end of Serve, for tests: everything the node says, in order."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from protos import decode_pb2, decode_pb2_grpc, sampling_pb2
+
+
+def submit(
+    request: int,
+    token_ids: "list[int]",
+    max_tokens: int = 4,
+    request_id: str = "",
+    budget_s: float = 60.0,
+    **fields: object,
+) -> decode_pb2.ToNode:
+    sampling = sampling_pb2.Sampling(max_tokens=max_tokens, seed=1)
+    return decode_pb2.ToNode(
+        submit=decode_pb2.Submit(
+            request=request,
+            request_id=request_id or f"r{request}",
+            token_ids=token_ids,
+            sampling=sampling,
+            budget_s=budget_s,
+            **fields,
+        )
+    )
+
+
+class RouterEnd:
+    """One Serve stream. Use as a context manager: leaving cancels it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._upward: queue.Queue[decode_pb2.ToNode | None] = queue.Queue()
+        self.call = decode_pb2_grpc.DecodeNodeStub(self._channel).Serve(
+            iter(self._upward.get, None)
+        )
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, tuple[int, str, int]] = {}  # reason, error, code
+        self.statuses: list[decode_pb2.Status] = []
+        self.num_steps = 0
+        self.error: grpc.RpcError | None = None
+        self._changed = threading.Condition()
+        self._over = False
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def __enter__(self) -> "RouterEnd":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._upward.put(None)
+        self.call.cancel()
+        self._thread.join(10)
+        self._channel.close()
+
+    def send(self, *messages: decode_pb2.ToNode) -> None:
+        for message in messages:
+            self._upward.put(message)
+
+    def close_upward(self) -> None:
+        self._upward.put(None)
+
+    def wait_for(self, what, timeout_s: float = 10.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(what, timeout_s), (self.tokens, self.ends, self.error)
+
+    def wait_for_end(self, *requests: int) -> None:
+        self.wait_for(lambda: all(request in self.ends for request in requests) or self._over)
+
+    def wait_until_over(self, timeout_s: float = 10.0) -> grpc.StatusCode:
+        self.wait_for(lambda: self._over, timeout_s)
+        return self.call.code()
+
+    def _read(self) -> None:
+        try:
+            for message in self._messages():
+                with self._changed:
+                    self._take(message)
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            self.error = error
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _messages(self) -> Iterator[decode_pb2.FromNode]:
+        yield from self.call
+
+    def _take(self, message: decode_pb2.FromNode) -> None:
+        if message.HasField("status"):
+            self.statuses.append(message.status)
+            return
+        step = message.step
+        self.num_steps += 1
+        for request, token in zip(step.request, step.token, strict=True):
+            assert request not in self.ends
+            self.tokens.setdefault(request, []).append(token)
+        columns = (step.ended, step.reason, step.error, step.error_code, step.cached_tokens)
+        for request, reason, error, code, _ in zip(*columns, strict=True):
+            assert request not in self.ends
+            self.ends[request] = (reason, error, code)

@@ -1,0 +1,354 @@
+"""Pair streams between two fronts over real gRPC; the tests speak as both transfer threads."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+
+from common import rpc
+from common.errors import EngineFault, NodeUnavailable
+from common.metrics import NodeMetrics
+from common.node.ipc import FrameConnection, socket_pair
+from kvtransfer import wire
+from kvtransfer.front_messages import (
+    LocalHello,
+    PairClosed,
+    PairEnd,
+    PairHello,
+    PairInput,
+    PairMessage,
+    PairOpened,
+    PairSend,
+)
+from kvtransfer.messages import Beat, Cancel, Done, Grant, HandoffId, Ready
+from kvtransfer.pair_dialer import DialTimes, PairDialer
+from kvtransfer.pair_service import PairService
+from kvtransfer.pair_streams import PairStreams
+from kvtransfer.pairing import DataPath, Hello, Region
+from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
+
+Code = grpc.StatusCode
+READER = Hello(7, 1, {"dtype": "float32"}, (), (Region(4096, 512, 8),), "127.0.0.1:50200")
+OWNER = Hello(
+    2**64 - 1,
+    1,
+    {"dtype": "float32"},
+    (DataPath("tcp", b"\x00\xff"),),
+    (Region(2**63, 512, 16),),
+    "0.0.0.0:50100",
+)
+ID = HandoffId(7, 1, 1)
+QUICK = DialTimes(first_s=0.02, longest_s=0.1, refused_s=0.3, hello_s=0.5)
+
+
+class Transfer:
+    """A transfer thread's end of its socket, and the front's end of it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket_pair()
+        self.metrics = NodeMetrics()
+        self.streams = PairStreams(theirs, self.metrics)
+        self._socket = ours
+        self._inbox: asyncio.Queue[PairInput] = asyncio.Queue()
+        self._connection: FrameConnection[PairInput] = FrameConnection(
+            PairInput, self._inbox.put_nowait, lambda _: None
+        )
+
+    async def start(self) -> None:
+        await self._connection.open(self._socket)
+        self.running = asyncio.ensure_future(self.streams.run())
+
+    async def stop(self) -> None:
+        self._connection.close()
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+    def say(self, message: msgspec.Struct) -> None:
+        self._connection.send(message)
+
+    def die(self) -> None:
+        self._connection.close()
+
+    async def hear(self, kind: type) -> PairInput:
+        """The next message, which must be of this kind."""
+        message = await asyncio.wait_for(self._inbox.get(), 5)
+        assert isinstance(message, kind), message
+        return message
+
+    def sample(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@dataclass
+class Pair:
+    owner: Transfer
+    reader: Transfer
+    dialer: PairDialer
+    service: PairService
+    address: str
+
+    def connect(self) -> None:
+        self.reader.say(LocalHello(READER))
+        self.dialer.dial(frozenset({self.address}))
+
+    async def up(self) -> tuple[int, int]:
+        """Streams' numbers at owner and reader, once both transfer threads know of it."""
+        opened = await self.owner.hear(PairOpened)
+        assert opened == PairOpened(opened.stream, READER, as_reader=False)
+        self.owner.say(PairHello(opened.stream, OWNER))
+        there = await self.reader.hear(PairOpened)
+        expected = msgspec.structs.replace(OWNER, address=self.address)
+        assert there == PairOpened(there.stream, expected, as_reader=True)
+        return opened.stream, there.stream
+
+
+@pytest.fixture
+async def pair():
+    owner, reader = Transfer(), Transfer()
+    await owner.start()
+    await reader.start()
+    service = PairService(owner.streams, lambda: None, hello_s=0.5)
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    assert service.register(server) == ("baton.v1.KvTransfer",)
+    await server.start()
+    dialer = PairDialer(reader.streams, reader.metrics, QUICK)
+    dialling = asyncio.ensure_future(dialer.run())
+    yield Pair(owner, reader, dialer, service, f"127.0.0.1:{port}")
+    dialling.cancel()
+    await asyncio.gather(dialling, return_exceptions=True)
+    assert dialling.cancelled()
+    await rpc.stop(server, 0.0)
+    await reader.stop()
+    await owner.stop()
+
+
+@contextlib.asynccontextmanager
+async def bare_call(address: str):
+    """A reader without a dialer."""
+    async with rpc.make_channel(address) as channel:
+        call = kvtransfer_pb2_grpc.KvTransferStub(channel).Pair()
+        yield call
+        call.cancel()
+
+
+async def end_of(call) -> tuple[grpc.StatusCode, str]:
+    return (
+        await asyncio.wait_for(call.code(), 5),
+        await asyncio.wait_for(call.details(), 5),
+    )
+
+
+HELLO = wire.to_proto(READER, as_reader=True)
+
+
+async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair):
+    pair.connect()
+    at_owner, at_reader = await pair.up()
+    upward = [Grant(ID, 16), Done(ID), Cancel(ID, "because"), Beat(3, 1)]
+    downward = [Ready(ID, 16, 32, (5,), False, None), Ready(ID, 32, 40, (9,), True, 2**31 - 1)]
+    for message in upward:
+        pair.reader.say(PairSend(at_reader, message))
+    for message in downward:
+        pair.owner.say(PairSend(at_owner, message))
+    for message in upward:
+        assert await pair.owner.hear(PairMessage) == PairMessage(at_owner, message)
+    for message in downward:
+        assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, message)
+    assert pair.owner.sample("baton_streams", kind="pair") == 1
+    assert pair.reader.sample("baton_pairings_total", outcome="up") == 1
+
+
+async def test_nothing_is_dialled_before_the_transfer_thread_has_said_who_it_is(pair):
+    pair.dialer.dial(frozenset({pair.address}))
+    async with bare_call(pair.address) as call:  # the owner does answer
+        await call.write(HELLO)
+        opened = await pair.owner.hear(PairOpened)
+        assert opened.hello.instance == 7
+    await pair.owner.hear(PairClosed)
+    assert pair.reader.sample("baton_pairings_total", outcome="failed") == 0
+    pair.connect()
+    await pair.up()
+
+
+async def test_a_stream_that_was_lost_is_dialled_again_under_new_numbers(pair):
+    pair.connect()
+    first = await pair.up()
+    pair.owner.say(PairEnd(first[0], "silent for 5 beats", refused=False))
+    closed = await pair.reader.hear(PairClosed)
+    assert closed == PairClosed(first[1], "silent for 5 beats")
+    assert await pair.owner.hear(PairClosed) == PairClosed(first[0], "silent for 5 beats")
+    second = await pair.up()
+    assert second[0] > first[0]
+    assert second[1] > first[1]
+    # What is still said about the old stream goes nowhere.
+    pair.owner.say(PairSend(first[0], Beat(9, 9)))
+    pair.owner.say(PairSend(second[0], Beat(1, 0)))
+    assert await pair.reader.hear(PairMessage) == PairMessage(second[1], Beat(1, 0))
+
+
+async def test_the_reader_may_end_a_stream_too(pair):
+    pair.connect()
+    _, at_reader = await pair.up()
+    pair.reader.say(PairEnd(at_reader, "no link", refused=False))
+    assert await pair.reader.hear(PairClosed) == PairClosed(at_reader, "no link")
+    await pair.owner.hear(PairClosed)
+    await pair.up()
+
+
+async def test_a_refused_pair_is_told_on_both_sides_and_dialled_again_after_a_while(pair, caplog):
+    pair.connect()
+    opened = await pair.owner.hear(PairOpened)
+    sentence = "x cannot pair: dtype is 'float32' here and 'bfloat16' there."
+    pair.owner.say(PairEnd(opened.stream, sentence, refused=True))
+    assert await pair.owner.hear(PairClosed) == PairClosed(opened.stream, sentence)
+    refused_at = asyncio.get_running_loop().time()
+    await pair.up()
+    assert asyncio.get_running_loop().time() - refused_at > 0.8 * QUICK.refused_s - 0.05
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "refused=True" in warnings[0]
+    assert "bfloat16" in warnings[0]
+    assert pair.reader.sample("baton_pairings_total", outcome="refused") == 1
+
+
+async def test_a_reader_that_refuses_waits_as_long(pair):
+    pair.connect()
+    _, at_reader = await pair.up()
+    pair.reader.say(PairEnd(at_reader, "0.0.0.0:50100 cannot pair", refused=True))
+    await pair.reader.hear(PairClosed)
+    refused_at = asyncio.get_running_loop().time()
+    await pair.owner.hear(PairClosed)
+    await pair.up()
+    assert asyncio.get_running_loop().time() - refused_at > 0.8 * QUICK.refused_s - 0.05
+
+
+async def test_an_owner_that_is_not_there_yet_is_dialled_until_it_is(pair):
+    pair.reader.say(LocalHello(READER))
+    pair.dialer.dial(frozenset({"127.0.0.1:9"}))
+    while pair.reader.sample("baton_pairings_total", outcome="failed") < 3:
+        await asyncio.wait_for(asyncio.sleep(0.01), 5)
+    pair.dialer.dial(frozenset({"127.0.0.1:9", pair.address}))
+    await pair.up()
+
+
+async def test_an_owner_that_is_no_longer_in_the_list_is_let_go(pair):
+    pair.connect()
+    at_owner, at_reader = await pair.up()
+    pair.dialer.dial(frozenset())
+    assert (await pair.reader.hear(PairClosed)).stream == at_reader
+    assert (await pair.owner.hear(PairClosed)).stream == at_owner
+    pair.dialer.dial(frozenset({pair.address}))
+    await pair.up()
+
+
+async def test_an_owner_that_says_no_hello_is_given_up_and_dialled_again(pair):
+    pair.connect()
+    first = await pair.owner.hear(PairOpened)
+    assert (await pair.owner.hear(PairClosed)).stream == first.stream
+    await pair.up()
+
+
+async def test_a_call_without_hello_is_ended(pair):
+    async with bare_call(pair.address) as call:
+        assert await end_of(call) == (Code.DEADLINE_EXCEEDED, "no Hello within 0.5 s")
+    async with bare_call(pair.address) as call:
+        await call.write(kvtransfer_pb2.FromReader(beat=kvtransfer_pb2.Beat(sequence=1)))
+        code, sentence = await end_of(call)
+        assert code is Code.FAILED_PRECONDITION
+        assert "not Hello" in sentence
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        HELLO,
+        kvtransfer_pb2.FromReader(),
+        kvtransfer_pb2.FromReader(grant=kvtransfer_pb2.Grant(prefix_tokens=1)),
+    ],
+    ids=["second Hello", "empty message", "Grant without an id"],
+)
+async def test_what_breaks_the_protocol_ends_the_stream_with_a_sentence(pair, bad):
+    async with bare_call(pair.address) as call:
+        await call.write(HELLO)
+        opened = await pair.owner.hear(PairOpened)
+        await call.write(bad)
+        code, sentence = await end_of(call)
+        assert code is Code.FAILED_PRECONDITION
+        closed = await pair.owner.hear(PairClosed)
+        assert closed == PairClosed(opened.stream, sentence)
+        assert sentence
+
+
+async def test_bytes_that_are_no_message_end_the_stream(pair):
+    async with rpc.make_channel(pair.address) as channel:
+        call = channel.stream_stream("/baton.v1.KvTransfer/Pair")()
+        await call.write(HELLO.SerializeToString())
+        await pair.owner.hear(PairOpened)
+        await call.write(b"\xff\xff\xff")
+        assert (await end_of(call))[0] is Code.INVALID_ARGUMENT
+        await pair.owner.hear(PairClosed)
+
+
+async def test_an_owner_that_answers_garbage_is_dialled_again():
+    class Garbage(grpc.GenericRpcHandler):
+        def service(self, details):
+            async def pair(messages, context):
+                async for _ in messages:
+                    calls.put_nowait(details.method)
+                    await context.write(b"\xff\xff\xff")
+
+            return grpc.stream_stream_rpc_method_handler(pair)
+
+    calls: asyncio.Queue[str] = asyncio.Queue()
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    server.add_generic_rpc_handlers((Garbage(),))
+    await server.start()
+    reader = Transfer()
+    await reader.start()
+    dialer = PairDialer(reader.streams, reader.metrics, QUICK)
+    dialling = asyncio.ensure_future(dialer.run())
+    reader.say(LocalHello(READER))
+    dialer.dial(frozenset({f"127.0.0.1:{port}"}))
+    for _ in range(3):
+        assert await asyncio.wait_for(calls.get(), 5) == "/baton.v1.KvTransfer/Pair"
+    assert not dialling.done()
+    dialling.cancel()
+    await asyncio.gather(dialling, return_exceptions=True)
+    await rpc.stop(server, 0.0)
+    await reader.stop()
+
+
+async def test_a_starting_or_draining_owner_takes_no_stream_and_keeps_those_it_has(pair):
+    pair.connect()
+    at_owner, at_reader = await pair.up()
+    pair.service.drain()
+    async with bare_call(pair.address) as call:
+        await call.write(HELLO)
+        assert await end_of(call) == (Code.UNAVAILABLE, "this node is draining")
+    pair.owner.say(PairSend(at_owner, Beat(1, 0)))
+    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Beat(1, 0))
+
+
+async def test_the_end_of_the_owner_reaches_its_readers_after_its_last_message(pair):
+    pair.connect()
+    at_owner, at_reader = await pair.up()
+    pair.owner.say(PairSend(at_owner, Beat(1, 0)))
+    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Beat(1, 0))
+    pair.owner.streams.close_all(NodeUnavailable("this node has ended: drained"))
+    closed = await pair.reader.hear(PairClosed)
+    assert closed == PairClosed(at_reader, "this node has ended: drained")
+
+
+async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
+    pair.owner.die()
+    with pytest.raises(EngineFault, match="transfer thread"):
+        await asyncio.wait_for(pair.owner.running, 5)
+    async with bare_call(pair.address) as call:
+        await call.write(HELLO)
+        assert (await end_of(call))[0] is Code.UNAVAILABLE

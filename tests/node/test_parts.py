@@ -1,0 +1,132 @@
+"""The parts of a front that need no process: streams, verdicts, signs of life, log lines."""
+
+import asyncio
+
+import pytest
+
+from common.errors import NodeUnavailable, Overloaded, ProtocolViolation
+from common.logs import kv
+from common.node.ending import Ending
+from common.node.messages import EngineReady, Moving
+from common.node.streams import Outgoing
+from common.node.supervision import Supervision
+from protos import decode_pb2
+
+READY = EngineReady("m", {}, "t", 64, 8)
+
+
+def moving(expected_s: float = 0.0) -> Moving:
+    return Moving(1, {}, "ready", (), (), expected_s)
+
+
+def test_an_engine_is_ready_while_it_reports():
+    node = Supervision(silence_s=3.0)
+    assert node.state(0.0) == "starting"
+    node.started(READY, 10.0)
+    assert node.state(12.9) == "ready"
+    assert node.state(13.1) == "unhealthy"
+    node.moved(moving(), 14.0)
+    assert node.state(16.9) == "ready"
+    node.draining = True
+    assert node.state(16.9) == "draining"
+
+
+def test_a_step_announced_as_long_may_be_silent_for_five_times_as_long():
+    node = Supervision(silence_s=3.0)
+    node.started(READY, 0.0)
+    node.moved(moving(expected_s=4.0), 0.0)
+    assert node.state(19.9) == "ready"
+    assert node.state(20.1) == "unhealthy"
+
+
+def message(size: int = 0) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(status=decode_pb2.Status(state="x" * size))
+
+
+class Wire:
+    """A peer that says nothing, and reads what is written while `reads` is set."""
+
+    def __init__(self) -> None:
+        self.written: list[decode_pb2.FromNode] = []
+        self.reads = asyncio.Event()
+        self.says: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def write(self, message: decode_pb2.FromNode) -> None:
+        await self.reads.wait()
+        self.written.append(message)
+
+    async def incoming(self):
+        while (said := await self.says.get()) is not None:
+            yield said
+
+
+async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_messages():
+    wire, outgoing = Wire(), Outgoing(max_messages=3)
+    talk = asyncio.ensure_future(outgoing.converse(wire.write, wire.incoming(), print))
+    for _ in range(4):
+        outgoing.put(message())
+    with pytest.raises(Overloaded, match="does not read"):
+        await asyncio.wait_for(talk, 5)
+    assert outgoing.cut_off
+
+
+async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_bytes():
+    wire, outgoing = Wire(), Outgoing(max_bytes=1000)
+    outgoing.put(message(600))
+    outgoing.put(message(600))
+    with pytest.raises(Overloaded):
+        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 5)
+
+
+async def test_a_close_comes_after_what_was_put_before_it_and_nothing_after():
+    wire, outgoing = Wire(), Outgoing()
+    messages = [message(i) for i in range(10)]
+    for each in messages:
+        outgoing.put(each)
+    outgoing.close(NodeUnavailable("drained"))
+    outgoing.put(message(99))
+    wire.reads.set()
+    with pytest.raises(NodeUnavailable, match="drained"):
+        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 5)
+    assert wire.written == messages
+
+
+async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():
+    wire = Wire()
+    heard: list[str] = []
+
+    def take(said: str) -> None:
+        heard.append(said)
+        if said == "bad":
+            raise ProtocolViolation(said)
+
+    for said in ("a", None):
+        wire.says.put_nowait(said)
+    await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 5)
+    for said in ("b", "bad", "c"):
+        wire.says.put_nowait(said)
+    with pytest.raises(ProtocolViolation):
+        await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 5)
+    assert heard == ["a", "b", "bad"]
+
+
+async def test_a_fault_beats_a_drain_that_was_wanted_and_the_first_verdict_stands():
+    ending = Ending()
+    begun = asyncio.Event()
+    ending.want("a test")
+    ending.want("a test again")
+    waiting = asyncio.ensure_future(ending.verdict(begun.set, 30.0))
+    await asyncio.wait_for(begun.wait(), 5)
+    ending.fault("broken")
+    ending.drained()
+    verdict = await asyncio.wait_for(waiting, 5)
+    assert (verdict.reason, verdict.exit_code) == ("broken", 1)
+
+
+def test_what_clients_send_cannot_forge_a_field_or_a_line():
+    assert kv(a="x", b=1, c=2.5) == "a=x b=1 c=2.5"
+    assert kv(id="x y=1\nERROR") == 'id="x y=1\\nERROR"'
+    assert kv(id='"') == 'id="\\""'
+    assert kv(id="ü") == 'id="\\xfc"'
+    assert kv(id="") == 'id=""'
+    assert len(kv(id="x" * 10_000)) < 400

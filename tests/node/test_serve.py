@@ -1,0 +1,174 @@
+"""DecodeNode.Serve through a real node process: streams, refusals, ends."""
+
+import queue
+
+import grpc
+import pytest
+
+from decode_node.serve import MAX_TOKENS
+from protos import decode_pb2, decode_pb2_grpc
+from tests.node.conftest import describe, eventually
+from tests.node.router_end import RouterEnd, submit
+from tests.support.programs import Program
+
+LENGTH, ABORT, ERROR = 2, 3, 4
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.fixture(scope="module")
+def node():
+    from tests.node.conftest import stub_config
+
+    program = Program("tests.support.stub_node", stub_config().model_dump_json())
+    program.line_with(" ready ")
+    yield program
+    program.close()
+
+
+@pytest.fixture
+def address(node) -> str:
+    return node.address()
+
+
+def running(address: str) -> int:
+    return describe(address).queues["running"]
+
+
+def test_tokens_of_all_requests_come_in_order_and_end_once(address):
+    with RouterEnd(address) as router:
+        router.send(*(submit(i, [10 * i, 10 * i + 1, 2**31 - 1], 5) for i in range(1, 9)))
+        router.wait_for_end(*range(1, 9))
+        for i in range(1, 9):
+            assert router.tokens[i] == [10 * i, 10 * i + 1, 2**31 - 1, 10 * i, 10 * i + 1]
+            assert router.ends[i] == (LENGTH, "", 0)
+
+
+def test_status_comes_first_and_names_the_paired_owners(address):
+    with RouterEnd(address) as router:
+        router.wait_for(lambda: router.statuses)
+        assert router.num_steps == 0
+        router.wait_for(lambda: list(router.statuses[-1].paired) == ["127.0.0.1:1"])
+        assert router.statuses[-1].state == "ready"
+        assert router.statuses[-1].serves_alone
+
+
+def test_a_cancelled_request_ends_and_its_neighbour_goes_on(address):
+    with RouterEnd(address) as router:
+        router.send(submit(1, [1], 100_000), submit(2, [2], 100_000))
+        router.wait_for(lambda: len(router.tokens) == 2)
+        router.send(decode_pb2.ToNode(cancel=decode_pb2.CancelRequest(request=1)))
+        router.wait_for_end(1)
+        assert router.ends[1] == (ABORT, "", 0)
+        said = len(router.tokens[2])
+        router.wait_for(lambda: len(router.tokens[2]) > said + 2)
+    eventually(lambda: running(address) == 0)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
+    with RouterEnd(address) as other:
+        other.send(submit(1, [5], 100_000))
+        with RouterEnd(address) as router:
+            router.send(submit(1, [1], 100_000), submit(2, [2], 100_000))
+            router.wait_for(lambda: len(router.tokens) == 2)
+            assert running(address) == 3
+            if how == "close":
+                router.close_upward()
+                assert router.wait_until_over() is grpc.StatusCode.OK
+        eventually(lambda: running(address) == 1)
+        said = len(other.tokens[1])
+        other.wait_for(lambda: len(other.tokens[1]) > said + 2)
+
+
+@pytest.mark.parametrize(
+    "bad, sentence",
+    [
+        (submit(1, []), "token_ids is empty"),
+        (submit(1, [3, 2**31]), "token_ids has 2147483648"),
+        (submit(1, [3] * (MAX_TOKENS + 1)), "token_ids has 1048577 ids"),
+        (submit(1, [3], 0), "sampling.max_tokens"),
+        (submit(1, [3], num_generated=1), "num_generated"),
+        (submit(1, [3], budget_s=float("nan")), "budget_s"),
+        (submit(1, [3], budget_s=0.0), "budget_s"),
+        (submit(1, [3], budget_s=1e8), "budget_s"),
+        (submit(1, [3], request_id="x" * 257), "request_id"),
+        (submit(1, [3], prefill_addresses=["unix:/tmp/x"]), "host:port"),
+        (decode_pb2.ToNode(submit=decode_pb2.Submit(request=1, token_ids=[1], budget_s=1)), "seed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_submit_ends_that_request_and_not_the_stream(address, bad, sentence):
+    if not bad.submit.HasField("sampling"):
+        bad.submit.sampling.max_tokens = 3
+    with RouterEnd(address) as router:
+        router.send(bad, submit(2, [7], 2))
+        router.wait_for_end(1, 2)
+        reason, error, code = router.ends[1]
+        assert (reason, code) == (ERROR, INVALID_ARGUMENT.value[0])
+        assert sentence in error
+        assert router.tokens == {2: [7, 7]}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        decode_pb2.ToNode(),
+        decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=["dns:///x"])),
+    ],
+    ids=["empty message", "peer that is no host and port"],
+)
+def test_a_message_that_means_nothing_ends_the_stream_with_a_sentence(address, bad):
+    with RouterEnd(address) as router:
+        router.send(bad)
+        assert router.wait_until_over() is INVALID_ARGUMENT
+        assert "Serve" in router.call.details() or "host:port" in router.call.details()
+
+
+def test_a_string_that_is_not_utf8_is_an_invalid_argument(address):
+    message = submit(1, [3], request_id="abcd").SerializeToString().replace(b"abcd", b"ab\xff\xfe")
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream("/baton.v1.DecodeNode/Serve")(iter([message]), timeout=5)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() is INVALID_ARGUMENT
+    assert "UTF-8" in caught.value.details()
+
+
+def test_peers_are_the_union_of_all_routers_and_outlive_the_last_one(node, address):
+    def peers(*names: str) -> decode_pb2.ToNode:
+        return decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=names))
+
+    with RouterEnd(address) as first:
+        first.send(peers("127.0.0.1:11", "127.0.0.1:12"))
+        node.line_with("peers 127.0.0.1:11 127.0.0.1:12\n")
+        with RouterEnd(address) as second:
+            second.send(peers("127.0.0.1:12", "host-3.local:13"))
+            node.line_with("peers 127.0.0.1:11 127.0.0.1:12 host-3.local:13\n")
+        eventually(lambda: node.output.count("peers 127.0.0.1:11 127.0.0.1:12\n") == 2)
+    # After the last router's end the list stays; a new router's list replaces it.
+    with RouterEnd(address) as third:
+        third.send(peers("127.0.0.1:14"))
+        node.line_with("peers 127.0.0.1:14\n")
+    assert not any(line == "peers" for line in node.output.splitlines())
+
+
+def test_a_router_that_does_not_read_is_cut_off_and_its_requests_end(address, node):
+    cut_off = node.output.count("cut_off=True")
+    with grpc.insecure_channel(address) as channel, RouterEnd(address) as other:
+        other.send(submit(1, [9], 100_000))
+        other.wait_for(lambda: other.tokens)
+
+        ended: queue.Queue[None] = queue.Queue()
+
+        def upward():
+            yield from (submit(i, [1] * 8, 100_000, request_id=f"deaf{i}") for i in range(1, 300))
+            yield from iter(ended.get, None)
+
+        # A call whose responses nobody iterates: flow control stops the node's writes.
+        call = decode_pb2_grpc.DecodeNodeStub(channel).Serve(upward())
+        eventually(lambda: node.output.count("cut_off=True") > cut_off, timeout_s=30)
+        eventually(lambda: running(address) == 1)
+        said = len(other.tokens[1])
+        other.wait_for(lambda: len(other.tokens[1]) > said + 2)
+        ended.put(None)
+        call.cancel()

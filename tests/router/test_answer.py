@@ -1,0 +1,63 @@
+"""An answer's text, ids and usage, for tokens and ends in any grouping."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.answer import Answer, LastPiece
+from router.detokenizer import Detokenizer
+from router.token_buffer import End
+from tests.router.rig import VOCABULARY_SIZE, byte_level_tokenizer
+from tests.router.test_detokenizer import BYTE_LEVEL
+from tests.router.test_stops import cut
+
+LENGTH = End("length", 3)
+
+
+def answer(*stops: str) -> Answer:
+    return Answer(Detokenizer(BYTE_LEVEL), stops, num_prompt_tokens=5)
+
+
+def ids(text: str) -> list[int]:
+    tokens: list[int] = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
+    return tokens
+
+
+@given(
+    st.lists(st.lists(st.integers(2, VOCABULARY_SIZE - 1), min_size=1, max_size=9), max_size=8),
+    st.lists(st.sampled_from(["e", "the", "STOP", "qu", " ", "ü"]), max_size=3),
+)
+def test_the_answer_is_one_decode_cut_at_the_first_stop(
+    runs: list[list[int]], stops: list[str]
+) -> None:
+    subject, text = answer(*stops), ""
+    token_ids: list[int] = []
+    for run in [*runs, []]:
+        last = subject.add(run, None if run else LENGTH)
+        text += last.text
+        token_ids += last.token_ids
+        if isinstance(last, LastPiece):
+            break
+    everything = [token for run in runs for token in run]
+    expected, stopped = cut(BYTE_LEVEL.decode(everything), stops)
+    assert isinstance(last, LastPiece)
+    assert (text, last.finish_reason) == (expected, "stop" if stopped else "length")
+    assert token_ids == everything[: len(token_ids)]
+    assert last.usage.completion_tokens == len(token_ids)
+
+
+def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
+    before, stop, after = ids("the fox"), ids(" STOP"), ids(" jumps")
+    piece = answer(" STOP").add(before + stop + after, None)
+    assert isinstance(piece, LastPiece)
+    assert piece.text == "the fox"
+    assert piece.token_ids == before + stop
+    assert piece.usage.completion_tokens == len(before + stop)
+    assert piece.usage.prompt_tokens == 5
+
+
+def test_an_end_brings_the_text_that_was_held_back() -> None:
+    subject = answer("STOP")
+    assert subject.add(ids("one ST"), None).text == "one "
+    last = subject.add([], LENGTH)
+    assert isinstance(last, LastPiece)
+    assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)

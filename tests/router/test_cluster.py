@@ -1,0 +1,149 @@
+"""Several nodes: who gets requests, who does not, and what operators are shown."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import pytest
+from grpc import StatusCode
+
+from protos.decode_pb2 import FINISH_REASON_STOP
+from protos.router_pb2 import GetClusterRequest
+from tests.router.rig import collect, eventually, failure, router_for
+from tests.support.stub_decode_node import StubDecodeNode, StubNode
+
+
+async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_nodes(
+    model: Path,
+) -> None:
+    async with StubNode() as p0, StubNode() as p1:
+        prefill = [p0.address, p1.address]
+        nodes = [StubDecodeNode(paired=prefill, serves_alone=False) for _ in range(2)]
+        async with nodes[0] as d0, nodes[1] as d1:
+            decode = [d0.address, d1.address]
+            async with router_for(model, decode=decode, prefill=prefill) as (client, router):
+                await eventually(lambda: len(router.cluster.usable()) == 2)
+                calls = [client.generate("x") for _ in range(8)]
+                firsts = []
+                for node in nodes:
+                    for _ in range(4):
+                        submit = await node.submitted()
+                        firsts.append((node.address, submit.prefill_addresses[0]))
+                        assert sorted(submit.prefill_addresses) == sorted(prefill)
+                        node.say(ended={submit.request: FINISH_REASON_STOP})
+                assert len(set(firsts)) == 4
+                for call in calls:
+                    await collect(call)
+
+
+async def test_a_router_is_not_ready_until_a_decode_node_has_a_prefill_node(model: Path) -> None:
+    async with StubNode() as prefill, StubDecodeNode(serves_alone=False) as decode:
+        async with router_for(model, decode=[decode.address], prefill=[prefill.address]) as (
+            client,
+            _,
+        ):
+            await client.wait_until_serving(False)
+            await eventually(lambda: decode.num_described)
+            error = await failure(client.generate("x"))
+            assert error.code() is StatusCode.UNAVAILABLE
+            decode.change_status(paired=[prefill.address])
+            await client.wait_until_serving()
+            decode.change_status(paired=[])
+            await client.wait_until_serving(False)
+
+
+async def test_the_death_of_a_decode_node_ends_its_requests_and_no_others(model: Path) -> None:
+    async with StubDecodeNode() as d0, StubDecodeNode() as d1:
+        async with router_for(model, decode=[d0.address, d1.address]) as (client, router):
+            await eventually(lambda: len(router.cluster.usable()) == 2)
+            calls = [client.generate("x") for _ in range(2)]
+            one, other = (await d0.submitted()).request, (await d1.submitted()).request
+            d0.say({one: [20]})
+            await d0.die()
+            ends = await asyncio.gather(
+                *(collect(call) for call in calls), _finish(d1, other), return_exceptions=True
+            )
+            errors = [end for end in ends if isinstance(end, Exception)]
+            assert len(errors) == 1
+            assert errors[0].code() is StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert "is gone" in errors[0].details()  # type: ignore[attr-defined]
+            for _ in range(2):
+                call = client.generate("x")
+                await _finish(d1, (await d1.submitted()).request)
+                await collect(call)
+
+
+async def _finish(node: StubDecodeNode, number: int) -> None:
+    node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+
+
+async def test_a_decode_node_that_starts_again_is_used_again(model: Path) -> None:
+    async with StubDecodeNode() as first:
+        port = int(first.address.rpartition(":")[2])
+        async with router_for(model, decode=[first.address]) as (client, _):
+            await client.wait_until_serving()
+            await first.die()
+            await client.wait_until_serving(False)
+            async with StubDecodeNode(port=port) as second:
+                await client.wait_until_serving()
+                call = client.generate("x")
+                await _finish(second, (await second.submitted()).request)
+                await collect(call)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_with_another_tokenizer_gets_no_requests(model: Path, role: str) -> None:
+    right = hashlib.sha256((model / "tokenizer.json").read_bytes()).hexdigest()
+    hashes = {"prefill": right, "decode": right, role: "0" * 64}
+    prefill = StubNode(tokenizer_hash=hashes["prefill"])
+    async with prefill:
+        decode = StubDecodeNode(
+            paired=[prefill.address],
+            serves_alone=False,
+            tokenizer_hash=hashes["decode"],
+        )
+        async with decode:
+            async with router_for(model, decode=[decode.address], prefill=[prefill.address]) as (
+                client,
+                _,
+            ):
+                answer = await client.stub.GetCluster(GetClusterRequest())
+                states = {node.role: node.state for node in answer.nodes}
+                assert states == {"prefill": "ready", "decode": "ready", role: "unhealthy"}
+                await eventually(lambda: decode.streams and decode.num_described > 1)
+                assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
+
+
+async def test_operators_see_every_node_as_it_describes_itself(model: Path) -> None:
+    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
+        absent = "127.0.0.1:1"
+        async with router_for(
+            model, decode=[decode.address], prefill=[prefill.address, absent]
+        ) as (client, _):
+            await client.wait_until_serving()
+            nodes = (await client.stub.GetCluster(GetClusterRequest())).nodes
+            assert [(node.role, node.address, node.state) for node in nodes] == [
+                ("prefill", prefill.address, "ready"),
+                ("prefill", absent, "unreachable"),
+                ("decode", decode.address, "ready"),
+            ]
+            assert nodes[0].instance_id == prefill.description.instance_id
+            assert dict(nodes[2].pages) == {"free": 7, "cache": 1}
+            assert (list(nodes[2].pids), nodes[2].links[0].path) == ([11, 12], "tcp")
+
+
+async def test_a_node_that_does_not_answer_delays_operators_by_two_seconds_at_most(
+    model: Path,
+) -> None:
+    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
+        prefill.answering.clear()
+        async with router_for(model, decode=[decode.address], prefill=[prefill.address]) as (
+            client,
+            _,
+        ):
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            nodes = (await client.stub.GetCluster(GetClusterRequest())).nodes
+            assert loop.time() - began < 4
+            assert [node.state for node in nodes] == ["unreachable", "ready"]
+        prefill.answering.set()

@@ -1,0 +1,86 @@
+"""A slow client gets fewer, larger messages; what waits for it is bounded by what it asked for."""
+
+import asyncio
+
+import pytest
+
+from common import rpc
+from common.errors import NodeUnavailable
+from common.metrics import RouterMetrics
+from protos.decode_pb2 import FINISH_REASON_LENGTH
+from protos.router_pb2 import GenerateRequest, TokenIds
+from protos.sampling_pb2 import Sampling
+from router.admission import Admission
+from router.answer import LastPiece, Piece
+from router.cluster import Cluster
+from router.decode_client import DecodeClient
+from router.generation import Generator
+from router.policy import RoundRobin
+from router.survey import Survey
+from router.token_buffer import End, TokenBuffer
+from router.tokenizer import RouterTokenizer
+from router.validation import Limits, Prompts
+from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
+from tests.support.stub_decode_node import StubDecodeNode
+
+
+async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> None:
+    tokenizer = RouterTokenizer(byte_level_tokenizer().to_str().encode())
+    pieces: list[Piece | LastPiece] = []
+    writing, may_write = asyncio.Event(), asyncio.Event()
+
+    async def write(request_id: str, piece: Piece | LastPiece) -> None:
+        pieces.append(piece)
+        writing.set()
+        await may_write.wait()
+
+    async with StubDecodeNode() as node, rpc.make_channel(node.address) as channel:
+        address = node.address
+        survey = Survey(
+            {address: "decode"},
+            {address: channel},
+            tokenizer_hash=tokenizer.hash,
+            on_change=lambda: None,
+        )
+        client = DecodeClient(address, channel, peers=[], on_move=lambda _: survey.want())
+        cluster = Cluster({address: client}, survey, RoundRobin([], [address]))
+        generator = Generator(
+            tokenizer,
+            Prompts(tokenizer, None),
+            Limits(CONTEXT_LENGTH, VOCABULARY_SIZE),
+            cluster,
+            Admission(1),
+            RouterMetrics(),
+            budget_s=10.0,
+        )
+        nodes = asyncio.create_task(cluster.run())
+        await eventually(lambda: cluster.ready)
+        request = GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(max_tokens=40))
+        generating = asyncio.create_task(generator.generate(request, write))
+        submit = await node.submitted()
+        node.say({submit.request: [20]})
+        await writing.wait()
+        for token in range(21, 60):
+            node.say({submit.request: [token]})
+        node.say(ended={submit.request: FINISH_REASON_LENGTH})
+        await eventually(lambda: client.num_live == 0)
+        may_write.set()
+        await generating
+        nodes.cancel()
+    assert [list(piece.token_ids) for piece in pieces] == [[20], list(range(21, 60))]
+
+
+async def test_a_buffer_takes_no_more_tokens_than_were_asked_for() -> None:
+    buffer = TokenBuffer(max_tokens=2)
+    assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
+    buffer.end(End("length", 0))
+    assert await buffer.drain() == ([1, 2], End("length", 0))
+
+
+async def test_tokens_before_a_failure_are_still_told() -> None:
+    buffer = TokenBuffer(max_tokens=2)
+    buffer.append(1)
+    buffer.end(NodeUnavailable("gone"))
+    assert await buffer.drain() == ([1], None)
+    with pytest.raises(NodeUnavailable):
+        await buffer.drain()

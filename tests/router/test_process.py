@@ -1,0 +1,167 @@
+"""The router as a process: what it imports, how it starts, how it ends."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common import rpc
+from protos.decode_pb2 import FINISH_REASON_STOP
+from tests.router.rig import Client, collect, failure
+from tests.support.programs import ROOT, Program
+from tests.support.stub_decode_node import StubDecodeNode
+
+ABSENT = "127.0.0.1:1"
+
+
+@pytest.fixture
+def programs() -> Iterator[list[Program]]:
+    started: list[Program] = []
+    yield started
+    for program in started:
+        program.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_router_serves_and_ends_with_exit_code_0(
+    model: Path, programs: list[Program], number: signal.Signals
+) -> None:
+    async with StubDecodeNode() as node:
+        router = Program("router", "--model", str(model), "--decode", node.address, "--port", "0")
+        programs.append(router)
+        async with rpc.make_channel(router.address()) as channel:
+            client = Client(channel)
+            await client.wait_until_serving()
+            call = client.generate("x", request_id="named")
+            submit = await node.submitted()
+            node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+            assert (await collect(call))[0] == "a"
+        router.send(number)
+        assert router.exit_code() == 0
+        assert "request_id=named outcome=stop tokens=1" in router.output
+
+
+def mappings(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_router_loads_neither_torch_nor_transformers() -> None:
+    script = (
+        "import sys, router.__main__; "
+        "print([m for m in ('torch', 'triton', 'transformers', 'nixl', 'common.engine')"
+        " if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "[]"
+
+
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        return str(response.read(), "utf-8")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+async def test_metrics_count_requests_and_tokens(model: Path, programs: list[Program]) -> None:
+    port = free_port()
+    async with StubDecodeNode() as node:
+        arguments = ("--decode", node.address, "--port", "0", "--metrics-port", str(port))
+        router = Program("router", "--model", str(model), *arguments)
+        programs.append(router)
+        async with rpc.make_channel(router.address()) as channel:
+            client = Client(channel)
+            await client.wait_until_serving()
+            call = client.generate("x")
+            submit = await node.submitted()
+            node.say({submit.request: [66, 67]}, ended={submit.request: FINISH_REASON_STOP})
+            await collect(call)
+            await failure(client.generate())
+            lines = (await asyncio.to_thread(scraped, port)).splitlines()
+    for line in (
+        'baton_requests_total{outcome="stop"} 1.0',
+        'baton_rejected_total{reason="invalid"} 1.0',
+        "baton_live_requests 0.0",
+        "baton_generated_tokens_total 2.0",
+        "baton_time_to_first_token_seconds_count 1.0",
+        "baton_inter_token_latency_seconds_count 1.0",
+    ):
+        assert line in lines
+
+
+async def test_a_live_router_has_mapped_no_torch(model: Path, programs: list[Program]) -> None:
+    async with StubDecodeNode() as node:
+        router = Program("router", "--model", str(model), "--decode", node.address, "--port", "0")
+        programs.append(router)
+        async with rpc.make_channel(router.address()) as channel:
+            client = Client(channel)
+            await client.wait_until_serving()
+            call = client.generate("x")
+            submit = await node.submitted()
+            node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+            await collect(call)
+            mapped = mappings(router.pid)
+        assert "tokenizers" in mapped
+        assert "libtorch" not in mapped
+
+
+async def test_a_second_signal_does_not_wait_for_live_requests(
+    model: Path, programs: list[Program]
+) -> None:
+    async with StubDecodeNode() as node:
+        router = Program("router", "--model", str(model), "--decode", node.address, "--port", "0")
+        programs.append(router)
+        async with rpc.make_channel(router.address()) as channel:
+            client = Client(channel)
+            await client.wait_until_serving()
+            call = client.generate("x")
+            await node.submitted()
+            router.send(signal.SIGINT)
+            await client.wait_until_serving(False)
+            router.send(signal.SIGINT)
+            assert router.exit_code(10.0) == 0
+            call.cancel()
+
+
+def test_a_second_router_on_a_port_is_one_clear_line(model: Path, programs: list[Program]) -> None:
+    first = Program("router", "--model", str(model), "--decode", ABSENT, "--port", "0")
+    programs.append(first)
+    port = first.address().rpartition(":")[2]
+    second = Program("router", "--model", str(model), "--decode", ABSENT, "--port", port)
+    programs.append(second)
+    assert second.exit_code() == 2
+    assert second.output.splitlines()[-1].startswith("router: cannot listen on")
+    assert "Traceback" not in second.output
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--decode", ABSENT], "--model is required"),
+        (["--model", "/absent", "--decode", ABSENT], "no such directory"),
+        (["--model", "MODEL"], "at least one decode node"),
+        (["--model", "MODEL", "--decode", "nonsense"], "host:port"),
+        (["--model", "MODEL", "--decode", ABSENT, "--prefill", ABSENT], "named twice"),
+        (["--model", "MODEL", "--decode", ABSENT, "--budget-s", "0"], "--budget-s"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_exit_code_2(
+    model: Path, programs: list[Program], arguments: list[str], sentence: str
+) -> None:
+    named = [str(model) if argument == "MODEL" else argument for argument in arguments]
+    router = Program("router", *named)
+    programs.append(router)
+    assert router.exit_code() == 2
+    assert sentence in router.output
+    assert len(router.output.splitlines()) == 1

@@ -1,0 +1,153 @@
+"""Bad input is refused with a sentence that names the field."""
+
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError, InvalidRequest
+from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
+from protos.sampling_pb2 import Sampling
+from router.chat_template import ChatTemplate
+from router.tokenizer import RouterTokenizer
+from router.validation import (
+    MAX_STOP_CHARACTERS,
+    Limits,
+    Prompts,
+    budget_s,
+    check_request_id,
+    parse,
+)
+from tests.router.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
+
+LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE)
+TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
+
+
+def prompts(template: ChatTemplate | None = TEMPLATE) -> Prompts:
+    return Prompts(RouterTokenizer(byte_level_tokenizer().to_str().encode()), template)
+
+
+def tokens(*ids: int) -> TokenIds:
+    return TokenIds(ids=ids)
+
+
+def messages(*turns: tuple[str, str]) -> ChatMessages:
+    return ChatMessages(messages=[ChatMessage(role=role, content=text) for role, text in turns])
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({}, "prompt is missing: set one of text, messages, token_ids"),
+        ({"token_ids": tokens()}, "token_ids is empty"),
+        ({"token_ids": tokens(*[5] * CONTEXT_LENGTH)}, f"token_ids has {CONTEXT_LENGTH} tokens"),
+        ({"text": "xyzw" * CONTEXT_LENGTH}, "text has "),
+        ({"token_ids": tokens(5, VOCABULARY_SIZE)}, rf"token_ids\[1\] is {VOCABULARY_SIZE}"),
+        ({"token_ids": tokens(2**32 - 1)}, r"token_ids\[0\] is 4294967295"),
+        ({"messages": messages()}, "messages must have at least one"),
+        ({"messages": messages(("", "x"))}, r"messages\[0\].role is empty"),
+        ({"messages": messages(("tool", "x"))}, "messages: refused by .*: no tools here"),
+    ],
+)
+async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        await parse(GenerateRequest(**fields), "r", prompts(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"max_tokens": 0}, "sampling.max_tokens"),
+        ({"max_tokens": -1}, "sampling.max_tokens"),
+        ({"temperature": -0.1}, "sampling.temperature"),
+        ({"temperature": float("nan")}, "sampling.temperature"),
+        ({"temperature": float("inf")}, "sampling.temperature"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"top_p": 1.1}, "sampling.top_p"),
+        ({"top_k": 0}, "sampling.top_k"),
+        ({"top_k": -2}, "sampling.top_k"),
+        ({"min_p": 1.5}, "sampling.min_p"),
+        ({"frequency_penalty": 2.5}, "sampling.frequency_penalty"),
+        ({"presence_penalty": -2.5}, "sampling.presence_penalty"),
+        ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+        ({"stop": [""]}, "sampling.stop has an empty"),
+        ({"stop": ["x"] * 17}, "sampling.stop has 17"),
+        ({"stop": ["x", "y" * (MAX_STOP_CHARACTERS + 1)]}, r"sampling.stop\[1\]"),
+        ({"stop_token_ids": [1] * 17}, "sampling.stop_token_ids has 17"),
+        ({"stop_token_ids": [1, VOCABULARY_SIZE]}, r"sampling.stop_token_ids\[1\]"),
+    ],
+)
+async def test_bad_sampling_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    request = GenerateRequest(text="x", sampling=Sampling(**fields))
+    with pytest.raises(InvalidRequest, match=sentence):
+        await parse(request, "r", prompts(), LIMITS)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_budget_that_is_no_time_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        budget_s(GenerateRequest(timeout_s=timeout_s), 600.0)
+
+
+def test_a_budget_is_the_shorter_of_the_clients_and_the_routers() -> None:
+    assert budget_s(GenerateRequest(), 600.0) == 600.0
+    assert budget_s(GenerateRequest(timeout_s=5.0), 600.0) == 5.0
+    assert budget_s(GenerateRequest(timeout_s=900.0), 600.0) == 600.0
+
+
+def test_a_request_id_of_any_length_is_not_carried() -> None:
+    with pytest.raises(InvalidRequest, match="request_id has 257"):
+        check_request_id("x" * 257)
+
+
+async def test_messages_without_a_template_are_refused() -> None:
+    request = TokenizeRequest(messages=messages(("user", "x")))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        await prompts(None).encode(request)
+
+
+@pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44), (1_000_000, 44)])
+async def test_max_tokens_is_what_the_context_leaves_at_most(
+    asked: int | None, expected: int
+) -> None:
+    request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
+    job = await parse(request, "r", prompts(), LIMITS)
+    assert job.sampling.max_tokens == expected
+
+
+async def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    request = GenerateRequest(token_ids=tokens(*[5] * (CONTEXT_LENGTH - 1)))
+    assert (await parse(request, "r", prompts(), LIMITS)).sampling.max_tokens == 1
+
+
+async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept() -> None:
+    unset = GenerateRequest(text="x")
+    drawn = {(await parse(unset, "r", prompts(), LIMITS)).sampling.seed for _ in range(8)}
+    assert len(drawn) == 8
+    request = GenerateRequest(text="x", sampling=Sampling(seed=0))
+    assert (await parse(request, "r", prompts(), LIMITS)).sampling.seed == 0
+
+
+async def test_special_tokens_start_a_text_but_not_a_rendered_template() -> None:
+    plain = byte_level_tokenizer()
+    text = await prompts().encode(TokenizeRequest(text="the fox"))
+    assert text == [0, *plain.encode("the fox", add_special_tokens=False).ids]
+    chat = await prompts().encode(TokenizeRequest(messages=messages(("user", "the fox"))))
+    rendered = "<s>[user] the fox\n[assistant]"
+    assert chat == plain.encode(rendered, add_special_tokens=False).ids
+    assert chat.count(0) == 1
+
+
+async def test_a_tokenizer_saved_with_truncation_still_encodes_everything() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=32)
+    subject = RouterTokenizer(tokenizer.to_str().encode())
+    ids = await subject.encode("the quick brown fox jumps", add_special_tokens=False)
+    assert subject.decode(ids) == "the quick brown fox jumps"
+    assert len(ids) < 32
+
+
+def test_what_is_no_tokenizer_is_a_wrong_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        RouterTokenizer(b"{}")

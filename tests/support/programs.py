@@ -1,0 +1,109 @@
+"""Programs of ours as processes of a test: started, watched by what they write, never left."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Program:
+    """`python -m MODULE ARGUMENTS` in a process group of its own. Close it."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        with self._changed:
+            return "".join(self._lines)
+
+    def line_with(self, text: str, timeout_s: float = 20.0) -> str:
+        """The first line that has `text`, as soon as it has been written."""
+        deadline = time.monotonic() + timeout_s
+        seen = 0
+        with self._changed:
+            while True:
+                for line in self._lines[seen:]:
+                    if text in line:
+                        return line
+                seen = len(self._lines)
+                left = deadline - time.monotonic()
+                if left <= 0 or self._ended:
+                    raise AssertionError(f"no line with {text!r} in:\n{''.join(self._lines)}")
+                self._changed.wait(left)
+
+    def address(self) -> str:
+        """Where the program listens, by its log."""
+        line = self.line_with("listening address=")
+        return line.split("address=")[1].split()[0]
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def send_to_group(self, number: signal.Signals) -> None:
+        os.killpg(self.pid, number)
+
+    def exit_code(self, timeout_s: float = 20.0) -> int:
+        """Waits for the end, and for the last line."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(5.0)
+        return code
+
+    def close(self) -> None:
+        """Kills the whole group, whatever is left of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(5.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self._lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def await_end(pid: int, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while runs(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.01)

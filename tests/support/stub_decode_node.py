@@ -1,0 +1,228 @@
+"""Nodes that only talk: real gRPC servers of `DecodeNode` and `Node` whose answers a test decides.
+
+    python -m tests.support.stub_decode_node --port 50200 --tokens 64 --step-s 0.02
+
+is one that answers by itself, one token per live request and step, for measuring a router.
+"""
+
+import argparse
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Self
+
+import grpc.aio
+import uvloop
+
+from common import rpc
+from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
+
+_WAIT_S = 10.0
+_instance_ids = itertools.count(1)
+
+
+class StubNode(node_pb2_grpc.NodeServicer):
+    """The `Node` service of a node of either role; all there is of a stub prefill node.
+
+    Use as a context manager; `address` is valid inside.
+    """
+
+    def __init__(self, role: str = "prefill", *, tokenizer_hash: str = "", port: int = 0) -> None:
+        self.description = node_pb2.DescribeResponse(
+            role=role,
+            instance_id=next(_instance_ids),
+            pids=[11, 12],
+            state="ready",
+            tokenizer_hash=tokenizer_hash,
+            pages={"free": 7, "cache": 1},
+            links=[router_pb2.LinkState(peer="127.0.0.1:1", path="tcp", gib_per_s=2.5)],
+        )
+        self.answering = asyncio.Event()  # cleared: Describe is not answered
+        self.answering.set()
+        self.num_described = 0
+        self.address = ""
+        self._port = port
+        self._server: grpc.aio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = rpc.make_server()
+        self._add_services(self._server)
+        self._port = rpc.bind(self._server, "127.0.0.1", self._port)
+        self.address = f"127.0.0.1:{self._port}"
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def die(self) -> None:
+        """Ends every call and stream at once and stops listening."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(0)
+
+    async def Describe(
+        self, request: node_pb2.DescribeRequest, context: Any
+    ) -> node_pb2.DescribeResponse:
+        await self.answering.wait()
+        self.num_described += 1
+        return self.description
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, self)
+
+
+class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
+    """A decode node that keeps what it is sent, in order, and says what it is told to say."""
+
+    def __init__(
+        self,
+        *,
+        paired: Sequence[str] = (),
+        serves_alone: bool = True,
+        tokenizer_hash: str = "",
+        port: int = 0,
+        on_submit: Callable[[decode_pb2.Submit], None] = lambda submit: None,
+    ) -> None:
+        super().__init__("decode", tokenizer_hash=tokenizer_hash, port=port)
+        self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone, paired=paired)
+        self.received: list[decode_pb2.ToNode] = []
+        self.streams: list[asyncio.Queue[decode_pb2.FromNode]] = []
+        self._arrivals: asyncio.Queue[decode_pb2.ToNode] = asyncio.Queue()
+        self._on_submit = on_submit
+
+    async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
+        outgoing: asyncio.Queue[decode_pb2.FromNode] = asyncio.Queue()
+        self.streams.append(outgoing)
+        outgoing.put_nowait(decode_pb2.FromNode(status=self.status))
+        receiving = asyncio.create_task(self._receive(messages))
+        try:
+            while True:
+                await context.write(await outgoing.get())
+        finally:
+            self.streams.remove(outgoing)
+            receiving.cancel()
+
+    async def submitted(self) -> decode_pb2.Submit:
+        """The next Submit; whatever came before it is skipped."""
+        return (await self._next("submit")).submit
+
+    async def cancelled(self) -> int:
+        """The number of the next request that the router cancels."""
+        return (await self._next("cancel")).cancel.request
+
+    def say(
+        self,
+        tokens: Mapping[int, Sequence[int]] | None = None,
+        *,
+        ended: Mapping[int, Any] | None = None,
+        error: str = "",
+        error_code: int = 0,
+        cached_tokens: int = 0,
+    ) -> None:
+        """One Step on every open stream.
+
+        Args:
+            tokens: new tokens by request.
+            ended: finish reasons by request; the three that follow are those of each.
+        """
+        ends = ended or {}
+        pairs = [(number, token) for number, many in (tokens or {}).items() for token in many]
+        self.send(
+            decode_pb2.FromNode(
+                step=decode_pb2.Step(
+                    request=[number for number, _ in pairs],
+                    token=[token for _, token in pairs],
+                    ended=list(ends),
+                    reason=list(ends.values()),
+                    cached_tokens=[cached_tokens] * len(ends),
+                    error=[error] * len(ends),
+                    error_code=[error_code] * len(ends),
+                )
+            )
+        )
+
+    def change_status(self, **fields: Any) -> None:
+        """Tells routers a Status with these fields changed."""
+        changed = decode_pb2.Status(**fields)
+        for name in fields:
+            self.status.ClearField(name)
+        self.status.MergeFrom(changed)
+        self.send(decode_pb2.FromNode(status=self.status))
+
+    def send(self, message: decode_pb2.FromNode) -> None:
+        for stream in self.streams:
+            stream.put_nowait(message)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        super()._add_services(server)
+        rpc.add_service(server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, self)
+
+    async def _receive(self, messages: AsyncIterator[decode_pb2.ToNode]) -> None:
+        async for message in messages:
+            self.received.append(message)
+            self._arrivals.put_nowait(message)
+            if message.HasField("submit"):
+                self._on_submit(message.submit)
+
+    async def _next(self, kind: str) -> decode_pb2.ToNode:
+        async with asyncio.timeout(_WAIT_S):
+            while True:
+                message = await self._arrivals.get()
+                if message.WhichOneof("message") == kind:
+                    return message
+
+
+class Metronome:
+    """Answers by itself: every `step_s` one Step with one token for each live request."""
+
+    def __init__(self, token: int, num_tokens: int, step_s: float, *, port: int = 0) -> None:
+        """
+        Args:
+            num_tokens: length of every answer.
+        """
+        self.node = StubDecodeNode(port=port, on_submit=self._begin)
+        self._token = token
+        self._num_tokens = num_tokens
+        self._step_s = step_s
+        self._left: dict[int, int] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. Cancels are not obeyed: a router ignores what it has left."""
+        loop = asyncio.get_running_loop()
+        next_step_at = loop.time()
+        while True:
+            next_step_at = max(next_step_at + self._step_s, loop.time())
+            await asyncio.sleep(next_step_at - loop.time())
+            if self._left:
+                self._step()
+
+    def _begin(self, submit: decode_pb2.Submit) -> None:
+        self._left[submit.request] = min(self._num_tokens, submit.sampling.max_tokens)
+
+    def _step(self) -> None:
+        self.node.say(
+            dict.fromkeys(self._left, (self._token,)),
+            ended={
+                number: decode_pb2.FINISH_REASON_LENGTH
+                for number, left in self._left.items()
+                if left == 1
+            },
+        )
+        self._left = {number: left - 1 for number, left in self._left.items() if left > 1}
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    metronome = Metronome(arguments.token, arguments.tokens, arguments.step_s, port=arguments.port)
+    async with metronome.node as node:
+        print(node.address, flush=True)
+        await metronome.run()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--token", type=int, default=42)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--step-s", type=float, default=0.02)
+    uvloop.run(_main(parser.parse_args()))

@@ -1,0 +1,151 @@
+"""An engine without a model: it says the prompt back, one token of each request every 5 ms.
+
+Speaks to its front as a real engine does. `engine.model` chooses how it behaves:
+echo | bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never
+ready) | loading (hears nothing) | stuck-at-end (does not end when let go).
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.config import DecodeConfig
+from common.errors import ConfigError
+from common.node.engine_process import EngineChannel, EngineStart, run_engine
+from common.node.ipc import PeerGone
+from common.node.messages import (
+    Answer,
+    Ask,
+    CancelSubmitted,
+    Drained,
+    Ended,
+    EngineReady,
+    Moving,
+    StepTokens,
+    StreamEnded,
+    SubmitRequest,
+)
+
+STEP_S = 0.005
+STOP, LENGTH, ABORT = 1, 2, 3
+
+
+@dataclass
+class Live:
+    submit: SubmitRequest
+    said: int = 0
+    prompt: "np.ndarray" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = np.frombuffer(self.submit.token_ids, "<i4")
+
+
+class EchoEngine:
+    def __init__(self, channel: EngineChannel, model: str) -> None:
+        self._channel = channel
+        self._model = model
+        self._live: dict[tuple[int, int], Live] = {}
+        self._draining = False
+        self._drained = False
+        self._steps = 0
+        self._report_at = 0.0
+
+    def run(self) -> None:
+        while True:
+            for message in self._channel.take():
+                self._take(message)
+            self._step()
+            self._report()
+            if self._draining and not self._live and not self._drained:
+                self._drained = True
+                self._channel.post(Drained())
+            self._channel.wait(STEP_S if self._live else 0.2)
+
+    def _take(self, message: object) -> None:
+        match message:
+            case SubmitRequest():
+                if self._model == "crash":
+                    raise RuntimeError("the stub was told to crash")
+                self._live[message.stream, message.request] = Live(message)
+            case CancelSubmitted(stream=stream, request=request):
+                if self._live.pop((stream, request), None):
+                    self._say(stream, ended=(Ended(request, ABORT, 0),))
+            case StreamEnded(stream=stream):
+                self._live = {key: live for key, live in self._live.items() if key[0] != stream}
+            case Ask(number=number, what="describe"):
+                queues = {"running": len(self._live)}
+                described = {"queues": queues, "pages": {"free": 8}, "counters": {"steps": 7}}
+                self._channel.post(Answer(number, description=described))
+            case Ask(number=number, what="drain"):
+                self._draining = True
+                self._channel.post(Answer(number))
+            case Ask(number=number, what="flush_cache"):
+                busy = "1 request is running" if self._live else ""
+                self._channel.post(Answer(number, error=busy, integer=5))
+            case Ask(number=number, what="abort", argument=name):
+                doomed = [key for key, live in self._live.items() if live.submit.request_id == name]
+                for stream, request in doomed:
+                    del self._live[stream, request]
+                    self._say(stream, ended=(Ended(request, ABORT, 0),))
+                self._channel.post(Answer(number, integer=len(doomed)))
+
+    def _step(self) -> None:
+        self._steps += bool(self._live)
+        for (stream, request), live in list(self._live.items()):
+            token = int(live.prompt[live.said % len(live.prompt)])
+            live.said += 1
+            over = live.said == live.submit.sampling.max_tokens
+            if over:
+                del self._live[stream, request]
+            ended = (Ended(request, LENGTH, 3),) if over else ()
+            self._say(stream, [request], [token], ended)
+
+    def _say(
+        self,
+        stream: int,
+        requests: "list[int]" = [],  # noqa: B006
+        tokens: "list[int]" = [],  # noqa: B006
+        ended: tuple[Ended, ...] = (),
+    ) -> None:
+        columns = np.array(requests, "<u8").tobytes(), np.array(tokens, "<u4").tobytes()
+        self._channel.post(StepTokens(stream, *columns, ended))
+
+    def _report(self) -> None:
+        if time.monotonic() < self._report_at:
+            return
+        self._report_at = time.monotonic() + 0.2
+        state = "draining" if self._draining else "ready"
+        gauges = {
+            "queue_running": float(len(self._live)),
+            "host_pages": 3.0,
+            "pages_free": 8.0,
+            "total_retractions": 2.0,
+            "total_handoffs_opened": 5.0,
+            "total_handoffs_held": 4.0,
+        }
+        links = (("127.0.0.1:1", "tcp", 2.0),)
+        self._channel.post(Moving(self._steps, gauges, state, ("127.0.0.1:1",), links))
+
+
+def body(start: EngineStart[DecodeConfig]) -> None:
+    model = start.config.engine.model
+    if model == "bad-config":
+        raise ConfigError("engine.model: no such checkpoint")
+    if model == "loading":
+        time.sleep(600)
+    if model != "hang":
+        ready = EngineReady(
+            "stub", {"model": "0"}, "1", start.config.engine.context_length or 64, 8
+        )
+        start.channel.post(ready)
+    try:
+        EchoEngine(start.channel, model).run()
+    except PeerGone:
+        if model == "stuck-at-end":
+            time.sleep(600)
+        raise
+
+
+if __name__ == "__main__":
+    run_engine(DecodeConfig, body, "stub/engine")

@@ -1,0 +1,36 @@
+"""A decode node's front over the stub engine. Its only argument is a DecodeConfig as JSON."""
+
+import sys
+
+from common.config import DecodeConfig
+from common.node.front import Front, NodeParts, run_node
+from decode_node.serve import ServeService
+
+
+def parts(front: Front) -> NodeParts:
+    serve = ServeService(
+        front.engine,
+        front.metrics,
+        serves_alone=True,
+        on_peers=lambda peers: print("peers", *sorted(peers), flush=True),
+    )
+    return NodeParts(
+        services=[serve.register],
+        step=serve.step,
+        moved=serve.moved,
+        drain=serve.drain,
+        end=serve.end,
+    )
+
+
+if __name__ == "__main__":
+    config = DecodeConfig.model_validate_json(sys.argv[1])
+    sys.exit(
+        run_node(
+            config,
+            role="decode",
+            mode="colocated",
+            engine_module="tests.support.stub_engine",
+            parts=parts,
+        )
+    )
