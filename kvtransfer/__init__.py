@@ -1,0 +1,1 @@
+"""Moving KV pages between nodes. The reader reads what the owner publishes."""

@@ -1,0 +1,233 @@
+"""A data path inside one process, for tests: the backend object is the whole network.
+
+It copies between two pools of this process, refuses what is not published, and each owner has
+a `faults` object with which a test delays, freezes, cuts or fails the copies made from it.
+"""
+
+import ctypes
+import threading
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import TransferError
+from kvtransfer.backends.base import (
+    Ints,
+    PagePool,
+    ReadRefused,
+    RemotePool,
+    check_host_memory,
+    check_pages,
+    check_pool,
+)
+from kvtransfer.backends.publications import Publications
+from kvtransfer.backends.scratch import Scratch, measure
+
+_INSTANCE_BYTES = 8
+_PART_BYTES = 4 << 20  # between two looks at whether the connection has ended
+
+
+class Faults:
+    """What befalls the copies from one owner. Any thread.
+
+    A copy lands its first half of pages, rests where it is delayed or frozen, then lands the rest.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._scripted: deque[tuple[str, bool]] = deque()  # reason, whether half has landed
+        self._delay_s = 0.0
+        self._frozen = False
+        self._num_resting = 0
+
+    def delay(self, seconds: float) -> None:
+        """Every copy from now on rests this long in its middle."""
+        with self._changed:
+            self._delay_s = seconds
+
+    def freeze(self) -> None:
+        """Copies stay in their middle until `release`, or until their connection is stopped."""
+        with self._changed:
+            self._frozen = True
+
+    def release(self) -> None:
+        with self._changed:
+            self._frozen = False
+            self._changed.notify_all()
+
+    def wait_until_resting(self, num_copies: int, timeout_s: float) -> bool:
+        """Waits until so many copies are delayed or frozen in their middle."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_resting >= num_copies, timeout_s)
+
+    def fail_next(self, reason: str) -> None:
+        """The next copy without a fault of its own raises before a byte has landed."""
+        with self._changed:
+            self._scripted.append((reason, False))
+
+    def truncate_next(self, reason: str) -> None:
+        """Likewise, but half of its pages have landed."""
+        with self._changed:
+            self._scripted.append((reason, True))
+
+    def take(self) -> tuple[str, bool] | None:
+        with self._changed:
+            return self._scripted.popleft() if self._scripted else None
+
+    def rest(self, ended: threading.Event) -> None:
+        """Where a copy stays between its halves. `ended` is set before `wake` is called."""
+        with self._changed:
+            self._num_resting += 1
+            self._changed.notify_all()
+            self._changed.wait_for(ended.is_set, self._delay_s)
+            self._changed.wait_for(lambda: ended.is_set() or not self._frozen)
+            self._num_resting -= 1
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class LoopbackOwner:
+    """One owner of a LoopbackBackend."""
+
+    def __init__(self, backend: "LoopbackBackend", pool: PagePool, instance: int) -> None:
+        self.faults = Faults()
+        self.publications = Publications(pool.num_pages)
+        self.scratch = Scratch(pool.page_bytes)
+        self.pool = pool
+        self._backend = backend
+        self._instance = instance
+
+    def describe(self, reader: int) -> bytes:
+        return self._instance.to_bytes(_INSTANCE_BYTES, "little")
+
+    def publish(self, reader: int, pages: Ints) -> None:
+        self.publications.publish(reader, pages)
+
+    def withdraw(self, reader: int, pages: Ints) -> None:
+        self.publications.withdraw(reader, pages)
+
+    def poll(self) -> None:
+        """Nothing to do: connections reach into the owner."""
+
+    def close(self) -> None:
+        self._backend.end(self._instance)
+
+
+class LoopbackConnection:
+    """One reader's copies from one LoopbackOwner."""
+
+    path = "loopback"
+
+    def __init__(self, owner: LoopbackOwner, remote: RemotePool, pool: PagePool, reader: int):
+        check_pool(remote, pool)
+        self._owner = owner
+        self._pool = pool
+        self._reader = reader
+        self._scratch = Scratch(pool.page_bytes)
+        self._ended = threading.Event()
+        self._copying = threading.Lock()
+
+    def probe(self) -> float:
+        scratch = self._scratch.pool
+        return measure(scratch.num_pages, scratch.page_bytes, self._probe)
+
+    def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
+        source, faults = self._owner.pool, self._owner.faults
+        check_pages(source_pages, source.num_pages, destination_pages, self._pool.num_pages)
+        refused = self._owner.publications.first_refused(self._reader, source_pages)
+        if refused is not None:
+            raise ReadRefused(f"the owner does not publish page {refused} to this reader")
+        fault = faults.take()
+        if fault is not None and not fault[1]:
+            raise TransferError(fault[0])
+        middle = len(source_pages) // 2
+        self._land(source_pages[:middle], destination_pages[:middle])
+        if fault is not None:
+            raise TransferError(fault[0])
+        faults.rest(self._ended)
+        self._land(source_pages[middle:], destination_pages[middle:])
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._owner.faults.wake()
+
+    def end(self) -> None:
+        """The owner has gone: waits for the part that is being landed, as its pool may go."""
+        self.stop()
+        with self._copying:
+            pass
+
+    def close(self) -> None:
+        self.stop()
+
+    def _probe(self, pages: Ints) -> None:
+        with self._copying:
+            self._check_alive()
+            _memory(self._scratch.pool)[pages] = _memory(self._owner.scratch.pool)[pages]
+
+    def _land(self, source: Ints, destination: Ints) -> None:
+        step = max(1, _PART_BYTES // self._pool.page_bytes)
+        for start in range(0, len(source), step):
+            part = slice(start, start + step)
+            with self._copying:
+                self._check_alive()
+                _memory(self._pool)[destination[part]] = _memory(self._owner.pool)[source[part]]
+
+    def _check_alive(self) -> None:
+        if self._ended.is_set():
+            raise TransferError("the loopback connection has ended")
+
+
+class LoopbackBackend:
+    """Owners and readers made with one LoopbackBackend reach each other, and no others."""
+
+    name = "loopback"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owners: dict[int, LoopbackOwner] = {}
+        self._connections: dict[int, list[LoopbackConnection]] = {}
+
+    def serve(self, pool: PagePool, instance: int) -> LoopbackOwner:
+        check_host_memory(self.name, pool)
+        owner = LoopbackOwner(self, pool, instance)
+        with self._lock:
+            self._owners[instance] = owner
+            self._connections[instance] = []
+        return owner
+
+    def connect(
+        self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
+    ) -> LoopbackConnection:
+        check_host_memory(self.name, pool)
+        if len(description) != _INSTANCE_BYTES:
+            raise TransferError("not a description of loopback")
+        owner_instance = int.from_bytes(description, "little")
+        with self._lock:
+            owner = self._owners.get(owner_instance)
+            if owner is None:
+                raise TransferError(f"no owner {owner_instance:016x} on this loopback")
+            connection = LoopbackConnection(owner, remote, pool, instance)
+            self._connections[owner_instance].append(connection)
+            return connection
+
+    def faults(self, instance: int) -> Faults:
+        """The faults of a live owner."""
+        with self._lock:
+            return self._owners[instance].faults
+
+    def end(self, instance: int) -> None:
+        """Closes an owner: copies from it raise from now on. Idempotent."""
+        with self._lock:
+            self._owners.pop(instance, None)
+            connections = self._connections.pop(instance, [])
+        for connection in connections:
+            connection.end()
+
+
+def _memory(pool: PagePool) -> NDArray[np.uint8]:  # [num_pages, page_bytes]
+    memory = (ctypes.c_uint8 * (pool.num_pages * pool.page_bytes)).from_address(pool.base)
+    return np.ctypeslib.as_array(memory).reshape(pool.num_pages, pool.page_bytes)

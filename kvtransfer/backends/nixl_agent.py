@@ -1,0 +1,156 @@
+"""A thin coat over a nixl agent: one thread, our errors, and an end that is certain.
+
+An agent copies for as long as it exists, whatever its handles say, and it exists for as long as
+anything refers to it: its descriptor lists, its transfer handles, the frames of a traceback. This
+class is the only place that holds such references, and `destroy` checks that none is left.
+"""
+
+import logging
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from common.errors import EngineFault, TransferError
+from kvtransfer.backends.base import Ints, PagePool
+
+_ENVIRONMENT = {
+    # tcp is for making contact only, which UCX cannot do without: path_proof.py keeps KV off it.
+    "UCX_TLS": "cma,tcp",
+    # Without it, reads between GPUs that have no NVLink go over tcp at a hundredth of the rate.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
+    # Every 20 s the reader's UCX would ask the owner's for a sign of life over tcp and hold all
+    # reads back until it polls. The pair stream notices a death, and so does the next read.
+    "UCX_KEEPALIVE_INTERVAL": "inf",
+    # Both write to stderr whenever a peer dies; what matters of it reaches us as an exception.
+    "UCX_LOG_LEVEL": "fatal",
+    "NIXL_LOG_LEVEL": "FATAL",
+}
+_import_lock = threading.Lock()
+_log = logging.getLogger(__name__)
+
+
+class Agent:
+    """For one thread at a time. Every method but `destroy` may raise TransferError."""
+
+    def __init__(self) -> None:
+        """Takes 20 ms, the first one of a process 2 s."""
+        self._lists: list[Any] = []
+        self._reading: Any = None
+        self._agent = _call(_new_agent)
+
+    def register(self, pool: PagePool) -> None:
+        region = np.array([[pool.base, pool.num_pages * pool.page_bytes, 0]], np.uint64)
+        _call(self._agent.register_memory, region, "DRAM")
+
+    def metadata(self) -> bytes:
+        """What `meet` of another agent needs, of all memory registered so far."""
+        return bytes(_call(self._agent.get_agent_metadata))
+
+    def meet(self, metadata: bytes) -> Any:
+        """Returns the other agent's name, for `prepare`. UCX aborts the process on some
+        forgeries: only for metadata of a process that has been proved to be on this host and
+        ours to look into."""
+        return _call(self._agent.add_remote_agent, metadata)
+
+    def prepare(self, pool: PagePool, remote: Any = "NIXL_INIT_AGENT") -> int:
+        """Makes one descriptor per page, of this process or of the agent of that name. The
+        number it returns is for `post_read`."""
+        descriptors = np.zeros((pool.num_pages, 3), np.uint64)  # address, bytes, device
+        descriptors[:, 0] = np.arange(pool.num_pages, dtype=np.uint64)
+        descriptors[:, 0] *= np.uint64(pool.page_bytes)
+        descriptors[:, 0] += np.uint64(pool.base)
+        descriptors[:, 1] = pool.page_bytes
+        self._lists.append(_call(self._agent.prep_xfer_dlist, remote, descriptors, "DRAM"))
+        return len(self._lists) - 1
+
+    def post_read(self, local: int, local_pages: Ints, remote: int, remote_pages: Ints) -> bool:
+        """Begins a read; True if it has landed already. CMA copies inside this call."""
+        self._reading = _call(
+            self._agent.make_prepped_xfer,
+            "READ",
+            self._lists[local],
+            local_pages,
+            self._lists[remote],
+            remote_pages,
+        )
+        return self._has_landed(_call(self._agent.transfer, self._reading))
+
+    def read_has_landed(self) -> bool:
+        """Of the read begun last, while it has not."""
+        return self._has_landed(_call(self._agent.check_xfer_state, self._reading))
+
+    def poll(self) -> None:
+        """Lets others make contact."""
+        _call(self._agent.get_new_notifs)
+
+    def destroy(self) -> None:
+        """Ends the agent, and with it every read it has under way. Idempotent.
+
+        Raises:
+            EngineFault: something still refers to it, so that bytes may yet land.
+        """
+        if self._agent is None:
+            return
+        agent = weakref.ref(self._agent.agent)
+        _release(self._reading)
+        self._reading = None
+        while self._lists:
+            _release(self._lists.pop())
+        self._agent = None
+        if agent() is not None:
+            raise EngineFault("a nixl agent outlives its connection")
+
+    def _has_landed(self, state: str) -> bool:
+        match state:
+            case "DONE":
+                _release(self._reading)
+                self._reading = None
+                return True
+            case "PROC":
+                return False
+            case _:
+                raise TransferError(f"nixl: the read ended as {state}")
+
+
+def load() -> Any:
+    """The Python API of nixl, loaded with our defaults where the user's environment has none."""
+    with _import_lock:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)  # UCX reads them when it is loaded
+        import nixl._api as api
+    return api
+
+
+def _new_agent() -> Any:
+    api = load()
+    config = api.nixl_agent_config(enable_prog_thread=False)
+    agent = api.nixl_agent(uuid.uuid4().hex, config)
+    if "UCX" not in agent.backends:
+        raise TransferError("its UCX plugin is missing")
+    return agent
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls into nixl. What it raises must not lead back to the agent: the frames of an error
+    that is still being raised would keep the agent alive through its own `destroy`."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # noqa: BLE001 the errors of nixl have no base of their own
+        error.__traceback__ = None
+        del function, arguments
+        raise TransferError(f"nixl: {error}") from None
+
+
+def _release(handle: Any) -> None:
+    """Gives a handle back. Nixl may refuse while a read is under way, which does not matter: the
+    end of the agent is the fence."""
+    if handle is not None:
+        try:
+            handle.release()
+        except Exception as error:  # noqa: BLE001 as above
+            _log.debug("a nixl handle was not released: %s", error)

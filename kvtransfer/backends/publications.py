@@ -1,0 +1,62 @@
+"""Which pages which reader may read, for the backends whose owner serves each read itself.
+
+Knows instance ids and page ids, not hand-offs. Any thread.
+"""
+
+import threading
+
+import numpy as np
+
+from common.errors import EngineFault
+from kvtransfer.backends.base import Ints, first_outside
+
+
+class Publications:
+    """Counts of publications by reader and page. Costs 4 bytes a page per reader that has any."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._counts: dict[int, Ints] = {}
+        self._totals: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, reader: int, pages: Ints) -> None:
+        """Adds one publication of each; pages are distinct within a call."""
+        with self._lock:
+            if reader not in self._counts:
+                self._counts[reader] = np.zeros(self._num_pages, np.int32)
+                self._totals[reader] = 0
+            self._counts[reader][pages] += 1
+            self._totals[reader] += len(pages)
+
+    def withdraw(self, reader: int, pages: Ints) -> None:
+        """Takes one publication of each back; pages are distinct within a call.
+
+        Raises:
+            EngineFault: one of them is not published to this reader.
+        """
+        with self._lock:
+            if not len(pages):
+                return
+            counts = self._counts.get(reader)
+            if counts is None or bool((counts[pages] < 1).any()):
+                raise EngineFault(f"withdrawn from reader {reader:016x} without a publication")
+            counts[pages] -= 1
+            self._totals[reader] -= len(pages)
+            if not self._totals[reader]:
+                del self._counts[reader], self._totals[reader]
+
+    def first_refused(self, reader: int, pages: Ints) -> int | None:
+        """The first of these pages that this reader may not read now."""
+        if not len(pages):
+            return None
+        if (outside := first_outside(pages, self._num_pages)) is not None:
+            return outside
+        with self._lock:
+            counts = self._counts.get(reader)
+            if counts is None:
+                return int(pages[0])
+            counted = counts.take(pages)
+        if np.minimum.reduce(counted) > 0:
+            return None
+        return int(pages[counted < 1][0])

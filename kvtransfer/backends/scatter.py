@@ -1,0 +1,139 @@
+"""Whole pages between a blocking stream socket and memory, without a copy in Python.
+
+Knows addresses and sockets, not whose pages they are nor what frames surround them. The pages of
+one call become one iovec each, picked from a table with numpy, so that the cost per page is the
+kernel's and not the interpreter's (the socket methods of Python need a memoryview per page).
+"""
+
+import ctypes
+import errno
+import os
+import socket
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import TransferError
+from kvtransfer.backends.base import Ints, PagePool
+
+Vectors = NDArray[np.uint64]  # [n, 2]: address, bytes; the layout of struct iovec
+
+MAX_VECTORS = 1024  # IOV_MAX of Linux
+
+
+class PageTable:
+    """The iovec of every page of a pool. Costs 16 bytes a page."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._vectors: Vectors = np.empty((pool.num_pages, 2), np.uint64)
+        self._vectors[:, 0] = np.arange(pool.num_pages, dtype=np.uint64)
+        self._vectors[:, 0] *= np.uint64(pool.page_bytes)
+        self._vectors[:, 0] += np.uint64(pool.base)
+        self._vectors[:, 1] = pool.page_bytes
+
+    def vectors(self, pages: Ints, head: bytearray) -> Vectors:
+        """Of `head` and then these pages, in their order. The pages must be in the pool's range,
+        and `head` must live for as long as the vectors are used."""
+        vectors = np.empty((len(pages) + 1, 2), np.uint64)
+        vectors[0] = _address(head), len(head)
+        self._vectors.take(pages, axis=0, out=vectors[1:], mode="clip")
+        return vectors
+
+
+def _address(memory: Any) -> int:
+    """Of a writable buffer."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class _MessageHeader(ctypes.Structure):
+    """struct msghdr of 64-bit Linux."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("vectors", ctypes.c_void_p),
+        ("num_vectors", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sendmsg.restype = ctypes.c_ssize_t
+_libc.recvmsg.restype = ctypes.c_ssize_t
+
+
+def send_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) -> None:
+    """Sends all num_bytes of it; `shutdown` from another thread ends the call.
+
+    Raises:
+        OSError: the connection is gone.
+    """
+    _transfer(_libc.sendmsg, connection, vectors, num_bytes, socket.MSG_NOSIGNAL)
+
+
+def receive_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) -> None:
+    """Fills all num_bytes of it; `shutdown` from another thread ends the call.
+
+    Raises:
+        OSError: the connection is gone.
+        TransferError: it ended before the last byte.
+    """
+    _transfer(_libc.recvmsg, connection, vectors, num_bytes, socket.MSG_WAITALL)
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """The next num_bytes. Raises like `receive_vectors`."""
+    received = connection.recv(num_bytes, socket.MSG_WAITALL)
+    if len(received) < num_bytes:
+        raise TransferError("the connection ended")
+    return received
+
+
+def receive_before(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """Likewise, or TimeoutError at the deadline by time.monotonic(). Leaves a timeout set."""
+    received = b""
+    while len(received) < num_bytes:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        some = connection.recv(num_bytes - len(received))
+        if not some:
+            raise TransferError("the connection ended")
+        received += some
+    return received
+
+
+def _transfer(
+    call: "ctypes._NamedFuncPointer",
+    connection: socket.socket,
+    vectors: Vectors,
+    num_bytes: int,
+    flags: int,
+) -> None:
+    header = _MessageHeader()
+    while True:
+        header.vectors = _address(vectors)
+        header.num_vectors = min(len(vectors), MAX_VECTORS)
+        count = call(connection.fileno(), ctypes.byref(header), flags)
+        if count == num_bytes:
+            return
+        if count == 0:
+            raise TransferError("the connection ended")
+        if count > 0:
+            vectors = _rest(vectors, count)
+            num_bytes -= count
+        elif (number := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def _rest(vectors: Vectors, count: int) -> Vectors:
+    """What is left to transfer after the first count bytes."""
+    ends = np.cumsum(vectors[:, 1])
+    first = int(np.searchsorted(ends, count, side="right"))
+    rest = vectors[first:].copy()
+    done = np.uint64(count) - (ends[first] - vectors[first, 1])
+    rest[0, 0] += done
+    rest[0, 1] -= done
+    return rest

@@ -1,0 +1,188 @@
+"""The owner's end of the tcp backend: serves pages straight from the pool, on threads of its own.
+
+One thread accepts, one thread per reader answers its requests in order. Only pages published to
+that reader are served; a reader that asks for others, or lies, harms its own connection alone.
+"""
+
+import contextlib
+import hmac
+import logging
+import os
+import socket
+import threading
+import time
+
+import msgspec
+import numpy as np
+
+from common.errors import EngineFault, ProtocolViolation, TransferError
+from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside
+from kvtransfer.backends.publications import Publications
+from kvtransfer.backends.scatter import (
+    PageTable,
+    receive_before,
+    receive_exactly,
+    send_vectors,
+)
+from kvtransfer.backends.scratch import Scratch
+from kvtransfer.backends.tcp_wire import (
+    GREETING,
+    INTRODUCTION,
+    KEY_BYTES,
+    MAGIC,
+    MAX_REQUEST_PAGES,
+    NONCE_BYTES,
+    REPLY,
+    REQUEST,
+    Description,
+    Kind,
+    Status,
+    owner_proof,
+    reader_key,
+    reader_proof,
+    set_options,
+)
+
+_MAX_CONNECTIONS = 256
+_log = logging.getLogger(__name__)
+
+
+class TcpOwner:
+    """Listens on an ephemeral port of `host` until closed."""
+
+    def __init__(self, host: str, pool: PagePool) -> None:
+        """Raises TransferError where the host cannot be bound."""
+        self._host = host
+        self._pool = pool
+        self._scratch = Scratch(pool.page_bytes)
+        self._tables = {
+            Kind.POOL: PageTable(pool),
+            Kind.SCRATCH: PageTable(self._scratch.pool),
+        }
+        self._publications = Publications(pool.num_pages)
+        self._secret = os.urandom(KEY_BYTES)
+        self._lock = threading.Lock()
+        self._threads: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self._listener = _listen(host)
+        self._port: int = self._listener.getsockname()[1]
+        self._acceptor = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
+        self._acceptor.start()
+
+    def describe(self, reader: int) -> bytes:
+        return msgspec.msgpack.encode(
+            Description(
+                host=self._host,
+                port=self._port,
+                key=reader_key(self._secret, reader),
+                scratch_pages=self._scratch.pool.num_pages,
+            )
+        )
+
+    def publish(self, reader: int, pages: Ints) -> None:
+        self._publications.publish(reader, pages)
+
+    def withdraw(self, reader: int, pages: Ints) -> None:
+        self._publications.withdraw(reader, pages)
+
+    def poll(self) -> None:
+        """Nothing to do: the owner's own threads answer."""
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            threads = [self._acceptor, *self._threads.values()]
+            for connection in (self._listener, *self._threads):
+                with contextlib.suppress(OSError):  # the other end may have gone first
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(CONNECT_S)
+            if thread.is_alive():
+                raise EngineFault("a tcp owner's thread does not end: its pool is still in use")
+        self._listener.close()
+
+    # On the owner's own threads ------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                # A connection that died in the backlog, or no descriptors left for a moment.
+                _log.warning("a data connection could not be accepted: %s", error)
+                time.sleep(0.05)
+                continue
+            with self._lock:
+                if self._closed or len(self._threads) >= _MAX_CONNECTIONS:
+                    _log.warning("a data connection from %s was turned away", address[0])
+                    connection.close()
+                    continue
+                self._threads[connection] = thread = threading.Thread(
+                    target=self._serve, args=(connection, address), name="tcp-owner", daemon=True
+                )
+                thread.start()
+
+    def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        try:
+            reader = self._greet(connection)
+            while True:
+                self._answer(connection, reader)
+        except ProtocolViolation as error:
+            _log.warning("data connection from %s ended: %s", address[0], error)
+        except (OSError, TransferError):
+            pass  # the reader has gone, or never was one
+        finally:
+            with self._lock:
+                del self._threads[connection]
+            connection.close()
+
+    def _greet(self, connection: socket.socket) -> int:
+        """Proves both ends to each other and returns the reader's instance id."""
+        deadline = time.monotonic() + CONNECT_S
+        set_options(connection)
+        challenge = os.urandom(NONCE_BYTES)
+        connection.sendall(GREETING.pack(MAGIC, challenge))
+        reader, nonce, proof = INTRODUCTION.unpack(
+            receive_before(connection, INTRODUCTION.size, deadline)
+        )
+        key = reader_key(self._secret, reader)
+        if not hmac.compare_digest(proof, reader_proof(key, challenge, nonce)):
+            raise ProtocolViolation(f"no proof that it is reader {reader:016x}")
+        connection.settimeout(None)  # the readers and writers of scatter.py need a blocking socket
+        connection.sendall(owner_proof(key, challenge, nonce))
+        return int(reader)
+
+    def _answer(self, connection: socket.socket, reader: int) -> None:
+        """Takes one request and sends its pages, or as many zeros where one is refused."""
+        kind, num_pages = REQUEST.unpack(receive_exactly(connection, REQUEST.size))
+        if not 1 <= num_pages <= MAX_REQUEST_PAGES:
+            raise ProtocolViolation(f"a request for {num_pages} pages")
+        pages = np.frombuffer(receive_exactly(connection, 4 * num_pages), np.int32)
+        match kind:
+            case Kind.POOL:
+                refused = self._publications.first_refused(reader, pages)
+            case Kind.SCRATCH:
+                refused = first_outside(pages, self._scratch.pool.num_pages)
+            case _:
+                raise ProtocolViolation(f"a request of kind {kind}")
+        table = self._tables[kind]
+        head = bytearray(REPLY.size)
+        if refused is None:
+            REPLY.pack_into(head, 0, Status.DATA, 0)
+        else:
+            REPLY.pack_into(head, 0, Status.REFUSED, refused)
+            table, pages = self._tables[Kind.SCRATCH], np.zeros_like(pages)
+        num_bytes = len(head) + num_pages * self._pool.page_bytes
+        send_vectors(connection, table.vectors(pages, head), num_bytes)
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=64)
+    except OSError as error:
+        raise TransferError(f"tcp cannot listen on {host}: {error}") from None

@@ -1,0 +1,37 @@
+"""Which data paths a configuration means, and what this machine can serve of them."""
+
+import logging
+from collections.abc import Mapping
+
+from common.config import TransferConfig
+from common.errors import ConfigError, TransferError
+from kvtransfer.backends.base import Backend, Owner, PagePool
+from kvtransfer.backends.nixl import NixlBackend
+from kvtransfer.backends.tcp import TcpBackend
+
+log = logging.getLogger(__name__)
+
+
+def backends(config: TransferConfig) -> dict[str, Backend]:
+    """By name, in the order in which they should be tried."""
+    known: tuple[Backend, ...] = (NixlBackend(), TcpBackend(config.data_host))
+    return {backend.name: backend for backend in known if config.path in ("auto", backend.name)}
+
+
+def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dict[str, Owner]:
+    """Serves `pool` over every backend that this machine has, in the same order.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    owners: dict[str, Owner] = {}
+    reasons = []
+    for name, backend in backends.items():
+        try:
+            owners[name] = backend.serve(pool, instance)
+        except TransferError as error:
+            log.warning("pages are not served over %s: %s", name, error)
+            reasons.append(f"{name}: {error}")
+    if not owners:
+        raise ConfigError(f"transfer.path: no data path can be served here: {'; '.join(reasons)}")
+    return owners

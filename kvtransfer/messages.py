@@ -1,0 +1,84 @@
+"""The messages of one hand-off, as immutable records. `wire.py` maps them to protobuf.
+
+Hello opens a stream and is compared in `pairing.py`; everything here follows it.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from common.sampling import SamplingParams
+
+
+class HandoffId(NamedTuple):
+    """Names one attempt at one hand-off. Never derived from a router's or a client's id."""
+
+    instance: int  # of the reader
+    request: int  # the reader's own counter, new for every submission
+    attempt: int  # from 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Any message of a pair stream after Hello."""
+
+
+class Open(Message, frozen=True, tag=True):
+    id: HandoffId
+    token_ids: tuple[int, ...]
+    num_generated: int
+    sampling: SamplingParams
+    budget_s: float
+    request_id: str
+
+
+class Grant(Message, frozen=True, tag=True):
+    id: HandoffId
+    prefix_tokens: int
+
+
+class Admitted(Message, frozen=True, tag=True):
+    id: HandoffId
+    compute_tokens: int
+    queued_tokens: int
+
+
+class Ready(Message, frozen=True, tag=True):
+    """Token range [start, end) is in `pages` of the owner, final and readable."""
+
+    id: HandoffId
+    start: int
+    end: int
+    pages: tuple[int, ...]
+    last: bool
+    first_token: int | None  # set if and only if last
+
+
+class Done(Message, frozen=True, tag=True):
+    id: HandoffId
+
+
+class Released(Message, frozen=True, tag=True):
+    id: HandoffId
+    held: bool
+
+
+class Cancel(Message, frozen=True, tag=True):
+    id: HandoffId
+    reason: str
+
+
+class Failed(Message, frozen=True, tag=True):
+    id: HandoffId
+    reason: str
+    retryable: bool
+
+
+class Beat(Message, frozen=True, tag=True):
+    sequence: int
+    open_handoffs: int
+    connecting: bool = False  # from a reader whose link is not up: a passive owner must poll
+
+
+FromReader: TypeAlias = Open | Grant | Done | Cancel | Beat
+FromOwner: TypeAlias = Admitted | Ready | Released | Failed | Beat
+AnyMessage: TypeAlias = Open | Grant | Admitted | Ready | Done | Released | Cancel | Failed | Beat

@@ -1,0 +1,176 @@
+"""The reader's side of KvTransfer: one pair stream to every owner it is told of, for ever.
+
+Start-up in any order: an address that does not answer is dialled again, sooner after a stream
+that was lost than after a refusal, which only a restart of either node can mend.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from common import rpc
+from common.errors import NodeUnavailable, ProtocolViolation, ServingError
+from common.logs import kv
+from common.metrics import NodeMetrics
+from kvtransfer import wire
+from kvtransfer.pair_streams import PairStreams
+from kvtransfer.pairing import Hello
+from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DialTimes:
+    """Seconds of each wait."""
+
+    first_s: float = 0.2  # after the first failure; doubles from then on
+    longest_s: float = 5.0
+    refused_s: float = 30.0
+    hello_s: float = 5.0  # from the dial to the owner's Hello
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """How one attempt at a stream ended."""
+
+    reason: str
+    refused: bool
+    lived_s: float  # from Hello on; 0 if there was none
+
+
+class PairDialer:
+    """Event loop only."""
+
+    def __init__(
+        self, streams: PairStreams, metrics: NodeMetrics, times: DialTimes | None = None
+    ) -> None:
+        self._streams = streams
+        self._metrics = metrics
+        self._times = times or DialTimes()
+        self._wanted: frozenset[str] = frozenset()
+        self._changed = asyncio.Event()
+
+    def dial(self, addresses: frozenset[str]) -> None:
+        """From now on pairs with exactly these owners; streams to others are ended."""
+        self._wanted = addresses
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Dials until it is cancelled; leaves no stream behind."""
+        dialling: dict[str, asyncio.Task[None]] = {}
+        changed: asyncio.Task[Any] = asyncio.ensure_future(self._changed.wait())
+        try:
+            while True:
+                await asyncio.wait({changed, *dialling.values()}, return_when="FIRST_COMPLETED")
+                for task in dialling.values():
+                    if task.done():  # for ever, unless there is a fault of ours in it
+                        task.result()
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await _cancelled(*(dialling.pop(old) for old in dialling.keys() - self._wanted))
+                for new in self._wanted - dialling.keys():
+                    dialling[new] = asyncio.ensure_future(self._keep(new))
+        finally:
+            await _cancelled(changed, *dialling.values())
+
+    async def _keep(self, address: str) -> None:
+        backoff_s = self._times.first_s
+        told = ""
+        while True:
+            over = await self._attempt(address)
+            if over.refused or not over.lived_s:
+                self._metrics.pairing("refused" if over.refused else "failed")
+            if over.reason != told:
+                told = over.reason
+                log.warning(
+                    "not paired %s", kv(owner=address, refused=over.refused, because=over.reason)
+                )
+            if over.lived_s > self._times.longest_s:
+                backoff_s = self._times.first_s
+            delay_s = self._times.refused_s if over.refused else backoff_s
+            backoff_s = min(2 * backoff_s, self._times.longest_s)
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.0))
+
+    async def _attempt(self, address: str) -> _Over:
+        ours = await self._streams.local_hello()
+        up_at: float | None = None
+        error: ServingError
+        async with rpc.make_channel(address) as channel:
+            stub = kvtransfer_pb2_grpc.KvTransferStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Pair()
+            try:
+                theirs = await self._hello(call, ours)
+                up_at = time.monotonic()
+                self._metrics.pairing("up")
+                # By the name that the router uses for it, whatever the owner calls itself.
+                peer = msgspec.structs.replace(theirs, address=address)
+                with self._streams.opened(peer, as_reader=True) as stream:
+                    async with _own_words(call):
+                        await stream.outgoing.converse(call.write, _incoming(call), stream.take)
+            except ServingError as ended:
+                error = ended
+            except Exception:
+                # Whatever a peer can do to this code, it costs that pair and not the node.
+                log.exception("a pair stream failed by a fault of this program")
+                error = NodeUnavailable("internal error; see the log of the reader")
+            else:
+                error = NodeUnavailable("the owner has closed the stream")
+            finally:
+                call.cancel()
+        refused = error.status is grpc.StatusCode.FAILED_PRECONDITION
+        lived_s = 0.0 if up_at is None else time.monotonic() - up_at
+        return _Over(str(error), refused, lived_s)
+
+    async def _hello(self, call: Any, ours: Hello) -> Hello:
+        async with _own_words(call):
+            try:
+                async with asyncio.timeout(self._times.hello_s):
+                    await call.write(wire.to_proto(ours, as_reader=True))
+                    first = await _read(call)
+            except TimeoutError:
+                raise NodeUnavailable(f"no Hello within {self._times.hello_s:g} s") from None
+        theirs = wire.parse(first) if first is not grpc.aio.EOF else None
+        if not isinstance(theirs, Hello):
+            raise ProtocolViolation("the first message of the owner is not Hello")
+        return theirs
+
+
+async def _read(call: Any) -> Any:
+    message = await call.read()
+    if message is None:  # what grpcio makes of bytes that it cannot parse
+        raise ProtocolViolation("the owner has sent bytes that are no message")
+    return message
+
+
+async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromOwner]:
+    while (message := await _read(call)) is not grpc.aio.EOF:
+        yield message
+
+
+@asynccontextmanager
+async def _own_words(call: Any) -> AsyncIterator[None]:
+    """Turns the end of a call into a ServingError with the owner's own sentence."""
+    try:
+        yield
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        # A write on a call that is over says only that: the call itself knows why.
+        code, details = await call.code(), await call.details()
+        refused = code is grpc.StatusCode.FAILED_PRECONDITION
+        kind = ProtocolViolation if refused else NodeUnavailable
+        raise kind(details or code.name) from error
+
+
+async def _cancelled(*tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

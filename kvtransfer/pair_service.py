@@ -1,0 +1,65 @@
+"""The owner's side of KvTransfer: takes pair streams that readers open."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from common import rpc
+from common.errors import DeadlineExceeded, NodeUnavailable, ProtocolViolation
+from kvtransfer import wire
+from kvtransfer.pair_streams import PairStreams
+from kvtransfer.pairing import Hello
+from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
+
+HELLO_S = 5.0
+
+
+class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
+    """Event loop only.
+
+    Args:
+        check_ready: raises NodeUnavailable until the engine can pair.
+        hello_s: longest wait for a reader's Hello.
+    """
+
+    def __init__(
+        self, streams: PairStreams, check_ready: Callable[[], None], *, hello_s: float = HELLO_S
+    ) -> None:
+        self._streams = streams
+        self._check_ready = check_ready
+        self._hello_s = hello_s
+        self._draining = False
+
+    def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        """Adds the service to a server; returns its name."""
+        return rpc.add_service(server, kvtransfer_pb2_grpc.add_KvTransferServicer_to_server, self)
+
+    async def Pair(self, messages: AsyncIterator[kvtransfer_pb2.FromReader], context: Any) -> None:
+        """Carries every hand-off of one reader, until either side ends the stream.
+
+        UNAVAILABLE while the node starts or drains; FAILED_PRECONDITION, with every field that
+        differs, to a reader that does not fit, and with a sentence to one that breaks the
+        protocol; DEADLINE_EXCEEDED to one that does not say Hello.
+        """
+        self._check_ready()
+        if self._draining:
+            raise NodeUnavailable("this node is draining")
+        hello = await self._first(messages)
+        with self._streams.opened(hello, as_reader=False) as stream:
+            await stream.outgoing.converse(context.write, messages, stream.take)
+
+    def drain(self) -> None:
+        """Takes no new stream from now on; hand-offs on open ones finish."""
+        self._draining = True
+
+    async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromReader]) -> Hello:
+        try:
+            message = await asyncio.wait_for(anext(messages, None), self._hello_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no Hello within {self._hello_s:g} s") from None
+        hello = wire.parse(message) if message is not None else None
+        if not isinstance(hello, Hello):
+            raise ProtocolViolation("the first message of a pair stream is not Hello")
+        return hello

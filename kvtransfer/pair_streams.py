@@ -1,0 +1,161 @@
+"""The front's end of the transfer thread's socket: pair streams by number, both directions.
+
+Knows which of its numbers are open and nothing of hand-offs. What a peer says is parsed before
+it goes to the transfer thread; what the transfer thread says goes to the stream it names, or
+nowhere if that stream is over.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from common.errors import EngineFault, NodeUnavailable, ProtocolViolation, ServingError
+from common.logs import kv
+from common.metrics import NodeMetrics
+from common.node.ipc import Backlogged, FrameConnection, PeerGone
+from common.node.streams import Outgoing
+from kvtransfer import wire
+from kvtransfer.front_messages import (
+    LocalHello,
+    PairClosed,
+    PairEnd,
+    PairHello,
+    PairInput,
+    PairMessage,
+    PairOpened,
+    PairOutput,
+    PairSend,
+)
+from kvtransfer.messages import AnyMessage
+from kvtransfer.pairing import Hello
+from protos import kvtransfer_pb2
+
+log = logging.getLogger(__name__)
+
+Outward: TypeAlias = kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner
+
+
+class PairStream:
+    """One pair stream, from both Hellos to its end."""
+
+    def __init__(self, number: int, as_reader: bool, send: Callable[[PairInput], None]) -> None:
+        self.number = number
+        self.as_reader = as_reader
+        self.outgoing: Outgoing[Outward] = Outgoing()
+        self.reason = "the peer has closed the stream"  # why it is over
+        self._send = send
+
+    def take(self, message: Outward) -> None:
+        """Parses a peer's message and forwards it.
+
+        Raises:
+            ProtocolViolation: it is not what may come on this stream.
+        """
+        self._send(PairMessage(self.number, parsed(message)))
+
+
+def parsed(message: Outward) -> AnyMessage:
+    record = wire.parse(message)
+    if isinstance(record, Hello):
+        raise ProtocolViolation("a second Hello on a pair stream")
+    return record
+
+
+class PairStreams:
+    """Event loop only.
+
+    Args:
+        sock: to the transfer thread; owned from now on.
+    """
+
+    def __init__(self, sock: socket.socket, metrics: NodeMetrics) -> None:
+        self._socket = sock
+        self._metrics = metrics
+        self._connection: FrameConnection[PairOutput] = FrameConnection(
+            PairOutput, self._take, self._end
+        )
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, PairStream] = {}
+
+    async def run(self) -> None:
+        """Carries messages until it is cancelled.
+
+        Raises:
+            EngineFault: the transfer thread is gone or does not read.
+        """
+        await self._connection.open(self._socket)
+        try:
+            raise EngineFault(f"the transfer thread is gone: {await self._over}")
+        finally:
+            self._connection.close()
+
+    async def local_hello(self) -> Hello:
+        """What this node says first as a reader, once the transfer thread has told it."""
+        return await asyncio.shield(self._hello)
+
+    @contextmanager
+    def opened(self, hello: Hello, *, as_reader: bool) -> Iterator[PairStream]:
+        """A stream whose peer's Hello has come, known to the transfer thread while inside.
+
+        Raises:
+            NodeUnavailable: there is no transfer thread.
+        """
+        if self._over.done():
+            raise NodeUnavailable("the engine of this node has ended")
+        stream = PairStream(next(self._numbers), as_reader, self._send)
+        self._streams[stream.number] = stream
+        self._metrics.stream_opened("pair")
+        self._send(PairOpened(stream.number, hello, as_reader))
+        log.info("pair stream %s", kv(stream=stream.number, peer=hello.address, reader=as_reader))
+        try:
+            yield stream
+        except Exception as error:
+            stream.reason = str(error)
+            raise
+        finally:
+            del self._streams[stream.number]
+            self._metrics.stream_closed("pair")
+            if stream.outgoing.cut_off:
+                self._metrics.cut_off()
+            self._send(PairClosed(stream.number, stream.reason))
+            log.info(
+                "pair stream over %s",
+                kv(stream=stream.number, peer=hello.address, because=stream.reason),
+            )
+
+    def close_all(self, error: ServingError) -> None:
+        """Ends every stream, after what waits to be written."""
+        for stream in self._streams.values():
+            stream.outgoing.close(error)
+
+    def _take(self, message: PairOutput) -> None:
+        match message:
+            case LocalHello(hello=hello):
+                if not self._hello.done():
+                    self._hello.set_result(hello)
+            case PairHello(stream=number, hello=said) | PairSend(stream=number, message=said):
+                stream = self._streams.get(number)
+                if stream is not None:
+                    stream.outgoing.put(wire.to_proto(said, as_reader=stream.as_reader))
+            case PairEnd(stream=number, reason=reason, refused=refused):
+                stream = self._streams.get(number)
+                if stream is not None:
+                    stream.outgoing.end((ProtocolViolation if refused else NodeUnavailable)(reason))
+
+    def _send(self, message: PairInput) -> None:
+        try:
+            self._connection.send(message)
+        except PeerGone:
+            self._end("end of file")
+        except Backlogged as error:
+            self._end(str(error))
+
+    def _end(self, reason: str) -> None:
+        if not self._over.done():
+            self._over.set_result(reason)

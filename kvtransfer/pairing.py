@@ -1,0 +1,94 @@
+"""Hello, and whether two nodes may pair: every difference is named, then the pair is refused.
+
+Knows the fingerprint as named strings only; what goes into it is the engine's business.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from common.errors import LayoutMismatch
+from kvtransfer.backends.base import PagePool
+
+PROTOCOL_VERSION = 1
+
+
+class DataPath(msgspec.Struct, frozen=True):
+    """One way to read the sender's pages; the description is that backend's own."""
+
+    backend: str
+    description: bytes
+
+
+class Region(msgspec.Struct, frozen=True):
+    """The sender's pages of one rank: page i is [base + i * page_bytes, + page_bytes)."""
+
+    base: int
+    page_bytes: int
+    num_pages: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message each way. A reader offers no paths; an owner offers them in the order of
+    its preference, described for that one reader."""
+
+    instance: int  # random 64 bit, new at each process start
+    protocol_version: int
+    fingerprint: dict[str, str]
+    paths: tuple[DataPath, ...]
+    regions: tuple[Region, ...]  # by rank
+    address: str  # of the sender's gRPC server
+
+    @classmethod
+    def of(
+        cls, instance: int, address: str, fingerprint: dict[str, str], pool: PagePool
+    ) -> "Hello":
+        """What a node of one rank says of itself, without paths."""
+        return cls(
+            instance=instance,
+            protocol_version=PROTOCOL_VERSION,
+            fingerprint=fingerprint,
+            paths=(),
+            regions=(Region(pool.base, pool.page_bytes, pool.num_pages),),
+            address=address,
+        )
+
+
+def compare(ours: Hello, theirs: Hello) -> None:
+    """Returns if the two nodes may pair.
+
+    Raises:
+        LayoutMismatch: with one sentence for each thing that differs.
+    """
+    differences = list(_differences(ours, theirs))
+    if differences:
+        raise LayoutMismatch(f"{theirs.address or 'the peer'} cannot pair: {' '.join(differences)}")
+
+
+def _differences(ours: Hello, theirs: Hello) -> Iterator[str]:
+    if ours.instance == theirs.instance:
+        yield "It is this node itself."
+    if ours.protocol_version != theirs.protocol_version:
+        yield _sentence("protocol_version", ours.protocol_version, theirs.protocol_version)
+    yield from _field_differences(ours.fingerprint, theirs.fingerprint)
+    if len(ours.regions) != len(theirs.regions):
+        yield _sentence("number of ranks", len(ours.regions), len(theirs.regions))
+        return
+    for rank, (our, their) in enumerate(zip(ours.regions, theirs.regions, strict=True)):
+        if our.page_bytes != their.page_bytes:
+            yield _sentence(f"page_bytes of rank {rank}", our.page_bytes, their.page_bytes)
+
+
+def _field_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[str]:
+    for field in sorted(ours.keys() | theirs.keys()):
+        our, their = ours.get(field), theirs.get(field)
+        if our != their:
+            yield _sentence(field, _shown(our), _shown(their))
+
+
+def _shown(value: str | None) -> str:
+    return "unset" if value is None else repr(value)
+
+
+def _sentence(field: str, ours: object, theirs: object) -> str:
+    return f"{field} is {ours} here and {theirs} there."

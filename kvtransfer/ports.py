@@ -1,0 +1,181 @@
+"""What crosses between a node's engine thread and its transfer thread.
+
+All pages are counted on the engine thread. The transfer thread answers every command that lends
+it pages with exactly one event that gives them back: GrantHandoff -> ReadsEnded,
+Opened -> HandoffDropped (which ends every Publish of that id).
+"""
+
+from typing import Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from common.sampling import SamplingParams
+from kvtransfer.messages import HandoffId
+
+Ints = NDArray[np.int32]
+
+
+# Commands of a reader's engine (decode node) ---------------------------------------------------
+
+
+class OpenHandoff(msgspec.Struct, frozen=True):
+    """Ask `owner` (a paired instance) for the KV of these tokens. Lost follows if it is gone."""
+
+    id: HandoffId
+    owner: int
+    token_ids: Ints
+    num_generated: int
+    sampling: SamplingParams
+    budget_s: float
+    request_id: str
+
+
+class GrantHandoff(msgspec.Struct, frozen=True):
+    """Destination pages of token indices [prefix_tokens, len(token_ids)), in order. The engine
+    holds them for "read" until ReadsEnded."""
+
+    id: HandoffId
+    prefix_tokens: int
+    destination_pages: Ints
+
+
+class CancelHandoff(msgspec.Struct, frozen=True):
+    """Give the attempt up, whatever its state. Neither Held nor Lost follows; ReadsEnded does
+    if it was granted."""
+
+    id: HandoffId
+    reason: str
+
+
+# Events to a reader's engine -------------------------------------------------------------------
+
+
+class OwnerUp(msgspec.Struct, frozen=True):
+    """A paired owner with a proved link."""
+
+    owner: int
+    address: str
+    path: str  # nvlink | cuda_ipc | rdma | cma | tcp
+    gib_per_s: float
+
+
+class OwnerDown(msgspec.Struct, frozen=True):
+    """Every hand-off open with it has been, or is about to be, reported Lost."""
+
+    owner: int
+    address: str
+    reason: str
+
+
+class HandoffAdmitted(msgspec.Struct, frozen=True):
+    id: HandoffId
+    compute_tokens: int
+    queued_tokens: int
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """Comes before the pages have landed; at most once per id."""
+
+    id: HandoffId
+    token: int
+
+
+class Held(msgspec.Struct, frozen=True):
+    """All pages have landed and the owner held them throughout: the request may join a batch."""
+
+    id: HandoffId
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The attempt is over without its pages. A later event about this id is only ReadsEnded."""
+
+    id: HandoffId
+    reason: str
+    retryable: bool  # False: another owner would refuse it as well
+
+
+class ReadsEnded(msgspec.Struct, frozen=True):
+    """No byte of this attempt can land any more: drop the "read" hold. Exactly once per grant."""
+
+    id: HandoffId
+
+
+# Commands of an owner's engine (prefill node) --------------------------------------------------
+
+
+class Admit(msgspec.Struct, frozen=True):
+    id: HandoffId
+    compute_tokens: int
+    queued_tokens: int
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """Token range [start, end) is final in these pages. The engine holds them for "publication"
+    until HandoffDropped; ranges of one id follow each other from its prefix_tokens on."""
+
+    id: HandoffId
+    start: int
+    end: int
+    pages: Ints
+    last: bool
+    first_token: int | None
+
+
+class FailHandoff(msgspec.Struct, frozen=True):
+    """The owner gives the hand-off up. HandoffDropped follows."""
+
+    id: HandoffId
+    reason: str
+    retryable: bool
+
+
+# Events to an owner's engine -------------------------------------------------------------------
+
+
+class Opened(msgspec.Struct, frozen=True):
+    id: HandoffId
+    token_ids: Ints
+    num_generated: int
+    sampling: SamplingParams
+    budget_s: float
+    request_id: str
+
+
+class Granted(msgspec.Struct, frozen=True):
+    id: HandoffId
+    prefix_tokens: int
+
+
+class HandoffDropped(msgspec.Struct, frozen=True):
+    """The hand-off is off the owner's books: drop its "publication" holds, compute no more of it.
+    Exactly once per Opened, and the last event about its id."""
+
+    id: HandoffId
+    held: bool  # the reader has everything
+    reason: str
+
+
+ReaderCommand: TypeAlias = OpenHandoff | GrantHandoff | CancelHandoff
+ReaderEvent: TypeAlias = (
+    OwnerUp | OwnerDown | HandoffAdmitted | FirstToken | Held | Lost | ReadsEnded
+)
+OwnerCommand: TypeAlias = Admit | Publish | FailHandoff
+OwnerEvent: TypeAlias = Opened | Granted | HandoffDropped
+
+
+class ReaderPort(Protocol):
+    """The transfer thread, as a reader's engine thread sees it. Neither call ever blocks."""
+
+    def post(self, command: ReaderCommand) -> None: ...
+
+    def take(self) -> list[ReaderEvent]: ...
+
+
+class OwnerPort(Protocol):
+    """The transfer thread, as an owner's engine thread sees it. Neither call ever blocks."""
+
+    def post(self, command: OwnerCommand) -> None: ...
+
+    def take(self) -> list[OwnerEvent]: ...

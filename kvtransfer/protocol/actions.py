@@ -1,0 +1,66 @@
+"""What the two ends ask of the transfer thread, to be carried out in the order given.
+
+A link is named by the stream it serves: a stream belongs to one owner instance and its number is
+never used again, so no read can meet another instance than the one it was meant for (rule 10).
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from kvtransfer.messages import AnyMessage, HandoffId
+from kvtransfer.ports import Ints, OwnerEvent, ReaderEvent
+
+
+class Send(msgspec.Struct, frozen=True):
+    stream: int
+    message: AnyMessage
+
+
+class EndStream(msgspec.Struct, frozen=True):
+    """Ends the stream. The end has forgotten it already and expects nothing more of it."""
+
+    stream: int
+    reason: str
+    refused: bool  # the peer has broken the protocol: trying again at once is useless
+
+
+class OpenLink(msgspec.Struct, frozen=True):
+    """Connect to the owner of this stream. Answered by one link_up, or by link_closed."""
+
+    stream: int
+
+
+class CloseLink(msgspec.Struct, frozen=True):
+    """Answered by link_closed, once no byte can land through the link any more."""
+
+    stream: int
+    reason: str
+
+
+class StartRead(msgspec.Struct, frozen=True):
+    """Read source_pages[i] of the stream's owner into destination_pages[i]. Reads of one link end
+    in the order in which they were started, by read_ended or all the rest by link_closed."""
+
+    stream: int
+    id: HandoffId
+    source_pages: Ints
+    destination_pages: Ints
+
+
+class Expose(msgspec.Struct, frozen=True):
+    """Let this reader read these pages, before it is told of them."""
+
+    id: HandoffId
+    reader: int
+    pages: Ints
+
+
+class Withdraw(msgspec.Struct, frozen=True):
+    """End every Expose of this id."""
+
+    id: HandoffId
+
+
+ReaderAction: TypeAlias = Send | EndStream | OpenLink | CloseLink | StartRead | ReaderEvent
+OwnerAction: TypeAlias = Send | EndStream | Expose | Withdraw | OwnerEvent

@@ -1,0 +1,87 @@
+"""One hand-off on the reader's books, from Open to its end: what may come next, and into which
+pages. Knows nothing of streams, links or deadlines."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.errors import EngineFault, ProtocolViolation
+from kvtransfer.messages import Admitted, HandoffId, Ready
+from kvtransfer.ports import GrantHandoff, Ints
+from kvtransfer.protocol.link_reads import Read
+from kvtransfer.protocol.ranges import Ranges, check_prefix, pages_of
+from kvtransfer.protocol.states import KVPoll, advance
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    id: HandoffId
+    stream: int
+    num_tokens: int
+    page_size: int
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+    destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    ranges: Ranges | None = None  # from Grant on
+    unread: int = 0  # ranges whose pages have not landed yet
+    done_sent: bool = False
+    admitted: Admitted | None = None
+    admitted_at: float = 0.0
+
+    def grant(self, command: GrantHandoff) -> None:
+        """Takes the destination pages. Raises EngineFault if they are not the right number."""
+        prefix = command.prefix_tokens
+        try:
+            check_prefix(prefix, self.num_tokens, self.page_size)
+        except ProtocolViolation as error:
+            raise EngineFault(f"cannot grant {self.id}: {error}") from error
+        num_pages = pages_of(prefix, self.num_tokens, self.page_size)
+        if len(command.destination_pages) != num_pages:
+            raise EngineFault(
+                f"{self.id} was granted {len(command.destination_pages)} pages, not {num_pages}"
+            )
+        self.destination = command.destination_pages
+        self.ranges = Ranges(self.page_size, self.num_tokens, prefix, prefix)
+        self.to(KVPoll.WAITING_FOR_INPUT)
+
+    def admit(self, message: Admitted, now: float) -> None:
+        """Raises ProtocolViolation unless it is granted, and for the first time."""
+        if self.state is not KVPoll.WAITING_FOR_INPUT or self.admitted is not None:
+            raise ProtocolViolation(f"Admitted of {self.id} while {self.state.name}")
+        self.admitted = message
+        self.admitted_at = now
+
+    def begin_range(self, message: Ready, owner_pages: int) -> Read | None:
+        """Takes the next range and returns the read of it, or None if it has no pages.
+
+        Args:
+            owner_pages: pages in the owner's pool.
+        Raises:
+            ProtocolViolation: it cannot be the next range, or its pages cannot be right.
+        """
+        pages = message.pages
+        if self.ranges is None:
+            raise ProtocolViolation(f"Ready of {self.id} before Grant")
+        if pages and not 0 <= min(pages) <= max(pages) < owner_pages:
+            raise ProtocolViolation(f"a page id of {self.id} is outside [0, {owner_pages})")
+        if message.last is (message.first_token is None):
+            raise ProtocolViolation(f"Ready of {self.id}: the first token comes with the last")
+        self.ranges.follow(message.start, message.end, len(pages), last=message.last)
+        self.to(KVPoll.TRANSFERRING)
+        if not pages:
+            return None
+        self.unread += 1
+        first = pages_of(self.ranges.start, message.start, self.page_size)
+        destination = self.destination[first : first + len(pages)]
+        return Read(self.id, np.array(pages, dtype=np.int32), destination)
+
+    @property
+    def tokens_left(self) -> int:
+        """Not published yet. Of a granted attempt only."""
+        return self.num_tokens - self.ranges.next if self.ranges is not None else self.num_tokens
+
+    @property
+    def all_read(self) -> bool:
+        return self.ranges is not None and self.ranges.complete and not self.unread
+
+    def to(self, new: KVPoll) -> None:
+        self.state = advance(self.state, new)

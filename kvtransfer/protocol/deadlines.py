@@ -1,0 +1,50 @@
+"""Deadlines by key: the nearest one, and those that have passed. Knows no clock."""
+
+import heapq
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class _Orderable(Protocol):
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+K = TypeVar("K", bound=_Orderable)
+
+
+class Deadlines(Generic[K]):
+    """At most one deadline per key."""
+
+    def __init__(self) -> None:
+        self._due: dict[K, float] = {}
+        # May hold entries that `_due` no longer has, or has with another time.
+        self._heap: list[tuple[float, K]] = []
+
+    def set(self, key: K, when: float) -> None:
+        """Sets or moves the deadline of `key`."""
+        self._due[key] = when
+        heapq.heappush(self._heap, (when, key))
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._heap = [(time, key) for key, time in self._due.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: K) -> None:
+        """Forgets the deadline of `key`, if it has one."""
+        self._due.pop(key, None)
+
+    def next(self) -> float | None:
+        """The nearest deadline."""
+        while self._heap:
+            when, key = self._heap[0]
+            if self._due.get(key) == when:
+                return when
+            heapq.heappop(self._heap)
+        return None
+
+    def take_due(self, now: float) -> list[K]:
+        """Takes out the keys whose deadline has come, in order of time."""
+        due: list[K] = []
+        while (when := self.next()) is not None and when <= now:
+            key = heapq.heappop(self._heap)[1]
+            del self._due[key]
+            due.append(key)
+        return due

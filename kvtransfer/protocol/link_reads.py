@@ -1,0 +1,52 @@
+"""The reads of one link: those that wait, and those it has been given and may still write.
+
+OPENING -> UP -> CLOSING -> gone, or OPENING again while its stream lives.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtransfer.messages import HandoffId
+from kvtransfer.ports import Ints
+
+# One under way and one for the link to go on with. The rest wait here, where the end of their
+# attempt takes them out at once.
+READS_AHEAD = 2
+
+
+class LinkState(Enum):
+    OPENING = "opening"
+    UP = "up"
+    CLOSING = "closing"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    id: HandoffId
+    source_pages: Ints
+    destination_pages: Ints
+
+
+@dataclass(slots=True)
+class LinkReads:
+    state: LinkState = LinkState.OPENING
+    waiting: deque[Read] = field(default_factory=deque)
+    posted: deque[Read] = field(default_factory=deque)  # in the order in which they will end
+
+    def next_to_post(self) -> Read | None:
+        """Moves a read from waiting to posted, if the link can take one."""
+        if self.state is not LinkState.UP or len(self.posted) >= READS_AHEAD or not self.waiting:
+            return None
+        self.posted.append(self.waiting.popleft())
+        return self.posted[-1]
+
+    def forget(self, id: HandoffId) -> None:
+        """Drops the waiting reads of an attempt. Posted ones cannot be taken back."""
+        self.waiting = deque(read for read in self.waiting if read.id != id)
+
+    def closed(self) -> list[Read]:
+        """The reads that the closed link had not ended, in order; none can land any more."""
+        unfinished = list(self.posted)
+        self.posted.clear()
+        return unfinished

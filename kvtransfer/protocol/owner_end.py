@@ -1,0 +1,298 @@
+"""The owner's half of the protocol: what it has promised to whom, over all its pair streams.
+
+Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds
+no pages; HandoffDropped tells the engine when it may let them go. A late or unknown message never
+creates state, and no tombstones are kept: an id that is not on the books is answered as such.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.config import TransferConfig
+from common.errors import EngineFault, ProtocolViolation
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Grant,
+    HandoffId,
+    Open,
+    Ready,
+    Released,
+)
+from kvtransfer.ports import (
+    Admit,
+    FailHandoff,
+    Granted,
+    HandoffDropped,
+    Opened,
+    OwnerCommand,
+    Publish,
+)
+from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
+from kvtransfer.protocol.beats import Beats, earliest
+from kvtransfer.protocol.deadlines import Deadlines
+from kvtransfer.protocol.ranges import Ranges, check_prefix
+from kvtransfer.protocol.states import KVPoll, advance
+
+# How long an owner polls for a reader that says it is connecting.
+POLL_S = 30.0
+
+
+@dataclass(slots=True)
+class _Stream:
+    reader: int
+    connecting: bool = True  # as the reader last said
+    poll_until: float = 0.0
+
+
+@dataclass(slots=True)
+class _Handoff:
+    id: HandoffId
+    stream: int
+    num_tokens: int
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+    ranges: Ranges | None = None  # from Grant on
+    ungranted: list[Admit | Publish] = field(default_factory=list)
+    admitted: bool = False
+
+
+class OwnerEnd:
+    """Hand-offs that this node gives."""
+
+    def __init__(
+        self, config: TransferConfig, *, page_size: int, max_handoffs: int = 16384
+    ) -> None:
+        """max_handoffs: open at once; a further Open is answered by Failed, retryable."""
+        self._page_size = page_size
+        self._max_handoffs = max_handoffs
+        self._streams: dict[int, _Stream] = {}
+        self._handoffs: dict[HandoffId, _Handoff] = {}
+        self._budgets: Deadlines[HandoffId] = Deadlines()
+        self._beats = Beats(config)
+        self._actions: list[OwnerAction] = []
+
+    # What the thread may ask --------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        return len(self._handoffs)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is to be called, in the clock of `now`."""
+        return earliest((self._beats.next_deadline(), self._budgets.next()))
+
+    def polls(self, now: float) -> bool:
+        """Whether a reader may be connecting to this node at the moment."""
+        return any(s.connecting and now < s.poll_until for s in self._streams.values())
+
+    def engine_moves(self, moving: bool) -> None:
+        """Beats are sent only while it does (rule 7)."""
+        self._beats.moving = moving
+
+    # Inputs -------------------------------------------------------------------------------------
+
+    def stream_up(self, stream: int, reader: int, now: float) -> list[OwnerAction]:
+        """`reader` (an instance) has said Hello on a new stream."""
+        for old, peer in list(self._streams.items()):
+            if peer.reader == reader:
+                self._end_stream(old, "the reader has opened another stream")
+        self._streams[stream] = _Stream(reader, poll_until=now + POLL_S)
+        self._beats.start(stream, now)
+        return self._taken()
+
+    def stream_down(self, stream: int, reason: str) -> list[OwnerAction]:
+        """The stream is over. Nothing happens if this end has ended it itself."""
+        if stream in self._streams:
+            self._forget_stream(stream, reason)
+        return self._taken()
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> list[OwnerAction]:
+        """A message from the reader. What comes on a stream that is over is dropped."""
+        if stream in self._streams:
+            try:
+                self._receive(stream, message, now)
+            except ProtocolViolation as violation:
+                self._end_stream(stream, f"protocol violation: {violation}", refused=True)
+        return self._taken()
+
+    def command(self, command: OwnerCommand) -> list[OwnerAction]:
+        """A command about an id that is off the books is dropped: its HandoffDropped is on its way
+        to the engine.
+
+        Raises:
+            EngineFault: the engine published what cannot follow, or admitted twice.
+        """
+        handoff = self._handoffs.get(command.id)
+        if handoff is not None:
+            match command:
+                case Admit() | Publish():
+                    self._tell_or_keep(handoff, command)
+                case FailHandoff():
+                    self._fail(handoff, command.reason, retryable=command.retryable)
+        return self._taken()
+
+    def tick(self, now: float) -> list[OwnerAction]:
+        """Carries out what is due. Call it at `next_deadline`, after all input has been given."""
+        due = self._beats.take_due(now)
+        for stream in due.beats:
+            beat = Beat(self._beats.sequence(stream), self._num_open_on(stream))
+            self._actions.append(Send(stream, beat))
+        for stream in due.silent:
+            self._end_stream(stream, "the reader has missed too many beats")
+        for id in self._budgets.take_due(now):
+            self._fail(self._handoffs[id], "the request's time is used up", retryable=False)
+        return self._taken()
+
+    # Messages -----------------------------------------------------------------------------------
+
+    def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
+        match message:
+            case Beat():
+                self._beats.heard(stream, now)
+                self._note_connecting(self._streams[stream], message.connecting, now)
+            case Open():
+                self._open(stream, message, now)
+            case Grant():
+                self._grant(stream, message)
+            case Done():
+                self._finish(stream, message)
+            case Cancel():
+                handoff = self._known(stream, message.id)
+                if handoff is not None:
+                    self._drop(handoff, KVPoll.FAILED, f"cancelled: {message.reason}")
+            case _:
+                raise ProtocolViolation(f"{type(message).__name__} is no message of a reader")
+
+    def _note_connecting(self, peer: _Stream, connecting: bool, now: float) -> None:
+        if connecting and not peer.connecting:
+            peer.poll_until = now + POLL_S
+        peer.connecting = connecting
+
+    def _open(self, stream: int, message: Open, now: float) -> None:
+        id = message.id
+        if self._known(stream, id) is not None:
+            raise ProtocolViolation(f"a second Open of {id}")
+        if len(self._handoffs) >= self._max_handoffs:
+            reason = f"{self._max_handoffs} hand-offs are open here"
+            self._actions.append(Send(stream, Failed(id, reason, retryable=True)))
+            return
+        self._handoffs[id] = _Handoff(id, stream, len(message.token_ids))
+        self._budgets.set(id, now + message.budget_s)
+        self._actions.append(
+            Opened(
+                id,
+                np.array(message.token_ids, dtype=np.int32),
+                message.num_generated,
+                message.sampling,
+                message.budget_s,
+                message.request_id,
+            )
+        )
+
+    def _grant(self, stream: int, message: Grant) -> None:
+        handoff = self._known(stream, message.id)
+        if handoff is None:
+            gone = Failed(message.id, "the owner has given it up", retryable=True)
+            self._actions.append(Send(stream, gone))
+            return
+        if handoff.ranges is not None:
+            raise ProtocolViolation(f"a second Grant of {message.id}")
+        prefix = message.prefix_tokens
+        check_prefix(prefix, handoff.num_tokens, self._page_size)
+        handoff.ranges = Ranges(self._page_size, handoff.num_tokens, prefix, prefix)
+        handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
+        self._actions.append(Granted(handoff.id, prefix))
+        for command in handoff.ungranted:
+            self._tell(handoff, handoff.ranges, command)
+        handoff.ungranted.clear()
+
+    def _finish(self, stream: int, message: Done) -> None:
+        handoff = self._known(stream, message.id)
+        if handoff is None:
+            self._actions.append(Send(stream, Released(message.id, held=False)))
+            return
+        if handoff.ranges is None or not handoff.ranges.complete:
+            raise ProtocolViolation(f"Done of {message.id} before its last Ready")
+        self._actions.append(Send(stream, Released(message.id, held=True)))
+        self._drop(handoff, KVPoll.SUCCESS, "the reader has everything")
+
+    def _known(self, stream: int, id: HandoffId) -> _Handoff | None:
+        handoff = self._handoffs.get(id)
+        other = handoff is not None and handoff.stream != stream
+        if other or id.instance != self._streams[stream].reader:
+            raise ProtocolViolation(f"{id} is an attempt of another stream")
+        return handoff
+
+    # Commands -----------------------------------------------------------------------------------
+
+    def _tell_or_keep(self, handoff: _Handoff, command: Admit | Publish) -> None:
+        if handoff.ranges is None:
+            # Never Ready before Grant (rule 8): the reader has no pages for it yet.
+            handoff.ungranted.append(command)
+        else:
+            self._tell(handoff, handoff.ranges, command)
+
+    def _tell(self, handoff: _Handoff, ranges: Ranges, command: Admit | Publish) -> None:
+        match command:
+            case Admit():
+                if handoff.admitted:
+                    raise EngineFault(f"{command.id} was admitted twice")
+                handoff.admitted = True
+                told = Admitted(command.id, command.compute_tokens, command.queued_tokens)
+                self._actions.append(Send(handoff.stream, told))
+            case Publish():
+                try:
+                    ranges.follow(command.start, command.end, len(command.pages), last=command.last)
+                except ProtocolViolation as error:
+                    raise EngineFault(f"cannot publish {command.id}: {error}") from error
+                self._publish(handoff, command)
+
+    def _publish(self, handoff: _Handoff, command: Publish) -> None:
+        handoff.state = advance(handoff.state, KVPoll.TRANSFERRING)
+        if len(command.pages):
+            reader = self._streams[handoff.stream].reader
+            self._actions.append(Expose(command.id, reader, command.pages))
+        ready = Ready(
+            command.id,
+            command.start,
+            command.end,
+            tuple(command.pages.tolist()),
+            command.last,
+            command.first_token,
+        )
+        self._actions.append(Send(handoff.stream, ready))
+
+    # Ends ---------------------------------------------------------------------------------------
+
+    def _fail(self, handoff: _Handoff, reason: str, *, retryable: bool) -> None:
+        self._actions.append(Send(handoff.stream, Failed(handoff.id, reason, retryable)))
+        self._drop(handoff, KVPoll.FAILED, reason)
+
+    def _drop(self, handoff: _Handoff, end: KVPoll, reason: str) -> None:
+        handoff.state = advance(handoff.state, end)
+        del self._handoffs[handoff.id]
+        self._budgets.drop(handoff.id)
+        self._actions.append(Withdraw(handoff.id))
+        self._actions.append(HandoffDropped(handoff.id, end is KVPoll.SUCCESS, reason))
+
+    def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
+        self._actions.append(EndStream(stream, reason, refused))
+        self._forget_stream(stream, reason)
+
+    def _forget_stream(self, stream: int, reason: str) -> None:
+        for handoff in [h for h in self._handoffs.values() if h.stream == stream]:
+            self._drop(handoff, KVPoll.FAILED, reason)
+        self._beats.stop(stream)
+        del self._streams[stream]
+
+    def _num_open_on(self, stream: int) -> int:
+        return sum(handoff.stream == stream for handoff in self._handoffs.values())
+
+    def _taken(self) -> list[OwnerAction]:
+        actions, self._actions = self._actions, []
+        return actions

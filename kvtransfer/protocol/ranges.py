@@ -1,0 +1,50 @@
+"""Which tokens of one hand-off have been published: ranges that follow each other to its end."""
+
+from dataclasses import dataclass
+
+from common.errors import ProtocolViolation
+
+
+def pages_of(start: int, end: int, page_size: int) -> int:
+    """Pages that hold token indices [start, end), where start is page aligned or equals end."""
+    return -(-(end - start) // page_size)
+
+
+def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
+    """Raises ProtocolViolation unless a reader may hold so many of the tokens already."""
+    aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
+    if not 0 <= prefix_tokens <= num_tokens or not aligned:
+        raise ProtocolViolation(f"a prefix of {prefix_tokens} tokens of {num_tokens}")
+
+
+@dataclass(slots=True)
+class Ranges:
+    """The ranges of one hand-off. All but the last end at a page's edge; the last ends with the
+    tokens, and is the only one that may be empty."""
+
+    page_size: int
+    num_tokens: int
+    start: int  # the prefix that the reader has
+    next: int  # where the next range begins
+    complete: bool = False
+
+    def follow(self, start: int, end: int, num_pages: int, *, last: bool) -> None:
+        """Adds the range [start, end). Raises ProtocolViolation if it cannot be the next one."""
+        wrong = self._complaint(start, end, num_pages, last=last)
+        if wrong:
+            raise ProtocolViolation(f"range [{start}, {end}) of {self.num_tokens} tokens: {wrong}")
+        self.next = end
+        self.complete = last
+
+    def _complaint(self, start: int, end: int, num_pages: int, *, last: bool) -> str | None:
+        if self.complete:
+            return "it comes after the last"
+        if start != self.next:
+            return f"it does not follow the one before, which ended at {self.next}"
+        if last and end != self.num_tokens:
+            return "it is the last but not the end"
+        if not last and (end <= start or end > self.num_tokens or end % self.page_size):
+            return "it must end at a later page's edge"
+        if num_pages != pages_of(start, end, self.page_size):
+            return f"it comes with {num_pages} pages"
+        return None

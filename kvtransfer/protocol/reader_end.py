@@ -1,0 +1,450 @@
+"""The reader's half of the protocol: what it waits for from whom, over all its pair streams.
+
+Pure: inputs are method calls, each of which returns the actions to carry out in order. Pages are
+counted by the engine; ReadsEnded tells it when no byte of an attempt can land any more, which may
+be long after the attempt was given up (rule 1).
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from common.config import TransferConfig
+from common.errors import EngineFault, ProtocolViolation
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Grant,
+    HandoffId,
+    Open,
+    Ready,
+    Released,
+)
+from kvtransfer.ports import (
+    CancelHandoff,
+    FirstToken,
+    GrantHandoff,
+    HandoffAdmitted,
+    Held,
+    Lost,
+    OpenHandoff,
+    OwnerDown,
+    OwnerUp,
+    ReaderCommand,
+    ReadsEnded,
+)
+from kvtransfer.protocol.actions import (
+    CloseLink,
+    EndStream,
+    OpenLink,
+    ReaderAction,
+    Send,
+    StartRead,
+)
+from kvtransfer.protocol.attempt import Attempt
+from kvtransfer.protocol.beats import Beats, earliest
+from kvtransfer.protocol.deadlines import Deadlines
+from kvtransfer.protocol.link_reads import LinkReads, LinkState
+from kvtransfer.protocol.pace import Pace
+from kvtransfer.protocol.states import KVPoll
+
+# Longest until a link is up, from the moment it is opened or told to close: several paths of 5 s
+# to connect and 5 s to probe.
+LINK_S = 30.0
+
+
+class _Wait(IntEnum):
+    """What an attempt's deadlines are about."""
+
+    BUDGET = 0
+    PROGRESS = 1
+    RELEASED = 2
+
+
+class _Key(NamedTuple):
+    id: HandoffId
+    wait: _Wait
+
+
+@dataclass(slots=True)
+class _Stream:
+    owner: int
+    address: str
+    num_pages: int  # of the owner's pool
+    pace: Pace
+    announced: bool = False  # OwnerUp has been told
+
+
+class ReaderEnd:
+    """Hand-offs that this node takes."""
+
+    def __init__(self, config: TransferConfig, *, page_size: int) -> None:
+        self._page_size = page_size
+        self._progress_s = config.progress_s
+        self._released_s = config.released_s
+        self._streams: dict[int, _Stream] = {}
+        self._links: dict[int, LinkReads] = {}  # by stream, which a closing link outlives
+        self._attempts: dict[HandoffId, Attempt] = {}
+        self._landing: dict[HandoffId, int] = {}  # posted reads, from grant to ReadsEnded
+        self._deadlines: Deadlines[_Key] = Deadlines()
+        self._link_deadlines: Deadlines[int] = Deadlines()
+        self._beats = Beats(config)
+        self._actions: list[ReaderAction] = []
+
+    # What the thread may ask --------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        return len(self._attempts)
+
+    @property
+    def num_reads(self) -> int:
+        """Reads given to links and not over."""
+        return sum(self._landing.values())
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is to be called, in the clock of `now`."""
+        return earliest(
+            (self._beats.next_deadline(), self._deadlines.next(), self._link_deadlines.next())
+        )
+
+    def engine_moves(self, moving: bool) -> None:
+        """Beats are sent only while it does (rule 7)."""
+        self._beats.moving = moving
+
+    # Inputs: streams and links ------------------------------------------------------------------
+
+    def stream_up(
+        self, stream: int, owner: int, address: str, num_pages: int, now: float
+    ) -> list[ReaderAction]:
+        """`owner` (an instance, with a pool of so many pages) has answered Hello."""
+        for old, peer in list(self._streams.items()):
+            if peer.owner == owner:
+                self._end_stream(old, "the owner has another stream")
+        self._streams[stream] = _Stream(owner, address, num_pages, Pace(self._progress_s))
+        self._links[stream] = LinkReads()
+        self._beats.start(stream, now)
+        self._open_link(stream, now)
+        return self._taken()
+
+    def stream_down(self, stream: int, reason: str) -> list[ReaderAction]:
+        """The stream is over. Nothing happens if this end has ended it itself."""
+        if stream in self._streams:
+            self._forget_stream(stream, reason)
+        return self._taken()
+
+    def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
+        """The link of this stream is proved."""
+        peer = self._streams.get(stream)
+        link = self._links[stream]
+        if peer is not None and link.state is LinkState.OPENING:
+            link.state = LinkState.UP
+            self._link_deadlines.drop(stream)
+            self._beat(stream)
+            if not peer.announced:
+                peer.announced = True
+                self._actions.append(OwnerUp(peer.owner, peer.address, path, gib_per_s))
+            self._post_reads(stream)
+        return self._taken()
+
+    def read_ended(self, stream: int, refused: str, now: float) -> list[ReaderAction]:
+        """The first read posted to this link is over, and nothing more of it will land.
+
+        Args:
+            refused: empty if all of it has landed, else the reason why the owner does not let it
+                be read.
+        """
+        read = self._links[stream].posted.popleft()
+        self._landing[read.id] -= 1
+        attempt = self._attempts.get(read.id)
+        if attempt is None:
+            self._settle(read.id)
+        elif refused:
+            self._give_up(attempt, f"read refused: {refused}")
+        else:
+            attempt.unread -= 1
+            self._send_done_if_all_read(attempt, now)
+        self._post_reads(stream)
+        return self._taken()
+
+    def read_late(self, stream: int, now: float) -> list[ReaderAction]:
+        """The first read posted to this link has passed its deadline: its attempt is given up and
+        the link closed and opened anew."""
+        link = self._links[stream]
+        if link.state is LinkState.UP:
+            reason = "a read passed its deadline"
+            self._blame_first(link, reason)
+            self._close_link(stream, reason, now)
+        return self._taken()
+
+    def link_closed(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
+        """No byte can land any more through this link: closed as asked, or broken by the first
+        read posted to it. Reads of other attempts go to its successor (rule 11)."""
+        link = self._links[stream]
+        if link.state is LinkState.UP:
+            self._blame_first(link, reason)
+        for read in reversed(link.closed()):
+            self._landing[read.id] -= 1
+            if read.id in self._attempts:
+                link.waiting.appendleft(read)
+            else:
+                self._settle(read.id)
+        if stream not in self._streams:
+            del self._links[stream]
+        elif link.state is LinkState.OPENING:
+            del self._links[stream]
+            self._end_stream(stream, f"no link: {reason}")
+        else:
+            self._open_link(stream, now)
+        return self._taken()
+
+    # Inputs: messages ---------------------------------------------------------------------------
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> list[ReaderAction]:
+        """A message from the owner. What comes on a stream that is over, or about an attempt that
+        is over, is dropped."""
+        if stream in self._streams:
+            try:
+                self._receive(stream, message, now)
+            except ProtocolViolation as violation:
+                self._end_stream(stream, f"protocol violation: {violation}", refused=True)
+        return self._taken()
+
+    def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
+        match message:
+            case Beat():
+                self._beats.heard(stream, now)
+            case Admitted() | Ready() | Released() | Failed():
+                attempt = self._attempts.get(message.id)
+                if attempt is None:
+                    return
+                if attempt.stream != stream:
+                    raise ProtocolViolation(f"{message.id} is an attempt of another stream")
+                self._advance(attempt, message, now)
+            case _:
+                raise ProtocolViolation(f"{type(message).__name__} is no message of an owner")
+
+    def _advance(
+        self, attempt: Attempt, message: Admitted | Ready | Released | Failed, now: float
+    ) -> None:
+        match message:
+            case Admitted():
+                self._note_admitted(attempt, message, now)
+            case Ready():
+                self._begin_range(attempt, message, now)
+            case Released():
+                if not attempt.done_sent:
+                    raise ProtocolViolation(f"Released of {message.id} before Done")
+                if message.held:
+                    self._finish(attempt)
+                else:
+                    self._lose(attempt, "the owner had let its pages go", retryable=True)
+            case Failed():
+                self._lose(attempt, message.reason, retryable=message.retryable)
+
+    def _note_admitted(self, attempt: Attempt, message: Admitted, now: float) -> None:
+        attempt.admit(message, now)
+        self._expect_progress(attempt, message.compute_tokens + message.queued_tokens, now)
+        self._actions.append(
+            HandoffAdmitted(message.id, message.compute_tokens, message.queued_tokens)
+        )
+
+    def _begin_range(self, attempt: Attempt, message: Ready, now: float) -> None:
+        read = attempt.begin_range(message, self._streams[attempt.stream].num_pages)
+        if message.first_token is None:
+            self._expect_progress(attempt, attempt.tokens_left, now)
+        else:
+            self._deadlines.drop(_Key(attempt.id, _Wait.PROGRESS))
+            self._learn_pace(attempt, now)
+            self._actions.append(FirstToken(attempt.id, message.first_token))
+        if read is not None:
+            self._links[attempt.stream].waiting.append(read)
+            self._post_reads(attempt.stream)
+        self._send_done_if_all_read(attempt, now)
+
+    def _send_done_if_all_read(self, attempt: Attempt, now: float) -> None:
+        if attempt.all_read:
+            attempt.done_sent = True
+            self._actions.append(Send(attempt.stream, Done(attempt.id)))
+            self._deadlines.set(_Key(attempt.id, _Wait.RELEASED), now + self._released_s)
+
+    def _expect_progress(self, attempt: Attempt, num_tokens: int, now: float) -> None:
+        limit_s = self._streams[attempt.stream].pace.limit_s(num_tokens)
+        self._deadlines.set(_Key(attempt.id, _Wait.PROGRESS), now + limit_s)
+
+    def _learn_pace(self, attempt: Attempt, now: float) -> None:
+        admitted = attempt.admitted
+        if admitted is not None:
+            num_tokens = admitted.compute_tokens + admitted.queued_tokens
+            self._streams[attempt.stream].pace.learn(num_tokens, now - attempt.admitted_at)
+
+    # Inputs: commands and time ------------------------------------------------------------------
+
+    def command(self, command: ReaderCommand, now: float) -> list[ReaderAction]:
+        """A command about an attempt that is over is dropped, but for its pages: a grant of it is
+        answered by ReadsEnded.
+
+        Raises:
+            EngineFault: an id opened or granted twice, or a grant with the wrong pages.
+        """
+        match command:
+            case OpenHandoff():
+                self._open(command, now)
+            case GrantHandoff():
+                self._grant(command)
+            case CancelHandoff():
+                attempt = self._attempts.get(command.id)
+                if attempt is not None:
+                    self._tell_cancel(attempt, command.reason)
+                    self._leave(attempt, KVPoll.FAILED)
+        return self._taken()
+
+    def tick(self, now: float) -> list[ReaderAction]:
+        """Carries out what is due. Call it at `next_deadline`, after all input has been given."""
+        due = self._beats.take_due(now)
+        for stream in due.beats:
+            self._beat(stream)
+        for stream in due.silent:
+            self._end_stream(stream, "the owner has missed too many beats")
+        for stream in self._link_deadlines.take_due(now):
+            self._end_stream(stream, "no link in time")
+        for id, wait in self._deadlines.take_due(now):
+            # An attempt that is over has no deadlines, but several of one may be due together.
+            attempt = self._attempts.get(id)
+            if attempt is not None:
+                self._expire(attempt, wait)
+        return self._taken()
+
+    def _open(self, command: OpenHandoff, now: float) -> None:
+        if command.id in self._attempts:
+            raise EngineFault(f"{command.id} was opened twice")
+        stream = next(
+            (n for n, s in self._streams.items() if s.owner == command.owner and s.announced), None
+        )
+        if stream is None:
+            self._actions.append(Lost(command.id, "the owner is not paired", retryable=True))
+            return
+        self._attempts[command.id] = Attempt(
+            command.id, stream, len(command.token_ids), self._page_size
+        )
+        self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.budget_s)
+        message = Open(
+            command.id,
+            tuple(command.token_ids.tolist()),
+            command.num_generated,
+            command.sampling,
+            command.budget_s,
+            command.request_id,
+        )
+        self._actions.append(Send(stream, message))
+
+    def _grant(self, command: GrantHandoff) -> None:
+        if command.id in self._landing:
+            raise EngineFault(f"{command.id} was granted twice")
+        self._landing[command.id] = 0
+        attempt = self._attempts.get(command.id)
+        if attempt is None:
+            self._settle(command.id)
+            return
+        attempt.grant(command)
+        self._actions.append(Send(attempt.stream, Grant(command.id, command.prefix_tokens)))
+
+    def _expire(self, attempt: Attempt, wait: _Wait) -> None:
+        match wait:
+            case _Wait.BUDGET:
+                self._give_up(attempt, "the request's time is used up", retryable=False)
+            case _Wait.PROGRESS:
+                self._give_up(attempt, "the owner made no progress")
+            case _Wait.RELEASED:
+                self._give_up(attempt, "the owner did not answer Done")
+
+    # Ends of an attempt -------------------------------------------------------------------------
+
+    def _finish(self, attempt: Attempt) -> None:
+        # Held first: the engine must have the pages for its request before the read's hold goes.
+        self._actions.append(Held(attempt.id))
+        self._leave(attempt, KVPoll.SUCCESS)
+
+    def _give_up(self, attempt: Attempt, reason: str, *, retryable: bool = True) -> None:
+        """Ends an attempt for a cause of this node: the owner is told at once (rule 2)."""
+        self._tell_cancel(attempt, reason)
+        self._lose(attempt, reason, retryable=retryable)
+
+    def _lose(self, attempt: Attempt, reason: str, *, retryable: bool) -> None:
+        self._actions.append(Lost(attempt.id, reason, retryable))
+        self._leave(attempt, KVPoll.FAILED)
+
+    def _tell_cancel(self, attempt: Attempt, reason: str) -> None:
+        self._actions.append(Send(attempt.stream, Cancel(attempt.id, reason)))
+
+    def _leave(self, attempt: Attempt, end: KVPoll) -> None:
+        attempt.to(end)
+        del self._attempts[attempt.id]
+        for wait in _Wait:
+            self._deadlines.drop(_Key(attempt.id, wait))
+        if attempt.stream in self._links:
+            self._links[attempt.stream].forget(attempt.id)
+        self._settle(attempt.id)
+
+    def _settle(self, id: HandoffId) -> None:
+        """Tells the engine once an attempt is over and none of its bytes can land any more."""
+        if id not in self._attempts and self._landing.get(id) == 0:
+            del self._landing[id]
+            self._actions.append(ReadsEnded(id))
+
+    # Links and streams --------------------------------------------------------------------------
+
+    def _open_link(self, stream: int, now: float) -> None:
+        self._links[stream].state = LinkState.OPENING
+        self._link_deadlines.set(stream, now + LINK_S)
+        self._actions.append(OpenLink(stream))
+        self._beat(stream)
+
+    def _close_link(self, stream: int, reason: str, now: float) -> None:
+        self._links[stream].state = LinkState.CLOSING
+        self._link_deadlines.set(stream, now + LINK_S)
+        self._actions.append(CloseLink(stream, reason))
+
+    def _blame_first(self, link: LinkReads, reason: str) -> None:
+        attempt = self._attempts.get(link.posted[0].id) if link.posted else None
+        if attempt is not None:
+            self._give_up(attempt, reason)
+
+    def _post_reads(self, stream: int) -> None:
+        link = self._links[stream]
+        while (read := link.next_to_post()) is not None:
+            self._landing[read.id] += 1
+            self._actions.append(
+                StartRead(stream, read.id, read.source_pages, read.destination_pages)
+            )
+
+    def _beat(self, stream: int) -> None:
+        if self._beats.moving:
+            num_open = sum(attempt.stream == stream for attempt in self._attempts.values())
+            connecting = self._links[stream].state is not LinkState.UP
+            beat = Beat(self._beats.sequence(stream), num_open, connecting)
+            self._actions.append(Send(stream, beat))
+
+    def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
+        self._actions.append(EndStream(stream, reason, refused))
+        self._forget_stream(stream, reason)
+
+    def _forget_stream(self, stream: int, reason: str) -> None:
+        peer = self._streams.pop(stream)
+        self._beats.stop(stream)
+        self._link_deadlines.drop(stream)
+        for attempt in [h for h in self._attempts.values() if h.stream == stream]:
+            self._lose(attempt, reason, retryable=True)
+        if peer.announced:
+            self._actions.append(OwnerDown(peer.owner, peer.address, reason))
+        if stream in self._links:
+            self._links[stream].state = LinkState.CLOSING
+            self._actions.append(CloseLink(stream, reason))
+
+    def _taken(self) -> list[ReaderAction]:
+        actions, self._actions = self._actions, []
+        return actions

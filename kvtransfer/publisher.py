@@ -1,0 +1,100 @@
+"""The owner's side of the transfer thread: what is published to whom, on every data path served.
+
+Decisions are OwnerEnd's; this module carries them out. It knows no requests and counts no pages.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from common.errors import LayoutMismatch
+from kvtransfer.backends.base import Ints, Owner
+from kvtransfer.messages import AnyMessage, HandoffId
+from kvtransfer.pairing import DataPath, Hello, compare
+from kvtransfer.ports import OwnerCommand, OwnerEvent
+from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
+from kvtransfer.protocol.beats import earliest
+from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.transfer import Outlet
+
+CONNECTING_POLL_S = 0.001  # a passive owner must be polled to be connected to
+
+
+class Publisher:
+    """Transfer thread only.
+
+    Args:
+        hello: this node's, without paths.
+        owners: by name of their backend, in the order in which readers should try them.
+    """
+
+    def __init__(
+        self,
+        end: OwnerEnd,
+        hello: Hello,
+        owners: Mapping[str, Owner],
+        outlet: Outlet[OwnerEvent],
+    ) -> None:
+        self._end = end
+        self._hello = hello
+        self._owners = owners
+        self._outlet = outlet
+        self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
+        self._poll_at: float | None = None
+
+    def start(self) -> None:
+        """An owner waits to be spoken to."""
+
+    def opened(self, stream: int, hello: Hello, now: float) -> None:
+        try:
+            compare(self._hello, hello)
+        except LayoutMismatch as mismatch:
+            self._outlet.end(stream, str(mismatch), refused=True)
+            return
+        paths = tuple(
+            DataPath(name, owner.describe(hello.instance)) for name, owner in self._owners.items()
+        )
+        self._outlet.answer_hello(stream, msgspec.structs.replace(self._hello, paths=paths))
+        self._carry_out(self._end.stream_up(stream, hello.instance, now))
+
+    def closed(self, stream: int, reason: str) -> None:
+        self._carry_out(self._end.stream_down(stream, reason))
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> None:
+        self._carry_out(self._end.received(stream, message, now))
+
+    def command(self, command: OwnerCommand, now: float) -> None:
+        self._carry_out(self._end.command(command))
+
+    def tick(self, now: float, *, engine_moves: bool) -> None:
+        self._end.engine_moves(engine_moves)
+        self._carry_out(self._end.tick(now))
+        self._poll_at = now + CONNECTING_POLL_S if self._end.polls(now) else None
+        if self._poll_at is not None:
+            for owner in self._owners.values():
+                owner.poll()
+
+    def next_deadline(self) -> float | None:
+        return earliest((self._end.next_deadline(), self._poll_at))
+
+    def close(self) -> None:
+        for owner in self._owners.values():
+            owner.close()
+
+    def _carry_out(self, actions: Sequence[OwnerAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(stream, message):
+                    self._outlet.send(stream, message)
+                case EndStream(stream, reason, refused):
+                    self._outlet.end(stream, reason, refused=refused)
+                case Expose(id, reader, pages):
+                    self._exposed.setdefault(id, []).append((reader, pages))
+                    for owner in self._owners.values():
+                        owner.publish(reader, pages)
+                case Withdraw(id):
+                    for reader, pages in self._exposed.pop(id, ()):
+                        for owner in self._owners.values():
+                            owner.withdraw(reader, pages)
+                case event:
+                    self._outlet.tell(event)

@@ -1,0 +1,205 @@
+"""The reader's side of the transfer thread: one link per pair stream, and what it reads.
+
+Decisions are ReaderEnd's; this module carries them out. It knows no requests and counts no pages.
+"""
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.config import TransferConfig
+from common.errors import LayoutMismatch, TransferError
+from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
+from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
+from kvtransfer.messages import AnyMessage
+from kvtransfer.pairing import DataPath, Hello, compare
+from kvtransfer.ports import ReaderCommand, ReaderEvent
+from kvtransfer.protocol.actions import (
+    CloseLink,
+    EndStream,
+    OpenLink,
+    ReaderAction,
+    Send,
+    StartRead,
+)
+from kvtransfer.protocol.beats import earliest
+from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer import Outlet
+
+log = logging.getLogger(__name__)
+
+LINK_END_S = 2.0  # for a link's thread, at the end of the program
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A link that is not up yet."""
+
+    path: DataPath | None  # being tried
+    untried: deque[DataPath]
+    reasons: list[str] = field(default_factory=list)  # why the paths before it were none
+
+
+class Reader:
+    """Transfer thread only.
+
+    Args:
+        hello: this node's.
+        backends: by name, those that this node may use.
+        wake: ends the transfer thread's sleep; called by links.
+    """
+
+    def __init__(
+        self,
+        end: ReaderEnd,
+        hello: Hello,
+        pool: PagePool,
+        backends: Mapping[str, Backend],
+        config: TransferConfig,
+        outlet: Outlet[ReaderEvent],
+        wake: Callable[[], None],
+    ) -> None:
+        self._end = end
+        self._hello = hello
+        self._pool = pool
+        self._backends = backends
+        self._config = config
+        self._outlet = outlet
+        self._wake = wake
+        self._peers: dict[int, Hello] = {}  # by stream
+        self._links: dict[int, Link] = {}  # by stream, which a closing link outlives
+        self._streams: dict[Link, int] = {}
+        self._opening: dict[int, _Opening] = {}  # by stream
+        self._link_events: deque[LinkEvent] = deque()
+
+    def start(self) -> None:
+        self._outlet.local_hello(self._hello)
+
+    def opened(self, stream: int, hello: Hello, now: float) -> None:
+        region = hello.regions[0]
+        try:
+            compare(self._hello, hello)
+            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages), self._pool)
+        except LayoutMismatch as mismatch:
+            self._outlet.end(stream, str(mismatch), refused=True)
+            return
+        self._peers[stream] = hello
+        self._carry_out(
+            self._end.stream_up(stream, hello.instance, hello.address, region.num_pages, now)
+        )
+
+    def closed(self, stream: int, reason: str) -> None:
+        self._peers.pop(stream, None)
+        self._carry_out(self._end.stream_down(stream, reason))
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> None:
+        self._carry_out(self._end.received(stream, message, now))
+
+    def command(self, command: ReaderCommand, now: float) -> None:
+        self._carry_out(self._end.command(command, now))
+
+    def tick(self, now: float, *, engine_moves: bool) -> None:
+        while self._link_events:
+            self._link_event(self._link_events.popleft(), now)
+        for stream, link in list(self._links.items()):
+            deadline = link.deadline
+            if deadline is not None and deadline <= now:
+                self._carry_out(self._end.read_late(stream, now))
+                link.expire(now)
+        self._end.engine_moves(engine_moves)
+        self._carry_out(self._end.tick(now))
+
+    def next_deadline(self) -> float | None:
+        links = [link.deadline for link in self._links.values()]
+        return earliest((self._end.next_deadline(), *links))
+
+    def close(self) -> None:
+        for link in self._streams:
+            link.close("this node ends")
+        for link in self._streams:
+            if not link.join(LINK_END_S):
+                log.warning("a link's thread has not ended owner=%016x", link.owner)
+
+    # Links --------------------------------------------------------------------------------------
+
+    def _link_event(self, event: LinkEvent, now: float) -> None:
+        stream = self._streams[event.link]
+        match event:
+            case LinkUp(_, path, gib_per_s):
+                log.info("link up stream=%d path=%s gib_per_s=%.2f", stream, path, gib_per_s)
+                del self._opening[stream]
+                self._carry_out(self._end.link_up(stream, path, gib_per_s))
+            case ReadEnded(refused=refused):
+                self._carry_out(self._end.read_ended(stream, refused, now))
+            case LinkClosed(link, reason):
+                log.info("link closed stream=%d reason=%r", stream, reason)
+                del self._streams[link], self._links[stream]
+                self._link_closed(stream, reason, now)
+
+    def _link_closed(self, stream: int, reason: str, now: float) -> None:
+        opening = self._opening.get(stream)
+        if opening is not None:
+            name = opening.path.backend if opening.path is not None else "no path"
+            opening.reasons.append(f"{name}: {reason}")
+            if opening.untried and stream in self._peers:
+                self._try_next_path(stream, opening)
+                return
+            del self._opening[stream]
+            reason = "; ".join(opening.reasons)
+        self._carry_out(self._end.link_closed(stream, reason, now))
+
+    def _open_link(self, stream: int) -> None:
+        usable = [path for path in self._peers[stream].paths if path.backend in self._backends]
+        self._opening[stream] = _Opening(None, deque(usable))
+        self._try_next_path(stream, self._opening[stream])
+
+    def _try_next_path(self, stream: int, opening: _Opening) -> None:
+        opening.path = path = opening.untried.popleft() if opening.untried else None
+        hello = self._peers[stream]
+        link = Link(
+            hello.instance,
+            lambda: self._connect(hello, path),
+            self._notify,
+            page_bytes=self._pool.page_bytes,
+            read_s=self._config.read_s,
+            min_gib_per_s=self._config.min_gib_per_s,
+        )
+        self._links[stream] = link
+        self._streams[link] = stream
+
+    def _notify(self, event: LinkEvent) -> None:
+        """On a link's thread."""
+        self._link_events.append(event)
+        self._wake()
+
+    def _connect(self, hello: Hello, path: DataPath | None) -> Connection:
+        """On a link's thread."""
+        if path is None:
+            raise TransferError("the owner offers none that this node may use")
+        region = hello.regions[0]
+        remote = RemotePool(region.base, region.page_bytes, region.num_pages)
+        backend = self._backends[path.backend]
+        return backend.connect(path.description, remote, self._pool, self._hello.instance)
+
+    def _carry_out(self, actions: Sequence[ReaderAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(stream, message):
+                    self._outlet.send(stream, message)
+                case EndStream(stream, reason, refused):
+                    self._peers.pop(stream, None)
+                    self._outlet.end(stream, reason, refused=refused)
+                case OpenLink(stream):
+                    self._open_link(stream)
+                case CloseLink(stream, reason):
+                    if stream in self._links:
+                        self._links[stream].close(reason)
+                case StartRead(stream, id, source_pages, destination_pages):
+                    # A link that has just broken refuses it: its LinkClosed is on the way, and
+                    # ends this read with all others.
+                    with contextlib.suppress(TransferError):
+                        self._links[stream].post(id, source_pages, destination_pages)
+                case event:
+                    self._outlet.tell(event)

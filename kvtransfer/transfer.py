@@ -1,0 +1,203 @@
+"""The transfer thread of an engine process: pair streams, hand-offs and links, beside the memory
+they move.
+
+It sleeps until its front, the engine thread, a link or a deadline has something for it, and
+answers at once whatever the forward under way. What it does as an owner or as a reader is a Side;
+this module knows neither.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from common.node.ipc import FrameSocket, PeerGone
+from kvtransfer.front_messages import (
+    LocalHello,
+    PairClosed,
+    PairEnd,
+    PairHello,
+    PairInput,
+    PairMessage,
+    PairOpened,
+    PairSend,
+)
+from kvtransfer.messages import AnyMessage
+from kvtransfer.pairing import Hello
+
+log = logging.getLogger(__name__)
+
+Command = TypeVar("Command")
+Event = TypeVar("Event")
+CommandIn = TypeVar("CommandIn", contravariant=True)
+
+LONGEST_SLEEP_S = 1.0
+
+
+class Side(Protocol[CommandIn]):
+    """What a node does on its pair streams. Transfer thread only; no call blocks."""
+
+    def start(self) -> None:
+        """Called first."""
+        ...
+
+    def opened(self, stream: int, hello: Hello, now: float) -> None: ...
+
+    def closed(self, stream: int, reason: str) -> None: ...
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> None: ...
+
+    def command(self, command: CommandIn, now: float) -> None: ...
+
+    def tick(self, now: float, *, engine_moves: bool) -> None:
+        """Called after all input, at `next_deadline` at the latest."""
+        ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def close(self) -> None:
+        """Called last: afterwards the pool may be unmapped."""
+        ...
+
+
+class Outlet(Generic[Event]):
+    """Where a side puts what it has to say: to its front, and to the engine thread."""
+
+    def __init__(self, frames: FrameSocket[PairInput]) -> None:
+        self._frames = frames
+        self.events: deque[Event] = deque()
+
+    def local_hello(self, hello: Hello) -> None:
+        self._frames.send(LocalHello(hello))
+
+    def answer_hello(self, stream: int, hello: Hello) -> None:
+        self._frames.send(PairHello(stream, hello))
+
+    def send(self, stream: int, message: AnyMessage) -> None:
+        self._frames.send(PairSend(stream, message))
+
+    def end(self, stream: int, reason: str, *, refused: bool) -> None:
+        self._frames.send(PairEnd(stream, reason, refused))
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class WakeUp:
+    """Ends another thread's sleep. `wake` from any thread."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+
+class TransferThread(Generic[Command, Event]):
+    """The thread, and the engine thread's port to it.
+
+    Args:
+        frames: to the front's pair streams; this object owns it.
+        side: made by `make_side` from the outlet and a callable that wakes this thread.
+        engine_moves: is the step under way within its time? Read from this thread.
+        wake_engine: ends the engine thread's sleep.
+    """
+
+    def __init__(
+        self,
+        frames: FrameSocket[PairInput],
+        make_side: Callable[[Outlet[Event], Callable[[], None]], Side[Command]],
+        *,
+        engine_moves: Callable[[], bool],
+        wake_engine: Callable[[], None],
+    ) -> None:
+        self._frames = frames
+        self._outlet: Outlet[Event] = Outlet(frames)
+        self._wake_up = WakeUp()
+        self._side = make_side(self._outlet, self._wake_up.wake)
+        self._engine_moves = engine_moves
+        self._wake_engine = wake_engine
+        self._commands: deque[Command] = deque()
+        self._stopped = False
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread, every stream and every link."""
+        self._stopped = True
+        self._wake_up.wake()
+        self._thread.join(timeout_s)
+
+    # The engine thread's port -------------------------------------------------------------------
+
+    def post(self, command: Command) -> None:
+        self._commands.append(command)
+        self._wake_up.wake()
+
+    def take(self) -> list[Event]:
+        """Raises whatever has ended the transfer thread: without it the engine is of no use."""
+        if self._fault is not None:
+            raise self._fault
+        events = self._outlet.events
+        return [events.popleft() for _ in range(len(events))]
+
+    # On the transfer thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._side.start()
+            while not self._stopped:
+                self._turn()
+        except PeerGone:
+            pass  # the engine thread's own socket tells it the same
+        except BaseException as fault:
+            log.exception("the transfer thread failed")
+            self._fault = fault
+            self._wake_engine()
+        finally:
+            self._side.close()
+            self._frames.close()
+
+    def _turn(self) -> None:
+        self._sleep()
+        now = time.monotonic()
+        for message in self._frames.receive():
+            match message:
+                case PairOpened(stream, hello):
+                    self._side.opened(stream, hello, now)
+                case PairMessage(stream, content):
+                    self._side.received(stream, content, now)
+                case PairClosed(stream, reason):
+                    self._side.closed(stream, reason)
+        for _ in range(len(self._commands)):
+            self._side.command(self._commands.popleft(), now)
+        self._side.tick(now, engine_moves=self._engine_moves())
+        if self._outlet.events:
+            self._wake_engine()
+
+    def _sleep(self) -> None:
+        deadline = self._side.next_deadline()
+        left_s = LONGEST_SLEEP_S if deadline is None else deadline - time.monotonic()
+        poll = select.poll()
+        poll.register(self._wake_up, select.POLLIN)
+        poll.register(
+            self._frames, select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
+        )
+        poll.poll(min(max(left_s, 0.0), LONGEST_SLEEP_S) * 1000.0)
+        self._wake_up.clear()

@@ -1,0 +1,242 @@
+"""Records of a pair stream <-> protobuf. Whatever a peer says is checked here, once, before
+anything else sees it: sizes, ranges, and that nothing is left out.
+
+What a range of tokens may be, or whether an id is known, only the machines can tell.
+"""
+
+from typing import TypeAlias
+
+from common.errors import InvalidRequest, ProtocolViolation
+from common.sampling import from_proto as sampling_from_proto
+from common.sampling import to_proto as sampling_to_proto
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Grant,
+    HandoffId,
+    Open,
+    Ready,
+    Released,
+)
+from kvtransfer.pairing import DataPath, Hello, Region
+from protos import kvtransfer_pb2 as pb
+
+MAX_TOKENS = 1 << 20
+MAX_TOKEN_ID = 2**31 - 1
+MAX_PAGES = 1 << 20  # of one Ready
+MAX_PATHS = 8
+MAX_REGIONS = 64
+MAX_FIELDS = 64  # of a fingerprint
+MAX_DESCRIPTION_BYTES = 64 << 10
+MAX_TEXT = 4096  # characters of a reason, an address, a fingerprint's value
+MAX_BUDGET_S = 7 * 24 * 3600.0
+
+Proto: TypeAlias = pb.FromReader | pb.FromOwner
+
+
+def parse(message: Proto) -> Hello | AnyMessage:
+    """The record of one message. Raises ProtocolViolation where it says what cannot be."""
+    kind = message.WhichOneof("message")
+    if kind is None:
+        raise ProtocolViolation("a message without content")
+    body = getattr(message, kind)
+    match body:
+        case pb.Hello():
+            return _hello(body)
+        case pb.Open():
+            return _open(body)
+        case pb.Grant():
+            return Grant(_id(body), body.prefix_tokens)
+        case pb.Done():
+            return Done(_id(body))
+        case pb.Cancel():
+            return Cancel(_id(body), _text("reason", body.reason))
+        case pb.Admitted():
+            return Admitted(_id(body), body.compute_tokens, body.queued_tokens)
+        case pb.Ready():
+            return _ready(body)
+        case pb.Released():
+            return Released(_id(body), body.held)
+        case pb.Failed():
+            return Failed(_id(body), _text("reason", body.reason), body.retryable)
+        case pb.Beat():
+            return Beat(body.sequence, body.open_handoffs, body.connecting)
+    raise ProtocolViolation(f"an unknown message {kind}")
+
+
+def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
+    """The message to send on a stream on which this node is the reader, or the owner."""
+    wrap = pb.FromReader if as_reader else pb.FromOwner
+    match record:
+        case Hello():
+            return wrap(hello=_hello_proto(record))
+        case Open():
+            return pb.FromReader(open=_open_proto(record))
+        case Grant(id, prefix_tokens):
+            return pb.FromReader(grant=pb.Grant(id=_id_proto(id), prefix_tokens=prefix_tokens))
+        case Done(id):
+            return pb.FromReader(done=pb.Done(id=_id_proto(id)))
+        case Cancel(id, reason):
+            return pb.FromReader(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
+        case Admitted(id, compute_tokens, queued_tokens):
+            admitted = pb.Admitted(
+                id=_id_proto(id), compute_tokens=compute_tokens, queued_tokens=queued_tokens
+            )
+            return pb.FromOwner(admitted=admitted)
+        case Ready():
+            return pb.FromOwner(ready=_ready_proto(record))
+        case Released(id, held):
+            return pb.FromOwner(released=pb.Released(id=_id_proto(id), held=held))
+        case Failed(id, reason, retryable):
+            failed = pb.Failed(id=_id_proto(id), reason=reason[:MAX_TEXT], retryable=retryable)
+            return pb.FromOwner(failed=failed)
+        case Beat(sequence, open_handoffs, connecting):
+            beat = pb.Beat(sequence=sequence, open_handoffs=open_handoffs, connecting=connecting)
+            return wrap(beat=beat)
+
+
+# Parts ------------------------------------------------------------------------------------------
+
+
+def _id(
+    body: pb.Open
+    | pb.Grant
+    | pb.Done
+    | pb.Cancel
+    | pb.Admitted
+    | pb.Ready
+    | pb.Released
+    | pb.Failed,
+) -> HandoffId:
+    id = body.id
+    if not id.attempt:
+        raise ProtocolViolation("a hand-off id without its attempt")
+    return HandoffId(id.instance, id.request, id.attempt)
+
+
+def _id_proto(id: HandoffId) -> pb.HandoffId:
+    return pb.HandoffId(instance=id.instance, request=id.request, attempt=id.attempt)
+
+
+def _hello(body: pb.Hello) -> Hello:
+    _at_most("paths", len(body.paths), MAX_PATHS)
+    _at_most("regions", len(body.regions), MAX_REGIONS)
+    _at_most("fingerprint", len(body.fingerprint), MAX_FIELDS)
+    for path in body.paths:
+        _at_most("bytes of a path's description", len(path.description), MAX_DESCRIPTION_BYTES)
+    if not body.regions:
+        raise ProtocolViolation("a Hello without a region")
+    return Hello(
+        instance=body.instance_id,
+        protocol_version=body.protocol_version,
+        fingerprint={
+            _text("fingerprint", field): _text("fingerprint", value)
+            for field, value in body.fingerprint.items()
+        },
+        paths=tuple(
+            DataPath(_text("backend", path.backend), path.description) for path in body.paths
+        ),
+        regions=tuple(
+            Region(region.base, region.page_bytes, region.num_pages) for region in body.regions
+        ),
+        address=_text("address", body.address),
+    )
+
+
+def _hello_proto(record: Hello) -> pb.Hello:
+    return pb.Hello(
+        instance_id=record.instance,
+        protocol_version=record.protocol_version,
+        fingerprint=record.fingerprint,
+        paths=[
+            pb.DataPath(backend=path.backend, description=path.description) for path in record.paths
+        ],
+        regions=[
+            pb.Region(base=region.base, page_bytes=region.page_bytes, num_pages=region.num_pages)
+            for region in record.regions
+        ],
+        address=record.address,
+    )
+
+
+def _open(body: pb.Open) -> Open:
+    num_tokens = len(body.token_ids)
+    _at_most("token_ids", num_tokens, MAX_TOKENS)
+    if not num_tokens:
+        raise ProtocolViolation("an Open without tokens")
+    if max(body.token_ids) > MAX_TOKEN_ID:
+        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
+    if body.num_generated >= num_tokens:
+        raise ProtocolViolation(f"{body.num_generated} of {num_tokens} tokens were generated")
+    if not 0.0 < body.budget_s <= MAX_BUDGET_S:  # nor is NaN
+        raise ProtocolViolation(f"a budget of {body.budget_s} s")
+    for field in ("max_tokens", "seed"):
+        if not body.sampling.HasField(field):
+            raise ProtocolViolation(f"an Open without sampling.{field}")
+    try:
+        sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
+    except InvalidRequest as error:
+        raise ProtocolViolation(str(error)) from error
+    return Open(
+        id=_id(body),
+        token_ids=tuple(body.token_ids),
+        num_generated=body.num_generated,
+        sampling=sampling,
+        budget_s=body.budget_s,
+        request_id=_text("request_id", body.request_id),
+    )
+
+
+def _open_proto(record: Open) -> pb.Open:
+    return pb.Open(
+        id=_id_proto(record.id),
+        token_ids=record.token_ids,
+        num_generated=record.num_generated,
+        sampling=sampling_to_proto(record.sampling),
+        budget_s=record.budget_s,
+        request_id=record.request_id,
+    )
+
+
+def _ready(body: pb.Ready) -> Ready:
+    _at_most("pages", len(body.pages), MAX_PAGES)
+    first_token = body.first_token if body.HasField("first_token") else None
+    if body.last is (first_token is None):
+        raise ProtocolViolation("the first token comes with the last Ready, and only there")
+    if body.end < body.start:
+        raise ProtocolViolation(f"a range [{body.start}, {body.end})")
+    if first_token is not None and first_token > MAX_TOKEN_ID:
+        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
+    return Ready(
+        id=_id(body),
+        start=body.start,
+        end=body.end,
+        pages=tuple(body.pages),
+        last=body.last,
+        first_token=first_token,
+    )
+
+
+def _ready_proto(record: Ready) -> pb.Ready:
+    return pb.Ready(
+        id=_id_proto(record.id),
+        start=record.start,
+        end=record.end,
+        pages=record.pages,
+        last=record.last,
+        first_token=record.first_token,
+    )
+
+
+def _text(field: str, value: str) -> str:
+    _at_most(f"characters of {field}", len(value), MAX_TEXT)
+    return value
+
+
+def _at_most(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise ProtocolViolation(f"{number} {what}, {limit} allowed")

@@ -1,0 +1,44 @@
+"""Fixtures of the data paths: owners that end with their test, and what this machine permits."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.backends.base import Backend
+from kvtransfer.backends.loopback import LoopbackBackend
+from tests.support.data_children import make_backend
+from tests.support.data_ends import Ends, one_sided_refusal
+
+
+@pytest.fixture(scope="session")
+def one_sided(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips where a process may not read another's memory: nixl has no path to prove there."""
+    refusal = one_sided_refusal(tmp_path_factory.mktemp("one_sided") / "log")
+    if refusal:
+        pytest.skip(f"THE NIXL PATH IS NOT TESTED, this machine forbids it: {refusal}")
+
+
+@pytest.fixture(params=["nixl", "tcp", "loopback"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    match request.param:
+        case "loopback":
+            return LoopbackBackend()
+        case "nixl":
+            request.getfixturevalue("one_sided")
+    return make_backend(request.param)
+
+
+@pytest.fixture(params=["nixl", "tcp"])
+def far_backend(request: pytest.FixtureRequest) -> str:
+    """The name of a backend that joins processes."""
+    if request.param == "nixl":
+        request.getfixturevalue("one_sided")
+    return str(request.param)
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    with ExitStack() as exits:
+        yield Ends(tmp_path / "children.log", exits)

@@ -1,0 +1,161 @@
+"""Stands in for the fronts of one reader and one owner: carries frames between their transfer
+threads, through protobuf as the network would, and cuts streams when it is told to.
+"""
+
+import contextlib
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from common.node.ipc import FrameSocket, PeerGone, socket_pair
+from kvtransfer import wire
+from kvtransfer.front_messages import (
+    LocalHello,
+    PairClosed,
+    PairEnd,
+    PairHello,
+    PairInput,
+    PairMessage,
+    PairOpened,
+    PairOutput,
+    PairSend,
+)
+from kvtransfer.messages import AnyMessage
+from kvtransfer.pairing import Hello
+from kvtransfer.transfer import WakeUp
+
+WAIT_S = 20.0
+
+
+class Pump:
+    """All methods from the test's thread.
+
+    A stream has the same number at both ends.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: dict[bool, FrameSocket[PairOutput]] = {}  # by whether it is the reader's
+        self._wake_up = WakeUp()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._reader_hello: Hello | None = None
+        self._streams = 0
+        self._stopped = False
+        self.open: set[int] = set()
+        self.ended: dict[int, PairEnd] = {}  # by stream: what an end has ended it with
+        self.sent: list[AnyMessage] = []  # all that has crossed, both ways
+        self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
+
+    def join(self, *, as_reader: bool) -> FrameSocket[PairInput]:
+        """The transfer thread's end of a socket to this pump; call before `start`."""
+        ours, theirs = socket_pair()
+        self._sockets[as_reader] = FrameSocket(ours, PairOutput)
+        return _input_socket(theirs)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._call(self._stop)
+        self._thread.join(WAIT_S)
+        for sock in self._sockets.values():
+            sock.close()
+
+    def connect(self) -> int:
+        """Opens the next stream, once the reader has said what it is."""
+        self.wait(lambda: self._reader_hello is not None)
+        self._streams += 1
+        stream = self._streams
+        self._call(lambda: self._connect(stream))
+        return stream
+
+    def cut(self, stream: int) -> None:
+        """Both ends see the end of it."""
+        self._call(lambda: self._close(stream, "cut"))
+
+    def say(self, stream: int, message: AnyMessage, *, to_reader: bool) -> None:
+        """What the other end would not say of its own accord."""
+        self._call(lambda: self._sockets[to_reader].send(PairMessage(stream, message)))
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until something that has crossed makes it true."""
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT_S)
+
+    # On the pump's thread
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._wake_up.wake()
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_up, select.POLLIN)
+        for sock in self._sockets.values():
+            poll.register(sock, select.POLLIN)
+        while not self._stopped:
+            poll.poll()
+            self._wake_up.clear()
+            for as_reader, sock in list(self._sockets.items()):
+                try:
+                    messages = sock.receive()
+                except PeerGone:
+                    poll.unregister(sock)
+                    self._sockets.pop(as_reader).close()
+                    continue
+                with self._changed:
+                    for message in messages:
+                        self._take(message, as_reader=as_reader)
+                    self._changed.notify_all()
+            with self._changed:
+                while self._calls:
+                    self._calls.popleft()()
+                self._changed.notify_all()
+
+    def _connect(self, stream: int) -> None:
+        assert self._reader_hello is not None
+        self.open.add(stream)
+        hello = _through_protobuf(self._reader_hello, as_reader=True)
+        assert isinstance(hello, Hello)
+        self._sockets[False].send(PairOpened(stream, hello, as_reader=False))
+
+    def _take(self, message: PairOutput, *, as_reader: bool) -> None:
+        match message:
+            case LocalHello(hello):
+                self._reader_hello = hello
+            case PairHello(stream, hello) if stream in self.open:
+                answer = _through_protobuf(hello, as_reader=False)
+                assert isinstance(answer, Hello)
+                self._sockets[True].send(PairOpened(stream, answer, as_reader=True))
+            case PairSend(stream, said) if stream in self.open:
+                heard = _through_protobuf(said, as_reader=as_reader)
+                assert not isinstance(heard, Hello)
+                self.sent.append(heard)
+                self._send(not as_reader, PairMessage(stream, heard))
+            case PairEnd(stream, reason):
+                self.ended[stream] = message
+                self._close(stream, reason)
+
+    def _close(self, stream: int, reason: str) -> None:
+        if stream in self.open:
+            self.open.remove(stream)
+            for as_reader in (True, False):
+                self._send(as_reader, PairClosed(stream, reason))
+
+    def _send(self, as_reader: bool, message: PairInput) -> None:
+        with contextlib.suppress(KeyError):  # that node has ended
+            self._sockets[as_reader].send(message)
+
+
+def _input_socket(sock: socket.socket) -> FrameSocket[PairInput]:
+    return FrameSocket(sock, PairInput)
+
+
+def _through_protobuf(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessage:
+    proto = wire.to_proto(record, as_reader=as_reader)
+    return wire.parse(type(proto).FromString(proto.SerializeToString()))

@@ -1,0 +1,62 @@
+"""Every reachable state of one simulated pair, up to a number of faults."""
+
+from dataclasses import dataclass
+
+from common.config import TransferConfig
+from tests.kvtransfer.sides import Broken, Plan, require
+from tests.kvtransfer.world import Simulation, Step
+
+
+@dataclass(frozen=True)
+class Searched:
+    states: int
+    ends: int  # of them, states in which only a fault can do anything
+    reader_states: int
+    owner_states: int
+
+
+def search(plan: Plan, config: TransferConfig, *, faults: int) -> Searched:
+    """Visits every state that at most so many faults can lead to, and checks I1-I5 in each.
+
+    Raises:
+        Broken: with the steps that lead to it; an error of the product's own is one too.
+    """
+    simulation = Simulation(plan, config)
+    start = simulation.start(faults)
+    # Worlds are remembered by hash alone: of two million, two are mistaken for each other with a
+    # chance of one in a million.
+    came_from: dict[int, tuple[int, Step]] = {hash(start): (0, ())}
+    pending = [start]
+    ends = 0
+    while pending:
+        world = pending.pop()
+        here = hash(world)
+        step: Step = ()
+        try:
+            steps = simulation.steps(world)
+            if not steps:
+                ends += 1
+                # Not even a deadline is needed: every end is told, or its stream is ended.
+                require(simulation.rests(world), "I3: something waits for ever")
+            afters = [(step := s, simulation.after(world, s)) for s in steps]
+            more = simulation.faults(world)
+            afters += [(step := f, simulation.after_fault(world, f)) for f in more]
+        except Exception as fault:
+            path = "\n".join([*_path(came_from, here), f"then {step}"])
+            raise Broken(f"{type(fault).__name__}: {fault}\nafter\n{path}") from fault
+        for step, after in afters:
+            there = hash(after)
+            if there not in came_from:
+                came_from[there] = (here, step)
+                pending.append(after)
+    return Searched(
+        len(came_from), ends, len(simulation.readers.sides), len(simulation.owners.sides)
+    )
+
+
+def _path(came_from: dict[int, tuple[int, Step]], here: int) -> list[str]:
+    labels: list[str] = []
+    while here in came_from and came_from[here][1]:
+        here, label = came_from[here]
+        labels.append(str(label))
+    return labels[::-1]

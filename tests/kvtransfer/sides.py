@@ -1,0 +1,583 @@
+"""The two ends of the product with a model engine each, as deterministic automata for a search.
+
+A side is the end, the engine's books and the contents of its pages; it reacts to one input with a
+list of outputs. The engines check what handoff.md promises them (I1, I2, I4, and that every loan
+of pages is given back exactly once); contents of pages are tracked cell by cell.
+"""
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from common.config import TransferConfig
+from common.sampling import SamplingParams
+from kvtransfer.messages import HandoffId
+from kvtransfer.ports import (
+    Admit,
+    CancelHandoff,
+    FailHandoff,
+    FirstToken,
+    Granted,
+    GrantHandoff,
+    HandoffAdmitted,
+    HandoffDropped,
+    Held,
+    Lost,
+    Opened,
+    OpenHandoff,
+    OwnerDown,
+    OwnerUp,
+    Publish,
+    ReadsEnded,
+)
+from kvtransfer.protocol.actions import (
+    CloseLink,
+    EndStream,
+    Expose,
+    OpenLink,
+    Send,
+    StartRead,
+    Withdraw,
+)
+from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.protocol.reader_end import ReaderEnd
+from tests.kvtransfer.copies import fork, key_of
+
+PAGE_SIZE = 4
+SAMPLING = SamplingParams(max_tokens=8, seed=1)
+FREE = "free"  # a cell that nobody holds
+BANK = 8  # pages of one request, where pools are large
+TORN = "torn"  # a cell that a read is writing, or has left unfinished
+
+E = TypeVar("E", ReaderEnd, OwnerEnd)
+Input = tuple[Any, ...]
+Output = tuple[Any, ...]
+
+
+class Broken(AssertionError):
+    """An invariant of handoff.md does not hold."""
+
+
+def require(holds: bool, invariant: str) -> None:
+    if not holds:
+        raise Broken(invariant)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is searched."""
+
+    prompts: tuple[int, ...]  # tokens of each request
+    prefixes: tuple[int, ...]  # of those, what the reader has already
+    reader_pages: int = 0  # 0: more than enough, each request from a part of its own
+    owner_pages: int = 0
+    attempts: int = 2
+    budget_s: float = 100.0
+    admits: bool = False  # whether the owner sends Admitted
+    asynchronous: bool = False  # whether the reader's engine takes its events later
+    beats: bool = False
+    only_faults: tuple[str, ...] = ()  # empty: all
+
+
+# The reader and a decode node's engine -----------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """One request in the reader's engine."""
+
+    state: str  # new | open | granted | ended
+    serial: int  # new for every submission
+    attempt: int
+    emitted: int  # tokens that the engine knows of and that a redo begins with
+    told: int  # tokens the client has
+    pages: tuple[int, ...]  # held for the request
+
+
+class Side(Generic[E]):
+    """A protocol end that is copied only when an input is about to change it."""
+
+    def __init__(self, end: E) -> None:
+        self._end = end
+        self._shared = False
+        self._key: Hashable | None = None
+        self.now = 0.0
+
+    def share(self) -> Self:
+        """A copy that still has the same end."""
+        self._end_key()
+        twin = copy.copy(self)
+        twin._shared = True
+        return twin
+
+    @property
+    def end(self) -> E:
+        """To be changed."""
+        if self._shared:
+            self._end, self._shared = fork(self._end), False
+        self._key = None
+        return self._end
+
+    def _end_key(self) -> Hashable:
+        if self._key is None:
+            self._key = key_of(self._end, self.now)
+        return self._key
+
+
+ENDED = Job("ended", 0, 0, 0, 0, ())
+
+
+class ReaderSide(Side[ReaderEnd]):
+    def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
+        super().__init__(ReaderEnd(config, page_size=PAGE_SIZE))
+        self.end.engine_moves(plan.beats)
+        self.plan = plan
+        self.config = config
+        self.instance = instance
+        self.jobs = [Job("new", r + 1, 1, 0, 0, ()) for r in range(len(plan.prompts))]
+        self.cells: list[Any] = [FREE] * (plan.reader_pages or len(plan.prompts) * BANK)
+        self.reads: dict[HandoffId, tuple[int, ...]] = {}  # pages held for "read"
+        self.owners: dict[int, bool] = {}  # instances that are up
+        self.inbox: list[Any] = []
+        self.posts: list[Any] = []  # commands that the end has not taken yet
+
+    def fork(self) -> "ReaderSide":
+        twin = self.share()
+        twin.jobs, twin.cells = list(self.jobs), list(self.cells)
+        twin.reads, twin.owners = dict(self.reads), dict(self.owners)
+        twin.inbox, twin.posts = list(self.inbox), list(self.posts)
+        return twin
+
+    def key(self) -> Hashable:
+        return (
+            self._end_key(),
+            self.instance,
+            tuple(self.jobs),
+            tuple(self.cells),
+            tuple(sorted(self.reads.items())),
+            tuple(sorted(self.owners.items())),
+            repr(self.inbox),
+            repr(self.posts),
+        )
+
+    # What may happen next in the engine alone
+
+    def moves(self) -> list[Input]:
+        moves: list[Input] = [("take",)] if self.inbox else []
+        moves += [("post",)] if self.posts else []
+        for r, job in enumerate(self.jobs):
+            if job.state == "new" and self.owners:
+                moves.append(("open", r))
+            if job.state == "open" and len(self._free(r)) >= self._num_pages(r):
+                moves.append(("grant", r))
+        return moves
+
+    def faults(self) -> list[Input]:
+        faults: list[Input] = []
+        for r, job in enumerate(self.jobs):
+            if job.state in ("open", "granted"):
+                faults.append(("cancel", r))  # the simulation adds the next serial
+                faults.append(("stop", r))
+        if self._end.next_deadline() is not None:
+            faults.append(("tick",))
+        return faults
+
+    def live_streams(self) -> set[int]:
+        return set(self._end._streams)
+
+    def streams(self) -> set[int]:
+        """Those that the end remembers."""
+        return self.live_streams() | self._end._links.keys()
+
+    def ids(self) -> set[HandoffId]:
+        """Those that anything here remembers."""
+        under_way = [*self.posts, *self.inbox]
+        ids = {self._id(job) for job in self.jobs} | self.reads.keys()
+        ids |= {item.id for item in under_way if hasattr(item, "id")}
+        return ids | self._end._attempts.keys() | self._end._landing.keys()
+
+    def at_rest(self) -> bool:
+        return not self._end.num_open and not self._end._landing and not self.reads
+
+    # One input
+
+    def react(self, given: Input) -> list[Output]:
+        """Changes this side and returns what crosses to the world outside."""
+        match given:
+            case ("up", stream, owner):
+                actions = self.end.stream_up(stream, owner, "owner", 1 << 20, self.now)
+            case ("down", stream):
+                actions = self.end.stream_down(stream, "cut")
+            case ("message", stream, message):
+                actions = self.end.received(stream, message, self.now)
+            case ("link up", stream):
+                actions = self.end.link_up(stream, "loopback", 1.0)
+            case ("link closed", stream):
+                actions = self.end.link_closed(stream, "broken", self.now)
+            case ("write", id, pages, contents):
+                self._write(id, pages, contents)
+                return []
+            case ("read ended", stream, refused):
+                actions = self.end.read_ended(stream, refused, self.now)
+            case ("read late", stream):
+                actions = self.end.read_late(stream, self.now)
+            case ("tick",):
+                self.now = max(self.now, self.end.next_deadline() or self.now)
+                actions = self.end.tick(self.now)
+            case ("take",):
+                inbox, self.inbox = self.inbox, []
+                for event in inbox:
+                    self._take(event)
+                return []
+            case ("post",):
+                return self._outputs(self.end.command(self.posts.pop(0), self.now))
+            case ("restart", instance):
+                self._restart(instance)
+                return []
+            case ("local", r):
+                self._leave(r, ENDED)
+                return []
+            case ("again", r, serial):
+                self.jobs[r] = Job("new", serial, 1, 0, 0, ())
+                return []
+            case ("cancel", r, serial):
+                id = self._id(self.jobs[r])
+                # The client comes back with the same request: a submission of its own.
+                self._leave(r, Job("new", serial, 1, 0, 0, ()))
+                return self._posted(CancelHandoff(id, "client"))
+            case (what, r):
+                return self._posted(self._command(what, r))
+            case _:
+                raise AssertionError(given)
+        return self._outputs(actions)
+
+    def _posted(self, command: Any) -> list[Output]:
+        if self.plan.asynchronous:
+            self.posts.append(command)
+            return []
+        return self._outputs(self.end.command(command, self.now))
+
+    def _outputs(self, actions: Sequence[Any]) -> list[Output]:
+        outputs: list[Output] = []
+        for action in actions:
+            match action:
+                case Send():
+                    outputs.append(("send", action.stream, action.message))
+                case EndStream():
+                    outputs.append(("end", action.stream))
+                case OpenLink():
+                    outputs.append(("open link", action.stream))
+                case CloseLink():
+                    outputs.append(("close link", action.stream))
+                case StartRead():
+                    outputs.append(
+                        (
+                            "read",
+                            action.stream,
+                            action.id,
+                            tuple(action.source_pages.tolist()),
+                            tuple(action.destination_pages.tolist()),
+                        )
+                    )
+                case event if self.plan.asynchronous:
+                    self.inbox.append(event)
+                case event:
+                    self._take(event)
+        return outputs
+
+    # Engine: commands
+
+    def _command(self, what: str, r: int) -> Any:
+        job = self.jobs[r]
+        id = self._id(job)
+        match what:
+            case "open":
+                self.jobs[r] = job._replace(state="open")
+                tokens = np.arange(self.plan.prompts[r] + job.emitted, dtype=np.int32)
+                return OpenHandoff(
+                    id, max(self.owners), tokens, job.emitted, SAMPLING, self.plan.budget_s, str(r)
+                )
+            case "grant":
+                pages = self._free(r)[: self._num_pages(r)]
+                self.reads[id] = pages
+                self.jobs[r] = job._replace(state="granted", pages=pages)
+                for page in pages:
+                    self.cells[page] = "reserved"
+                return GrantHandoff(id, self._prefix(r), np.array(pages, dtype=np.int32))
+            case "stop":
+                self._leave(r, ENDED)
+                return CancelHandoff(id, "going local, or its first token ended it")
+        raise AssertionError(what)
+
+    def _restart(self, instance: int) -> None:
+        fresh = ReaderSide(self.plan, self.config, instance)
+        # The router replays what had not ended, with the tokens it knows.
+        fresh.jobs = [
+            job if job.state == "ended" else Job("new", r + 1, 1, job.told, job.told, ())
+            for r, job in enumerate(self.jobs)
+        ]
+        self.__dict__.update(fresh.__dict__)
+
+    # Engine: events
+
+    def _take(self, event: Any) -> None:
+        match event:
+            case OwnerUp():
+                self.owners[event.owner] = True
+            case OwnerDown():
+                self.owners.pop(event.owner, None)
+            case HandoffAdmitted():
+                pass
+            case FirstToken():
+                r = self._current(event.id)
+                if r is not None:
+                    job = self.jobs[r]
+                    require(job.state == "granted", "I4: a token of an attempt without a grant")
+                    require(event.token == job.told, f"I4: token {event.token} is not the next")
+                    self.jobs[r] = job._replace(emitted=job.emitted + 1, told=job.told + 1)
+            case Held():
+                r = self._current(event.id)
+                if r is not None:
+                    self._join(r, event.id)
+            case Lost():
+                r = self._current(event.id)
+                if r is not None:
+                    self._retry(r, retryable=event.retryable)
+            case ReadsEnded():
+                require(event.id in self.reads, "ReadsEnded without a grant, or twice")
+                pages = self.reads.pop(event.id)
+                self._let_go(pages)
+            case _:
+                raise AssertionError(event)
+
+    def _join(self, r: int, id: HandoffId) -> None:
+        job = self.jobs[r]
+        require(job.state == "granted", "I1: Held without a grant")
+        first = -(-self._prefix(r) // PAGE_SIZE)
+        for place, page in enumerate(job.pages, start=first):
+            right = (id.instance, id.request, place)
+            require(self.cells[page] == right, f"I1: joined with {self.cells[page]} in {page}")
+        require(job.emitted > 0, "I1: joined before its first token")
+        self._leave(r, ENDED)
+
+    def _retry(self, r: int, *, retryable: bool) -> None:
+        job = self.jobs[r]
+        if retryable and job.attempt < self.plan.attempts and self.owners:
+            self._leave(r, job._replace(state="new", attempt=job.attempt + 1, pages=()))
+        else:  # prefilled here, to its end
+            self._leave(r, ENDED)
+
+    def _leave(self, r: int, job: Job) -> None:
+        pages, self.jobs[r] = self.jobs[r].pages, job
+        self._let_go(pages)
+
+    def _let_go(self, pages: Sequence[int]) -> None:
+        held = self._held()
+        for page in pages:
+            if page not in held:
+                self.cells[page] = FREE
+
+    def _write(self, id: HandoffId, pages: Sequence[int], contents: Sequence[Any]) -> None:
+        held = self.reads.get(id, ())
+        for page, content in zip(pages, contents, strict=True):
+            require(page in held, f"I2: a read of {id} wrote into page {page}, given away")
+            self.cells[page] = content
+
+    def _id(self, job: Job) -> HandoffId:
+        return HandoffId(self.instance, job.serial, job.attempt)
+
+    def _current(self, id: HandoffId) -> int | None:
+        for r, job in enumerate(self.jobs):
+            if self._id(job) == id and job.state in ("open", "granted"):
+                return r
+        require(self.plan.asynchronous, f"I5: an event about {id}, which is over")
+        return None
+
+    def _prefix(self, r: int) -> int:
+        whole = self.plan.prefixes[r] == self.plan.prompts[r]
+        return self.plan.prefixes[r] + (self.jobs[r].emitted if whole else 0)
+
+    def _num_pages(self, r: int) -> int:
+        num_tokens = self.plan.prompts[r] + self.jobs[r].emitted
+        return -(-(num_tokens - self._prefix(r)) // PAGE_SIZE)
+
+    def _free(self, r: int) -> tuple[int, ...]:
+        bank = range(r * BANK, (r + 1) * BANK)
+        pages = range(self.plan.reader_pages) if self.plan.reader_pages else bank
+        held = self._held()
+        return tuple(page for page in pages if page not in held)
+
+    def _held(self) -> set[int]:
+        held = {page for pages in self.reads.values() for page in pages}
+        return held | {page for job in self.jobs for page in job.pages}
+
+
+# The owner and a prefill node's engine -----------------------------------------------------------
+
+
+class Prompt(NamedTuple):
+    """One request in the owner's engine."""
+
+    num_tokens: int
+    num_generated: int
+    granted: bool
+    admitted: bool
+    done: int  # tokens published, or the reader's prefix
+    pages: tuple[int, ...]  # of [start, num_tokens)
+    start: int
+    last_sent: bool
+    bank: int
+
+
+class OwnerSide(Side[OwnerEnd]):
+    def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
+        super().__init__(OwnerEnd(config, page_size=PAGE_SIZE))
+        self.end.engine_moves(plan.beats)
+        self.plan = plan
+        self.config = config
+        self.instance = instance
+        self.prompts: dict[HandoffId, Prompt] = {}
+        self.cells: list[Any] = [FREE] * (plan.owner_pages or len(plan.prompts) * BANK)
+        self.exposed: dict[HandoffId, tuple[int, ...]] = {}
+
+    def fork(self) -> "OwnerSide":
+        twin = self.share()
+        twin.prompts, twin.cells = dict(self.prompts), list(self.cells)
+        twin.exposed = dict(self.exposed)
+        return twin
+
+    def key(self) -> Hashable:
+        return (
+            self._end_key(),
+            self.instance,
+            tuple(sorted(self.prompts.items())),
+            tuple(self.cells),
+            tuple(sorted(self.exposed.items())),
+        )
+
+    def moves(self) -> list[Input]:
+        return [("publish", id) for id, p in self.prompts.items() if p.admitted and not p.last_sent]
+
+    def faults(self) -> list[Input]:
+        faults: list[Input] = [("fail", id) for id in self.prompts]
+        if self._end.next_deadline() is not None:
+            faults.append(("tick",))
+        return faults
+
+    def streams(self) -> set[int]:
+        """Those that the end remembers."""
+        return set(self._end._streams)
+
+    def ids(self) -> set[HandoffId]:
+        """Those that anything here remembers."""
+        return self.prompts.keys() | self._end._handoffs.keys()
+
+    def at_rest(self) -> bool:
+        return not self._end.num_open and not self.prompts and not self.exposed
+
+    def contents(self, pages: Sequence[int]) -> tuple[Any, ...]:
+        return tuple(self.cells[page] for page in pages)
+
+    def serves(self, pages: Sequence[int]) -> bool:
+        published = {page for pages in self.exposed.values() for page in pages}
+        return published.issuperset(pages)
+
+    def react(self, given: Input) -> list[Output]:
+        """Changes this side and returns what crosses to the world outside."""
+        match given:
+            case ("up", stream, reader):
+                actions = self.end.stream_up(stream, reader, self.now)
+            case ("down", stream):
+                actions = self.end.stream_down(stream, "cut")
+            case ("message", stream, message):
+                actions = self.end.received(stream, message, self.now)
+            case ("publish", id):
+                actions = self.end.command(self._next_chunk(id))
+            case ("fail", id):
+                actions = self.end.command(FailHandoff(id, "let go", retryable=True))
+            case ("tick",):
+                self.now = max(self.now, self.end.next_deadline() or self.now)
+                actions = self.end.tick(self.now)
+            case ("restart", instance):
+                self.__dict__.update(OwnerSide(self.plan, self.config, instance).__dict__)
+                return []
+            case _:
+                raise AssertionError(given)
+        return self._outputs(actions)
+
+    def _outputs(self, actions: Sequence[Any]) -> list[Output]:
+        outputs: list[Output] = []
+        for action in actions:
+            match action:
+                case Send():
+                    outputs.append(("send", action.stream, action.message))
+                case EndStream():
+                    outputs.append(("end", action.stream))
+                case Expose():
+                    before = self.exposed.get(action.id, ())
+                    self.exposed[action.id] = before + tuple(action.pages.tolist())
+                case Withdraw():
+                    self.exposed.pop(action.id, None)
+                case Opened():
+                    require(action.id not in self.prompts, "opened twice")
+                    self.prompts[action.id] = Prompt(
+                        len(action.token_ids),
+                        action.num_generated,
+                        False,
+                        False,
+                        0,
+                        (),
+                        0,
+                        False,
+                        int(action.request_id),
+                    )
+                case Granted():
+                    prompt = self.prompts[action.id]
+                    prefix = action.prefix_tokens
+                    self.prompts[action.id] = prompt._replace(
+                        granted=True, done=prefix, start=prefix
+                    )
+                    outputs += self._admit()
+                case HandoffDropped():
+                    require(action.id in self.prompts, "dropped twice, or never opened")
+                    require(action.id not in self.exposed, "pages let go while exposed")
+                    for page in self.prompts.pop(action.id).pages:
+                        self.cells[page] = FREE
+                    outputs += self._admit()
+                case _:
+                    raise AssertionError(action)
+        return outputs
+
+    def _admit(self) -> list[Output]:
+        outputs: list[Output] = []
+        for id, prompt in list(self.prompts.items()):
+            num_pages = -(-(prompt.num_tokens - prompt.start) // PAGE_SIZE)
+            free = self._free(prompt)
+            if prompt.granted and not prompt.admitted and len(free) >= num_pages:
+                pages = tuple(free[:num_pages])
+                for page in pages:
+                    self.cells[page] = "computing"
+                self.prompts[id] = prompt._replace(admitted=True, pages=pages)
+                if self.plan.admits:
+                    outputs += self._outputs(self.end.command(Admit(id, prompt.num_tokens, 0)))
+        return outputs
+
+    def _free(self, prompt: Prompt) -> list[int]:
+        first = 0 if self.plan.owner_pages else prompt.bank * BANK
+        num_pages = self.plan.owner_pages or BANK
+        return [page for page in range(first, first + num_pages) if self.cells[page] == FREE]
+
+    def _next_chunk(self, id: HandoffId) -> Publish:
+        """One page of the prompt is computed and published; the last comes with a token."""
+        prompt = self.prompts[id]
+        end = min(prompt.num_tokens, (prompt.done // PAGE_SIZE + 1) * PAGE_SIZE)
+        first = -(-(prompt.done - prompt.start) // PAGE_SIZE)
+        pages = prompt.pages[first : first + (end > prompt.done)]
+        for page in pages:
+            self.cells[page] = (id.instance, id.request, prompt.done // PAGE_SIZE)
+        last = end == prompt.num_tokens
+        self.prompts[id] = prompt._replace(done=end, last_sent=last)
+        token = prompt.num_generated if last else None
+        return Publish(id, prompt.done, end, np.array(pages, dtype=np.int32), last, token)

@@ -1,0 +1,299 @@
+"""Links, seen by the one thread that uses them. Over loopback, whose owners obey the test."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from common.errors import EngineFault, Overloaded, TransferError
+from kvtransfer.backends.base import Connection
+from kvtransfer.backends.loopback import Faults, LoopbackBackend
+from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
+from kvtransfer.messages import HandoffId
+from tests.support.data_children import CANARY, READER, Memory
+from tests.support.data_ends import NearOwner
+
+NUM_PAGES, PAGE_BYTES = 64, 4096
+OWNER = 1
+ALL = np.arange(NUM_PAGES, dtype=np.int32)
+Event = TypeVar("Event", LinkUp, ReadEnded, LinkClosed)
+
+
+def handoff(number: int) -> HandoffId:
+    return HandoffId(READER, number, 1)
+
+
+class Rig:
+    """An owner, a pool, and the events of the links between them."""
+
+    def __init__(self, exits: ExitStack) -> None:
+        self.backend = LoopbackBackend()
+        self.owner = NearOwner(self.backend, NUM_PAGES, PAGE_BYTES, seed=OWNER)
+        self.owner.publish_all()
+        self.memory = Memory(NUM_PAGES, PAGE_BYTES)
+        self.events: queue.Queue[LinkEvent] = queue.Queue()
+        self._exits = exits
+
+    @property
+    def faults(self) -> Faults:
+        return self.backend.faults(OWNER)
+
+    def connect(self) -> Connection:
+        return self.backend.connect(
+            self.owner.describe(), self.owner.remote, self.memory.pool, READER
+        )
+
+    def link(
+        self,
+        connect: Callable[[], Connection] | None = None,
+        *,
+        read_s: float = 30.0,
+        min_gib_per_s: float = 0.0,
+        max_jobs: int = 100,
+    ) -> Link:
+        link = Link(
+            OWNER,
+            connect or self.connect,
+            self.events.put,
+            page_bytes=PAGE_BYTES,
+            read_s=read_s,
+            min_gib_per_s=min_gib_per_s,
+            max_jobs=max_jobs,
+        )
+        self._exits.callback(link.join, 10.0)
+        self._exits.callback(link.close, "the test ends")
+        return link
+
+    def next(self, kind: type[Event]) -> Event:
+        event = self.events.get(timeout=10)
+        assert isinstance(event, kind), event
+        return event
+
+    def nothing_more(self) -> bool:
+        return self.events.empty()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with ExitStack() as exits:
+        yield Rig(exits)
+
+
+def test_reads_are_done_in_order_and_land(rig: Rig) -> None:
+    link = rig.link()
+    link.post(handoff(1), ALL[:10], ALL[20:30])  # legal before it is up
+    up = rig.next(LinkUp)
+    assert up.link is link and up.path == "loopback" and up.gib_per_s > 0
+    link.post(handoff(2), ALL[10:14], ALL[:4])
+    link.post(handoff(1), ALL[30:], ALL[30:])
+    ended = [rig.next(ReadEnded) for _ in range(3)]
+    assert [(e.handoff.request, e.num_bytes, e.refused) for e in ended] == [
+        (1, 10 * PAGE_BYTES, ""),
+        (2, 4 * PAGE_BYTES, ""),
+        (1, 34 * PAGE_BYTES, ""),
+    ]
+    assert (rig.memory.pages[20:30] == rig.owner.content[:10]).all()
+    assert (rig.memory.pages[:4] == rig.owner.content[10:14]).all()
+
+
+def test_a_refused_read_ends_alone(rig: Rig) -> None:
+    link = rig.link()
+    rig.owner.withdraw(READER, ALL[5:6])
+    for number, pages in enumerate((ALL[:5], ALL[5:7], ALL[7:9])):
+        link.post(handoff(number), pages, pages)
+    rig.next(LinkUp)
+    refusals = [rig.next(ReadEnded).refused for _ in range(3)]
+    assert [bool(refusal) for refusal in refusals] == [False, True, False]
+    assert "page 5" in refusals[1]
+
+
+@pytest.mark.parametrize("half_landed", [False, True])
+def test_a_failed_read_fails_all_that_are_queued_and_ends_the_link(
+    rig: Rig, half_landed: bool
+) -> None:
+    link = rig.link()
+    rig.next(LinkUp)
+    rig.faults.freeze()
+    for number in range(4):
+        link.post(handoff(number), ALL, ALL)
+    assert rig.faults.wait_until_resting(1, 10)
+    (rig.faults.truncate_next if half_landed else rig.faults.fail_next)("cut")
+    rig.faults.release()
+    assert rig.next(ReadEnded).handoff == handoff(0)
+    closed = rig.next(LinkClosed)
+    assert closed.reason == "cut"
+    assert closed.unfinished == (handoff(1), handoff(2), handoff(3))
+    with pytest.raises(TransferError, match="cut"):
+        link.post(handoff(9), ALL, ALL)
+    assert link.join(10) and rig.nothing_more()
+
+
+# Seen failing with the job under way dropped as well.
+def test_dropped_jobs_end_without_a_word_but_not_the_one_under_way(rig: Rig) -> None:
+    link = rig.link()
+    rig.next(LinkUp)
+    rig.faults.freeze()
+    for number in (1, 2, 1, 1, 2):
+        link.post(handoff(number), ALL, ALL)
+    assert rig.faults.wait_until_resting(1, 10)
+    assert link.drop(handoff(1)) == 2
+    assert link.drop(handoff(1)) == 0
+    assert link.drop(handoff(3)) == 0
+    rig.faults.release()
+    assert [rig.next(ReadEnded).handoff.request for _ in range(3)] == [1, 2, 2]
+    link.close("done")
+    assert rig.next(LinkClosed).unfinished == ()
+
+
+# Seen failing with LinkClosed sent by `close` itself: the copy that rests lands its other half.
+def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig: Rig) -> None:
+    link = rig.link()
+    rig.next(LinkUp)
+    rig.faults.freeze()
+    link.post(handoff(1), ALL, ALL)
+    link.post(handoff(2), ALL, ALL)
+    assert rig.faults.wait_until_resting(1, 10)
+    link.close("enough")
+    link.close("a second reason")
+    closed = rig.next(LinkClosed)
+    assert closed.reason == "enough" and closed.unfinished == (handoff(1), handoff(2))
+    rig.memory.pages[:] = CANARY
+    rig.faults.release()
+    assert link.join(10)
+    assert (rig.memory.pages == CANARY).all()
+    assert rig.nothing_more()
+
+
+# Seen failing with the comparison with `now` taken out of `expire`.
+def test_a_read_past_its_deadline_closes_the_link_and_no_other_does(rig: Rig) -> None:
+    link = rig.link(read_s=30.0)
+    gib_per_s = rig.next(LinkUp).gib_per_s
+    assert link.deadline is None
+    link.expire(time.monotonic() + 1e9)
+    rig.faults.freeze()
+    posted_at = time.monotonic()
+    link.post(handoff(1), ALL, ALL)
+    assert rig.faults.wait_until_resting(1, 10)
+    deadline = link.deadline
+    assert deadline is not None
+    allowed_s = 30.0 + NUM_PAGES * PAGE_BYTES / (0.1 * gib_per_s * 2**30)
+    assert posted_at + allowed_s <= deadline <= time.monotonic() + allowed_s
+    link.expire(deadline - 0.001)
+    link.post(handoff(2), ALL, ALL)  # raises where the link is closing
+    link.expire(deadline)
+    closed = rig.next(LinkClosed)
+    assert "deadline" in closed.reason and closed.unfinished == (handoff(1), handoff(2))
+
+
+def test_a_probe_has_a_deadline_as_a_read_has(rig: Rig) -> None:
+    probing, stopped = threading.Event(), threading.Event()
+
+    class Stuck:
+        path = "stuck"
+
+        def probe(self) -> float:
+            probing.set()
+            assert stopped.wait(10)
+            raise TransferError("stopped")
+
+        def copy(self, source_pages: object, destination_pages: object) -> None: ...
+
+        def stop(self) -> None:
+            stopped.set()
+
+        def close(self) -> None: ...
+
+    link = rig.link(Stuck, read_s=5.0)
+    assert probing.wait(10)
+    deadline = link.deadline
+    assert deadline is not None and deadline <= time.monotonic() + 5.0
+    link.expire(deadline)
+    assert "deadline" in rig.next(LinkClosed).reason
+
+
+def test_a_queue_that_is_full_says_so(rig: Rig) -> None:
+    link = rig.link(max_jobs=3)
+    rig.next(LinkUp)
+    rig.faults.freeze()
+    for number in range(3):
+        link.post(handoff(number), ALL, ALL)
+    with pytest.raises(Overloaded):
+        link.post(handoff(3), ALL, ALL)
+    assert rig.faults.wait_until_resting(1, 10)
+    rig.faults.release()
+    assert [rig.next(ReadEnded).handoff.request for _ in range(3)] == [0, 1, 2]
+    link.post(handoff(3), ALL, ALL)
+    assert rig.next(ReadEnded).handoff == handoff(3)
+
+
+def test_a_link_that_cannot_connect_tells_why(rig: Rig) -> None:
+    description, remote = rig.owner.describe(), rig.owner.remote
+    rig.owner.end()
+    link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool, READER))
+    closed = rig.next(LinkClosed)
+    assert "no owner" in closed.reason and closed.link is link
+    with pytest.raises(TransferError, match="no owner"):
+        link.post(handoff(1), ALL, ALL)
+
+
+def test_close_does_not_wait_for_a_connect_under_way(rig: Rig) -> None:
+    entered, proceed = threading.Event(), threading.Event()
+
+    def slow() -> Connection:
+        entered.set()
+        assert proceed.wait(10)
+        return rig.connect()
+
+    link = rig.link(slow)
+    assert entered.wait(10)
+    link.post(handoff(1), ALL, ALL)
+    link.close("changed my mind")
+    assert rig.nothing_more()
+    proceed.set()
+    closed = rig.next(LinkClosed)
+    assert closed.reason == "changed my mind" and closed.unfinished == (handoff(1),)
+    assert (rig.memory.pages == CANARY).all()
+
+
+def test_a_link_below_the_floor_is_refused(rig: Rig) -> None:
+    rig.link(min_gib_per_s=1e6)
+    assert "less than the configured" in rig.next(LinkClosed).reason
+
+
+def test_an_owner_that_dies_closes_the_link(rig: Rig) -> None:
+    link = rig.link()
+    rig.next(LinkUp)
+    rig.faults.freeze()
+    link.post(handoff(1), ALL, ALL)
+    assert rig.faults.wait_until_resting(1, 10)
+    rig.owner.end()
+    assert rig.next(LinkClosed).unfinished == (handoff(1),)
+
+
+def test_a_fault_of_our_own_still_closes_the_link(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda hook: faults.append(hook.exc_value))
+    link = rig.link()
+    rig.next(LinkUp)
+    link.post(handoff(1), ALL[:1], np.array([NUM_PAGES], np.int32))
+    assert rig.next(LinkClosed).unfinished == (handoff(1),)
+    assert link.join(10)
+    assert [type(fault) for fault in faults] == [EngineFault]
+
+
+def test_two_links_to_one_owner_do_not_disturb_each_other(rig: Rig) -> None:
+    first, second = rig.link(), rig.link()
+    for _ in range(2):
+        rig.next(LinkUp)
+    first.close("no longer needed")
+    assert rig.next(LinkClosed).link is first
+    second.post(handoff(1), ALL, ALL)
+    assert rig.next(ReadEnded).link is second
+    assert (rig.memory.pages == rig.owner.content).all()

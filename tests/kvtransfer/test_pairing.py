@@ -1,0 +1,61 @@
+"""Which nodes may pair, and what the others are told."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.errors import LayoutMismatch
+from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region, compare
+
+OURS = Hello(
+    instance=1,
+    protocol_version=PROTOCOL_VERSION,
+    fingerprint={"model": "abc", "page_size": "16"},
+    paths=(),
+    regions=(Region(4096, 1 << 16, 10),),
+    address="here:1",
+)
+
+
+def theirs(**changes: Any) -> Hello:
+    return msgspec.structs.replace(OURS, **{"instance": 2, "address": "there:1", **changes})
+
+
+def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses() -> None:
+    compare(OURS, theirs(regions=(Region(1 << 30, 1 << 16, 99),)))
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"instance": 1}, "It is this node itself."),
+        ({"protocol_version": 9}, "protocol_version is 1 here and 9 there."),
+        (
+            {"fingerprint": {"model": "xyz", "page_size": "16"}},
+            "model is 'abc' here and 'xyz' there.",
+        ),
+        ({"fingerprint": {"page_size": "16"}}, "model is 'abc' here and unset there."),
+        (
+            {"fingerprint": {**OURS.fingerprint, "extra": "1"}},
+            "extra is unset here and '1' there.",
+        ),
+        ({"regions": OURS.regions * 2}, "number of ranks is 1 here and 2 there."),
+        (
+            {"regions": (Region(4096, 4096, 10),)},
+            "page_bytes of rank 0 is 65536 here and 4096 there.",
+        ),
+    ],
+)
+def test_a_difference_is_told_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LayoutMismatch) as refusal:
+        compare(OURS, theirs(**changes))
+    assert sentence in str(refusal.value)
+
+
+def test_every_difference_is_told() -> None:
+    with pytest.raises(LayoutMismatch) as refusal:
+        compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=2))
+    text = str(refusal.value)
+    assert text.startswith("there:1 cannot pair: ")
+    assert all(f"{field} is" in text for field in ("model", "page_size", "protocol_version"))

@@ -1,0 +1,216 @@
+"""Records to protobuf and back, and what is refused on the way in."""
+
+import math
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ProtocolViolation
+from common.sampling import SamplingParams
+from kvtransfer import wire
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    FromOwner,
+    FromReader,
+    Grant,
+    HandoffId,
+    Open,
+    Ready,
+    Released,
+)
+from kvtransfer.pairing import DataPath, Hello, Region
+from protos import kvtransfer_pb2 as pb
+
+ID = HandoffId(1, 2, 3)
+SAMPLING = SamplingParams(max_tokens=4, seed=5)
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+i31 = st.integers(0, 2**31 - 1)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+ids = st.builds(HandoffId, u64, u64, st.integers(1, 2**32 - 1))
+
+
+def some(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers that a 32 bit float has: what came over the wire once stays as it is."""
+    return st.floats(low, high, width=32, allow_nan=False)
+
+
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**31 - 1),
+    seed=u64,
+    temperature=some(0, 100),
+    top_p=some(0.125, 1),
+    top_k=st.one_of(st.just(-1), st.integers(1, 2**31 - 1)),
+    min_p=some(0, 1),
+    stop_token_ids=st.lists(u32, max_size=16).map(tuple),
+    ignore_eos=st.booleans(),
+    frequency_penalty=some(-2, 2),
+    presence_penalty=some(-2, 2),
+    repetition_penalty=some(0.125, 8),
+)
+beats = st.builds(Beat, u64, u32, st.booleans())
+hellos = st.builds(
+    Hello,
+    u64,
+    u32,
+    st.dictionaries(text, text, max_size=5),
+    st.lists(st.builds(DataPath, text, st.binary(max_size=40)), max_size=3).map(tuple),
+    st.lists(st.builds(Region, u64, u64, u32), min_size=1, max_size=3).map(tuple),
+    text,
+)
+
+
+@st.composite
+def opens(draw: st.DrawFn) -> Open:
+    tokens = tuple(draw(st.lists(i31, min_size=1, max_size=30)))
+    num_generated = draw(st.integers(0, len(tokens) - 1))
+    budget_s = draw(st.floats(1e-3, wire.MAX_BUDGET_S))
+    return Open(draw(ids), tokens, num_generated, draw(samplings), budget_s, draw(text))
+
+
+@st.composite
+def readies(draw: st.DrawFn) -> Ready:
+    start = draw(i31)
+    first_token = draw(st.none() | i31)
+    pages = tuple(draw(st.lists(u32, max_size=30)))
+    end = draw(st.integers(start, 2**32 - 1))
+    return Ready(draw(ids), start, end, pages, first_token is not None, first_token)
+
+
+from_reader = st.one_of(
+    opens(), st.builds(Grant, ids, u32), st.builds(Done, ids), st.builds(Cancel, ids, text), beats
+)
+from_owner = st.one_of(
+    st.builds(Admitted, ids, u32, u32),
+    readies(),
+    st.builds(Released, ids, st.booleans()),
+    st.builds(Failed, ids, text, st.booleans()),
+    beats,
+)
+
+
+def through(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessage:
+    proto = wire.to_proto(record, as_reader=as_reader)
+    return wire.parse(type(proto).FromString(proto.SerializeToString()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(from_reader)
+def test_what_a_reader_says_arrives_as_it_was(message: FromReader) -> None:
+    assert through(message, as_reader=True) == message
+
+
+@settings(max_examples=150, deadline=None)
+@given(from_owner)
+def test_what_an_owner_says_arrives_as_it_was(message: FromOwner) -> None:
+    assert through(message, as_reader=False) == message
+
+
+@settings(max_examples=50, deadline=None)
+@given(hellos, st.booleans())
+def test_a_hello_arrives_as_it_was(hello: Hello, as_reader: bool) -> None:
+    assert through(hello, as_reader=as_reader) == hello
+
+
+def _open(**changes: Any) -> pb.FromReader:
+    message = wire.to_proto(Open(ID, (1, 2), 0, SAMPLING, 9.0, "name"), as_reader=True)
+    assert isinstance(message, pb.FromReader)
+    _change(message.open, changes)
+    return message
+
+
+def _ready(**changes: Any) -> pb.FromOwner:
+    message = wire.to_proto(Ready(ID, 0, 4, (1,), True, 7), as_reader=False)
+    assert isinstance(message, pb.FromOwner)
+    _change(message.ready, changes)
+    return message
+
+
+def _hello(**changes: Any) -> pb.FromReader:
+    hello = Hello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (Region(0, 1, 1),), "here:1")
+    message = wire.to_proto(hello, as_reader=True)
+    assert isinstance(message, pb.FromReader)
+    _change(message.hello, changes)
+    return message
+
+
+def _change(body: Any, changes: dict[str, Any]) -> None:
+    for field, value in changes.items():
+        body.ClearField(field)
+        if isinstance(value, list | dict):
+            getattr(body, field).MergeFrom(getattr(type(body)(**{field: value}), field))
+        elif value is not None:
+            setattr(body, field, value)
+
+
+@pytest.mark.parametrize(
+    "message, complaint",
+    [
+        (pb.FromReader(), "without content"),
+        (pb.FromOwner(), "without content"),
+        (pb.FromReader(grant=pb.Grant(prefix_tokens=1)), "attempt"),
+        (pb.FromReader(done=pb.Done(id=pb.HandoffId(instance=1, request=1))), "attempt"),
+        (pb.FromReader(cancel=pb.Cancel(id=_open().open.id, reason="x" * 5000)), "reason"),
+        (_open(token_ids=[]), "without tokens"),
+        (_open(token_ids=[1] * (wire.MAX_TOKENS + 1)), "token_ids"),
+        (_open(token_ids=[2**31]), "token id"),
+        (_open(num_generated=2), "generated"),
+        (_open(budget_s=math.nan), "budget"),
+        (_open(budget_s=math.inf), "budget"),
+        (_open(budget_s=0.0), "budget"),
+        (_open(budget_s=-1.0), "budget"),
+        (_open(request_id="x" * 5000), "request_id"),
+        (_open(sampling=None), "max_tokens"),
+        (_ready(first_token=None), "first token"),
+        (_ready(last=False), "first token"),
+        (_ready(first_token=2**31), "token id"),
+        (_ready(start=5), "range"),
+        (_ready(pages=[1] * (wire.MAX_PAGES + 1)), "pages"),
+        (_hello(regions=[]), "region"),
+        (_hello(regions=[pb.Region()] * 65), "regions"),
+        (_hello(paths=[pb.DataPath()] * 9), "paths"),
+        (_hello(paths=[pb.DataPath(description=bytes(1 << 17))]), "description"),
+        (_hello(fingerprint={str(n): "" for n in range(65)}), "fingerprint"),
+        (_hello(fingerprint={"a": "x" * 5000}), "fingerprint"),
+        (_hello(address="x" * 5000), "address"),
+    ],
+)
+def test_what_cannot_be_is_a_violation(message: wire.Proto, complaint: str) -> None:
+    with pytest.raises(ProtocolViolation, match=complaint):
+        wire.parse(message)
+
+
+@pytest.mark.parametrize("field, value", [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0)])
+def test_sampling_that_no_router_would_send_is_a_violation(field: str, value: float) -> None:
+    message = _open()
+    setattr(message.open.sampling, field, value)
+    with pytest.raises(ProtocolViolation, match=field):
+        wire.parse(message)
+
+
+def test_a_long_reason_is_cut_and_not_refused_by_the_peer() -> None:
+    failed = through(Failed(ID, "x" * 10_000, True), as_reader=False)
+    assert isinstance(failed, Failed) and len(failed.reason) == wire.MAX_TEXT
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([pb.FromReader, pb.FromOwner]))
+def test_any_bytes_are_a_record_or_a_violation(data: bytes, kind: Any) -> None:
+    try:
+        message = kind.FromString(data)
+    except DecodeError:
+        return
+    try:
+        wire.parse(message)
+    except ProtocolViolation:
+        return

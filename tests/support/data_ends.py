@@ -1,0 +1,176 @@
+"""Owners and readers of pages as tests of the data paths use them: far (in another process) or,
+of loopback, near. `Ends` makes them and ends them all."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import TransferError
+from kvtransfer.backends.base import Backend, Connection, Ints, RemotePool
+from kvtransfer.backends.path_proof import prove_same_host
+from tests.support.data_children import (
+    READER,
+    REPLY_S,
+    Child,
+    Memory,
+    content,
+    nonce_program,
+    owner_program,
+    reader_program,
+)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
+    """For what another thread or process brings about without telling."""
+    late = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < late, "it does not come about"
+        time.sleep(0.0005)
+
+
+class FarOwner:
+    """An owner in another process."""
+
+    def __init__(self, backend: str, num_pages: int, page_bytes: int, *, seed: int, log: Path):
+        self.content = content(seed, num_pages, page_bytes)
+        self.child = Child(owner_program, backend, num_pages, page_bytes, seed, log=log)
+        self._remote: RemotePool | None = None
+
+    @property
+    def remote(self) -> RemotePool:
+        """Waits until the owner serves."""
+        if self._remote is None:
+            self._remote = self.child.receive()
+        return self._remote
+
+    def describe(self, reader: int = READER) -> bytes:
+        assert self.remote
+        description: bytes = self.child.ask("describe", reader)
+        return description
+
+    def publish(self, reader: int, pages: Ints) -> None:
+        assert self.remote
+        self.child.ask("publish", reader, pages)
+
+    def withdraw(self, reader: int, pages: Ints) -> None:
+        self.child.ask("withdraw", reader, pages)
+
+    def publish_all(self, reader: int = READER) -> None:
+        self.publish(reader, np.arange(len(self.content), dtype=np.int32))
+
+    def has_run(self) -> None:
+        """Returns once the owner's loop has turned."""
+        assert self.child.ask("nothing") is None
+
+    def end(self) -> None:
+        """Makes it die as a process does that nobody expected to."""
+        self.child.kill()
+
+
+class NearOwner:
+    """The same for loopback, whose owners live in the reader's process."""
+
+    def __init__(self, backend: Backend, num_pages: int, page_bytes: int, *, seed: int) -> None:
+        self.content = content(seed, num_pages, page_bytes)
+        self._memory = Memory(num_pages, page_bytes)
+        self._memory.pages[:] = self.content
+        self._owner = backend.serve(self._memory.pool, seed)
+        self.remote = self._memory.remote
+
+    def describe(self, reader: int = READER) -> bytes:
+        return self._owner.describe(reader)
+
+    def publish(self, reader: int, pages: Ints) -> None:
+        self._owner.publish(reader, pages)
+
+    def withdraw(self, reader: int, pages: Ints) -> None:
+        self._owner.withdraw(reader, pages)
+
+    def publish_all(self, reader: int = READER) -> None:
+        self.publish(reader, np.arange(len(self.content), dtype=np.int32))
+
+    def end(self) -> None:
+        self._owner.close()
+
+
+class FarReader:
+    """A reader in another process. It reads all of an owner's pages again and again, in a random
+    order, and reports what it meets."""
+
+    def __init__(self, backend: str, num_pages: int, page_bytes: int, *, log: Path) -> None:
+        self.child = Child(reader_program, backend, num_pages, page_bytes, log=log)
+        assert self.child.receive() == "started"
+
+    def read_from(self, owner: FarOwner) -> None:
+        """Returns once its first copy has landed, right in every byte; it goes on copying."""
+        landed = self.child.ask(owner.describe(), owner.remote, owner.content)
+        assert landed == "landed", landed
+
+    def failed(self, timeout_s: float) -> tuple[str, float]:
+        """(why the copying ended, when by time.monotonic())."""
+        reason, at = self.child.receive(timeout_s)
+        return reason, at
+
+
+def one_sided_refusal(log: Path) -> str:
+    """Why this machine's processes may not read each other's memory; empty if they may."""
+    child = Child(nonce_program, log=log)
+    try:
+        prove_same_host(child.receive())
+    except TransferError as error:
+        return str(error)
+    finally:
+        child.kill()
+    return ""
+
+
+@contextmanager
+def closing(connection: Connection) -> Iterator[Connection]:
+    """Stops and closes a Connection, whatever has become of it."""
+    try:
+        yield connection
+    finally:
+        connection.stop()
+        connection.close()
+
+
+class Ends:
+    """Makes owners and readers, and ends them all."""
+
+    def __init__(self, log: Path, exits: ExitStack) -> None:
+        self.log = log
+        self._exits = exits
+        self._num_owners = 0
+        self._memories: list[Memory] = []  # must outlive their connections
+
+    def owner(self, backend: Backend, num_pages: int, page_bytes: int) -> FarOwner | NearOwner:
+        """In another process, but of loopback."""
+        if backend.name == "loopback":
+            self._num_owners += 1
+            near = NearOwner(backend, num_pages, page_bytes, seed=self._num_owners)
+            self._exits.callback(near.end)
+            return near
+        return self.far_owner(backend.name, num_pages, page_bytes)
+
+    def far_owner(self, backend: str, num_pages: int, page_bytes: int) -> FarOwner:
+        self._num_owners += 1
+        owner = FarOwner(backend, num_pages, page_bytes, seed=self._num_owners, log=self.log)
+        self._exits.callback(owner.end)
+        return owner
+
+    def far_reader(self, backend: str, num_pages: int, page_bytes: int) -> FarReader:
+        reader = FarReader(backend, num_pages, page_bytes, log=self.log)
+        self._exits.callback(reader.child.kill)
+        return reader
+
+    def connect(
+        self, backend: Backend, owner: FarOwner | NearOwner, memory: Memory, reader: int = READER
+    ) -> Connection:
+        """A connection that is closed at the end of the test."""
+        connection = backend.connect(owner.describe(reader), owner.remote, memory.pool, reader)
+        self._memories.append(memory)
+        self._exits.enter_context(closing(connection))
+        return connection
