@@ -1,0 +1,81 @@
+"""The engine process of a decode node: engine, transfer thread and role, joined to a loop."""
+
+import time
+from collections.abc import Callable
+
+from common.config import DecodeConfig
+from common.engine.build import build
+from common.engine.clock import StepClock
+from common.engine.drive import drive, introduce
+from common.node.desk import Desk
+from common.node.engine_process import EngineStart, run_engine
+from common.node.ipc import FrameSocket
+from common.node.outbox import Outbox
+from decode_node.role import DecodeRole
+from kvtransfer import data_paths
+from kvtransfer.backends.base import PagePool
+from kvtransfer.front_messages import PairInput
+from kvtransfer.pairing import Hello
+from kvtransfer.ports import ReaderCommand, ReaderEvent
+from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.reader import Reader
+from kvtransfer.transfer import Outlet, TransferThread
+
+TRANSFER_END_S = 3.0
+
+
+def body(start: EngineStart[DecodeConfig]) -> None:
+    config, channel = start.config, start.channel
+    engine = build(config.engine)
+    clock = StepClock()
+    kv = engine.pool
+    pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
+    page_size = engine.shape.layout.page_size
+    hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
+    frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+
+    def reader(outlet: Outlet[ReaderEvent], wake: Callable[[], None]) -> Reader:
+        return Reader(
+            ReaderEnd(config.transfer, page_size=page_size),
+            hello,
+            pool,
+            data_paths.backends(config.transfer),
+            config.transfer,
+            outlet,
+            wake,
+        )
+
+    transfer: TransferThread[ReaderCommand, ReaderEvent] = TransferThread(
+        frames,
+        reader,
+        engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
+        wake_engine=channel.wake,
+    )
+    desk = Desk(
+        channel,
+        pages_by_holder=engine.pages.by_holder,
+        progress=lambda: (clock.reading.finished, clock.reading.expected_s),
+    )
+    scheduler = engine.scheduler(config.engine, lambda request, pages: None)
+    role = DecodeRole(
+        config=config,
+        instance=start.instance,
+        scheduler=scheduler,
+        pages=engine.pages,
+        cache=engine.cache,
+        page_size=page_size,
+        limits=engine.limits,
+        port=transfer,
+        desk=desk,
+        outbox=Outbox(channel),
+    )
+    transfer.start()
+    introduce(engine, config.engine, channel)
+    try:
+        drive(role, engine, config.engine, scheduler, clock)
+    finally:
+        transfer.stop(TRANSFER_END_S)
+
+
+if __name__ == "__main__":
+    run_engine(DecodeConfig, body, "decode engine")

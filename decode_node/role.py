@@ -1,0 +1,406 @@
+"""The decode node's role: prealloc queue -> transfer queue -> running batch.
+
+    submitted --(an owner is paired)--> prealloc queue --grant--> transfer queue --held--> running
+        |                                   |  lost: next owner, then local     |
+        `--(colocated, short, no owner)-----+-----------------------------------+--> waiting queue
+
+This node is responsible for a request from submission to last token. What it has lost it can
+always prefill itself. This module knows nothing of streams and sockets: the router is behind the
+desk and the outbox, the owners are behind a ReaderPort.
+"""
+
+import dataclasses
+import logging
+import time
+
+import numpy as np
+
+from common.config import DecodeConfig
+from common.engine.batch import BatchResult, ScheduleBatch
+from common.engine.limits import RequestLimits
+from common.engine.pages import Holder, PageAllocator
+from common.engine.radix import RadixCache
+from common.engine.request import Finish, FinishReason, Ints, Request, out_of_time
+from common.engine.scheduler import Scheduler
+from common.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServingError
+from common.node.desk import Desk
+from common.node.messages import (
+    CancelSubmitted,
+    Ended,
+    FrontMessage,
+    StreamEnded,
+    SubmitRequest,
+)
+from common.node.outbox import Outbox
+from decode_node.queues import Attempt, PreallocQueue, Room, Transfer, TransferQueue
+from kvtransfer.messages import HandoffId
+from kvtransfer.ports import (
+    CancelHandoff,
+    FirstToken,
+    GrantHandoff,
+    HandoffAdmitted,
+    Held,
+    Lost,
+    OpenHandoff,
+    OwnerDown,
+    OwnerUp,
+    ReaderPort,
+    ReadsEnded,
+)
+
+log = logging.getLogger(__name__)
+
+DEADLINE_CHECK_S = 0.1
+
+
+class DecodeRole:
+    """Engine thread only."""
+
+    def __init__(
+        self,
+        *,
+        config: DecodeConfig,
+        instance: int,
+        scheduler: Scheduler,
+        pages: PageAllocator,
+        cache: RadixCache,
+        page_size: int,
+        limits: RequestLimits,
+        port: ReaderPort,
+        desk: Desk,
+        outbox: Outbox,
+    ) -> None:
+        self._config = config
+        self._instance = instance
+        self._scheduler = scheduler
+        self._pages = pages
+        self._cache = cache
+        self._page_size = page_size
+        self._limits = limits
+        self._port = port
+        self._desk = desk
+        self._outbox = outbox
+        self._max_granted_pages = config.max_granted_pages or pages.num_pages // 2
+        self._owners: dict[str, int] = {}  # address: instance, of usable links
+        self._live: dict[tuple[int, int], Request] = {}  # by origin
+        self._prealloc = PreallocQueue()
+        self._transfer = TransferQueue()
+        self._current: dict[int, HandoffId] = {}  # request key: its attempt, in either queue
+        self._attempts: dict[int, int] = {}  # request key: attempts so far
+        self._reading: dict[HandoffId, Ints] = {}  # pages held until nothing can land in them
+        self._next_key = 1
+        self._deadlines_due = 0.0
+        self._counts = dict.fromkeys(
+            ("handoffs_opened", "handoffs_held", "handoffs_lost", "pages_read", "local_prefills"),
+            0,
+        )
+
+    # Role ---------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        now = time.monotonic()
+        for event in self._port.take():
+            match event:
+                case OwnerUp():
+                    self._owners[event.address] = event.owner
+                    self._desk.links[event.address] = (event.path, event.gib_per_s)
+                case OwnerDown():
+                    if self._owners.get(event.address) == event.owner:
+                        del self._owners[event.address], self._desk.links[event.address]
+                case HandoffAdmitted():
+                    self._admitted(event)
+                case FirstToken():
+                    self._first_token(event)
+                case Held():
+                    self._held(event)
+                case Lost():
+                    self._lost(event)
+                case ReadsEnded():
+                    self._pages.drop(self._reading.pop(event.id), Holder.READ)
+        for finished in self._scheduler.expire(now):
+            self._end(finished.request, finished.finish)
+        self._desk.poll(self, self._take)
+        self._join()
+        self._grant(now)
+        self._scheduler.kept_slots = len(self._transfer)
+        self._expire(now)
+        self._outbox.flush()
+
+    def next_batch(self) -> ScheduleBatch | None:
+        return self._scheduler.next_batch()
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        outcome = self._scheduler.finish(batch, result)
+        self._outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
+        for finished in outcome.finished:
+            self._end(finished.request, finished.finish)
+        self._outbox.flush()
+
+    def idle(self) -> None:
+        self._desk.rest(self, self._scheduler.check_idle)
+
+    # What the desk asks -------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._live or self._reading)
+
+    def queues(self) -> dict[str, int]:
+        return {
+            **self._scheduler.queues(),
+            "prealloc": len(self._prealloc),
+            "transfer": len(self._transfer),
+        }
+
+    def counters(self) -> dict[str, int]:
+        return {**self._scheduler.counters(), **self._counts}
+
+    @property
+    def num_host_pages_used(self) -> int:
+        return self._scheduler.num_host_pages_used
+
+    def flush_cache(self) -> int:
+        return self._scheduler.flush_cache()
+
+    def abort(self, request_id: str) -> int:
+        doomed = [request for request in self._live.values() if request.request_id == request_id]
+        for request in doomed:
+            self._abort(request, Finish(FinishReason.ABORT, "aborted by an operator"))
+        return len(doomed)
+
+    # What the router sends ----------------------------------------------------------------------
+
+    def _take(self, message: FrontMessage) -> None:
+        cancelled = Finish(FinishReason.ABORT, "cancelled")
+        match message:
+            case SubmitRequest():
+                self._submit(message)
+            case CancelSubmitted(stream, number):
+                request = self._live.get((stream, number))
+                if request is not None:
+                    self._abort(request, cancelled)
+            case StreamEnded(stream):
+                for origin, request in list(self._live.items()):
+                    if origin[0] == stream:
+                        self._abort(request, cancelled)
+
+    def _submit(self, message: SubmitRequest) -> None:
+        now = time.monotonic()
+        token_ids = np.frombuffer(message.token_ids, np.int32)
+        request = Request(
+            key=self._next_key,
+            origin=(message.stream, message.request),
+            request_id=message.request_id,
+            token_ids=token_ids,
+            num_prompt=len(token_ids) - message.num_generated,
+            sampling=message.sampling,
+            deadline=now + message.budget_s,
+            arrived=now,
+        )
+        self._next_key += 1
+        try:
+            if request.origin in self._live:
+                raise InvalidRequest(f"request {message.request} is live on this stream already")
+            if self._desk.draining:
+                raise Overloaded("this decode node is draining")
+            if len(self._prealloc) >= self._config.engine.scheduler.max_waiting:
+                raise Overloaded("the prealloc queue is full")
+            self._limits.check(token_ids)
+            self._live[request.origin] = request
+            self._dispatch(request, message.prefill_addresses)
+        except ServingError as error:
+            self._refuse(request, error)
+
+    # A request's way ----------------------------------------------------------------------------
+
+    def _dispatch(self, request: Request, candidates: tuple[str, ...]) -> None:
+        """Opens a hand-off at the first usable candidate, or prefills here.
+
+        Raises:
+            DeadlineExceeded: no time is left.
+            Overloaded: the waiting queue is full.
+        """
+        now = time.monotonic()
+        if request.deadline <= now:
+            raise DeadlineExceeded(out_of_time().error)
+        attempt = self._attempts.get(request.key, 0) + 1
+        usable = [address for address in candidates if address in self._owners]
+        if not usable or attempt > self._config.retries + 1 or self._short(request):
+            self._counts["local_prefills"] += 1
+            self._scheduler.add(request)
+            return
+        address, rest = usable[0], candidates[candidates.index(usable[0]) + 1 :]
+        handoff_id = HandoffId(self._instance, request.key, attempt)
+        self._attempts[request.key] = attempt
+        self._current[request.key] = handoff_id
+        num_pages = len(request.token_ids) // self._page_size + 1
+        self._prealloc.append(Attempt(handoff_id, request, rest, num_pages, opened=now))
+        self._counts["handoffs_opened"] += 1
+        self._port.post(
+            OpenHandoff(
+                id=handoff_id,
+                owner=self._owners[address],
+                token_ids=request.token_ids,
+                num_generated=request.num_generated,
+                sampling=request.sampling,
+                budget_s=request.deadline - now,
+                request_id=request.request_id,
+            )
+        )
+
+    def _short(self, request: Request) -> bool:
+        longest = self._config.local_prefill_tokens
+        if not longest:
+            return False
+        cached = self._cache.match(request.token_ids[:-1]).num_tokens
+        return len(request.token_ids) - cached <= longest
+
+    def _grant(self, now: float) -> None:
+        """Reserves all pages of as many waiting attempts as there is room for, and grants them."""
+        if not len(self._prealloc) or self._scheduler.num_retracted:
+            return  # what was taken off the device comes back before anything new
+        while (attempt := self._prealloc.take_fitting(now, self._room())) is not None:
+            token_ids = attempt.request.token_ids
+            prefix = self._cache.match(token_ids)
+            self._pages.hold(prefix.pages, Holder.REQUEST)
+            num_pages = -(-len(token_ids) // self._page_size)
+            fresh = self._scheduler.allocate(num_pages - len(prefix.pages), Holder.REQUEST)
+            if fresh is None:  # what seemed evictable hangs below something held
+                self._pages.drop(prefix.pages, Holder.REQUEST)
+                self._prealloc.append(attempt)
+                return
+            self._pages.hold(fresh, Holder.READ)
+            self._reading[attempt.id] = fresh
+            pages = np.concatenate([prefix.pages, fresh])
+            growth_pages = self._scheduler.growth_pages(attempt.request)
+            self._transfer.append(Transfer(attempt, pages, prefix.num_tokens, growth_pages))
+            self._port.post(GrantHandoff(attempt.id, prefix.num_tokens, fresh))
+
+    def _room(self) -> Room:
+        self._scheduler.kept_slots = len(self._transfer)
+        num_pages = self._scheduler.room() - self._transfer.growth_pages()
+        if not len(self._transfer):
+            return Room(num_pages, num_pages)
+        return Room(num_pages, self._max_granted_pages - self._transfer.pages_not_ready())
+
+    def _admitted(self, event: HandoffAdmitted) -> None:
+        transfer = self._transfer.get(event.id)
+        if transfer is not None:
+            transfer.owner_cached_tokens = (
+                len(transfer.attempt.request.token_ids) - event.compute_tokens
+            )
+
+    def _first_token(self, event: FirstToken) -> None:
+        """Told to the client at once, before its KV has landed."""
+        transfer = self._transfer.get(event.id)
+        if transfer is None:
+            return
+        request = transfer.attempt.request
+        transfer.first_token = event.token
+        request.cached_tokens = max(transfer.prefix_tokens, transfer.owner_cached_tokens)
+        self._outbox.token(request.origin, event.token)
+        finish = self._scheduler.finish_of(request, event.token)
+        if finish is not None:
+            self._give_up(request, "its first token ended the request")
+            self._end(request, finish)
+
+    def _held(self, event: Held) -> None:
+        transfer = self._transfer.get(event.id)
+        if transfer is not None:
+            transfer.held = True
+            self._counts["handoffs_held"] += 1
+            own = transfer.prefix_tokens // self._page_size
+            self._counts["pages_read"] += len(transfer.pages) - own
+
+    def _join(self) -> None:
+        """KV and first token are here: into the running batch without a forward."""
+        for transfer in self._transfer.held():
+            request = self._continued(transfer)
+            if not self._scheduler.join(request, transfer.pages):
+                return
+            self._live[request.origin] = request
+            self._transfer.remove(transfer.attempt.id)
+            self._settled(request)
+
+    def _lost(self, event: Lost) -> None:
+        """A new attempt elsewhere, or here; its tokens are fixed now: prompt and emitted."""
+        transfer = self._transfer.get(event.id)
+        attempt = transfer.attempt if transfer else self._prealloc.remove(event.id)
+        if attempt is None:
+            return
+        self._counts["handoffs_lost"] += 1
+        request = self._continued(transfer) if transfer else attempt.request
+        log.info("hand-off lost request_id=%s reason=%r", request.request_id, event.reason)
+        if transfer is not None:
+            self._transfer.remove(event.id)
+            self._pages.drop(transfer.pages, Holder.REQUEST)
+        del self._current[request.key]
+        self._live[request.origin] = request
+        try:
+            self._dispatch(request, attempt.candidates if event.retryable else ())
+        except ServingError as error:
+            self._refuse(request, error)
+
+    @staticmethod
+    def _continued(transfer: Transfer) -> Request:
+        """The request with the first token, if it has come, as one of its own."""
+        request = transfer.attempt.request
+        if transfer.first_token is None:
+            return request
+        token_ids = np.append(request.token_ids, np.int32(transfer.first_token))
+        return dataclasses.replace(request, token_ids=token_ids)
+
+    # Ends ---------------------------------------------------------------------------------------
+
+    def _abort(self, request: Request, finish: Finish) -> None:
+        if request.key in self._current:
+            self._give_up(request, finish.error)
+            self._end(request, finish)
+            return
+        finished = self._scheduler.abort(request, finish)
+        if finished is not None:
+            self._end(finished.request, finished.finish)
+
+    def _give_up(self, request: Request, reason: str) -> None:
+        """Ends the attempt under way: told to its owner, its pages dropped but for reads."""
+        handoff_id = self._current[request.key]
+        self._prealloc.remove(handoff_id)
+        transfer = self._transfer.remove(handoff_id)
+        if transfer is not None:
+            self._pages.drop(transfer.pages, Holder.REQUEST)
+        self._port.post(CancelHandoff(handoff_id, reason))
+
+    def _settled(self, request: Request) -> None:
+        self._current.pop(request.key, None)
+        self._attempts.pop(request.key, None)
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        self._settled(request)
+        self._live.pop(request.origin, None)
+        stream, number = request.origin
+        code, _ = finish.status.value
+        self._outbox.end(
+            stream, Ended(number, int(finish.reason), request.cached_tokens, finish.error, code)
+        )
+
+    def _refuse(self, request: Request, error: ServingError) -> None:
+        """Never begun here, or not to be continued: the router hears why."""
+        self._settled(request)
+        if self._live.get(request.origin) is request:
+            del self._live[request.origin]
+        stream, number = request.origin
+        code, _ = error.status.value
+        self._outbox.end(stream, Ended(number, FinishReason.ERROR, 0, str(error), code))
+
+    def _expire(self, now: float) -> None:
+        """The total budget of requests in the queues here; the scheduler minds its own."""
+        if now < self._deadlines_due:
+            return
+        self._deadlines_due = now + DEADLINE_CHECK_S
+        late = [
+            attempt.request
+            for attempt in (*self._prealloc, *(t.attempt for t in self._transfer))
+            if attempt.request.deadline < now
+        ]
+        for request in late:
+            self._abort(request, out_of_time())

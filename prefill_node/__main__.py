@@ -1,0 +1,30 @@
+"""python -m prefill_node: a prefill node's front, which starts its engine."""
+
+import sys
+
+from common.cli import settings
+from common.config import PrefillConfig
+from common.node.front import Front, NodeParts, run_node
+from kvtransfer.pair_service import PairService
+from kvtransfer.pair_streams import PairStreams
+
+
+def parts(front: Front) -> NodeParts:
+    """Readers call here; nothing else does."""
+    streams = PairStreams(front.transfer_socket, front.metrics)
+    pairs = PairService(streams, front.engine.check_ready)
+    return NodeParts(
+        services=(pairs.register,),
+        background=(streams.run,),
+        drain=pairs.drain,
+        end=streams.close_all,
+    )
+
+
+def main() -> int:
+    config = settings.read(PrefillConfig, "baton prefill", sys.argv[1:])
+    return run_node(config, role="prefill", engine_module="prefill_node.engine", parts=parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The engine process of a prefill node: engine, transfer thread and role, joined to a loop."""
+
+import time
+from collections.abc import Callable
+
+from common.config import PrefillConfig
+from common.engine.build import build
+from common.engine.clock import StepClock
+from common.engine.drive import drive, introduce
+from common.node.desk import Desk
+from common.node.engine_process import EngineStart, run_engine
+from common.node.ipc import FrameSocket
+from kvtransfer import data_paths
+from kvtransfer.backends.base import PagePool
+from kvtransfer.front_messages import PairInput
+from kvtransfer.pairing import Hello
+from kvtransfer.ports import OwnerCommand, OwnerEvent
+from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.publisher import Publisher
+from kvtransfer.transfer import Outlet, TransferThread
+from prefill_node.role import PrefillRole
+
+TRANSFER_END_S = 3.0
+
+
+def body(start: EngineStart[PrefillConfig]) -> None:
+    config, channel = start.config, start.channel
+    engine = build(config.engine)
+    clock = StepClock()
+    kv = engine.pool
+    pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
+    owners = data_paths.serve(data_paths.backends(config.transfer), pool, start.instance)
+    page_size = engine.shape.layout.page_size
+    hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
+    frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+
+    def publisher(outlet: Outlet[OwnerEvent], _: Callable[[], None]) -> Publisher:
+        return Publisher(OwnerEnd(config.transfer, page_size=page_size), hello, owners, outlet)
+
+    transfer: TransferThread[OwnerCommand, OwnerEvent] = TransferThread(
+        frames,
+        publisher,
+        engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
+        wake_engine=channel.wake,
+    )
+    desk = Desk(
+        channel,
+        pages_by_holder=engine.pages.by_holder,
+        progress=lambda: (clock.reading.finished, clock.reading.expected_s),
+    )
+    role = PrefillRole(
+        make_scheduler=lambda on_admit: engine.scheduler(config.engine, on_admit),
+        pages=engine.pages,
+        page_size=page_size,
+        limits=engine.limits,
+        max_bootstrap=config.engine.scheduler.max_waiting,
+        port=transfer,
+        desk=desk,
+    )
+    transfer.start()
+    introduce(engine, config.engine, channel)
+    try:
+        drive(role, engine, config.engine, role.scheduler, clock)
+    finally:
+        transfer.stop(TRANSFER_END_S)
+
+
+if __name__ == "__main__":
+    run_engine(PrefillConfig, body, "prefill engine")

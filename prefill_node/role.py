@@ -1,0 +1,258 @@
+"""The prefill node's role: bootstrap queue -> scheduler -> inflight queue.
+
+    Opened            Granted                    last chunk done         HandoffDropped
+      -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> gone
+
+A hand-off may be dropped in any queue: its reader cancelled, its stream ended, its budget ran out.
+Its pages are held for publication from admission until then, whatever becomes of the request.
+This module knows nothing of streams and sockets: the transfer thread is behind an OwnerPort.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from common.engine.batch import BatchResult, ScheduleBatch
+from common.engine.limits import RequestLimits
+from common.engine.pages import Holder, PageAllocator
+from common.engine.request import Finish, FinishReason, Ints, Request
+from common.engine.scheduler import ChunkDone, Scheduler
+from common.errors import InvalidRequest, Overloaded
+from common.node.desk import Desk
+from kvtransfer.messages import HandoffId
+from kvtransfer.ports import (
+    Admit,
+    FailHandoff,
+    Granted,
+    HandoffDropped,
+    Opened,
+    OwnerPort,
+    Publish,
+)
+
+log = logging.getLogger(__name__)
+
+MakeScheduler = Callable[[Callable[[Request, Ints], None]], Scheduler]
+
+
+@dataclass(slots=True, eq=False)
+class Prefilling:
+    """A granted hand-off whose prompt waits for its pages or is being computed."""
+
+    id: HandoffId
+    request: Request
+    prefix_tokens: int  # the reader has them
+    published: int  # token ranges up to here are out
+    pages: Ints  # of the whole prompt; empty until admission
+
+
+class PrefillRole:
+    """Serves hand-offs. Engine thread only."""
+
+    def __init__(
+        self,
+        *,
+        make_scheduler: MakeScheduler,
+        pages: PageAllocator,
+        page_size: int,
+        limits: RequestLimits,
+        max_bootstrap: int,
+        port: OwnerPort,
+        desk: Desk,
+    ) -> None:
+        self.scheduler = make_scheduler(self._admitted)
+        self._pages = pages
+        self._page_size = page_size
+        self._limits = limits
+        self._max_bootstrap = max_bootstrap
+        self._port = port
+        self._desk = desk
+        self._next_key = 1
+        self._bootstrap: dict[HandoffId, Request] = {}
+        self._prefilling: dict[HandoffId, Prefilling] = {}
+        self._inflight: dict[HandoffId, Prefilling] = {}
+        self._ids: dict[int, HandoffId] = {}  # request key: hand-off, while the scheduler has it
+        self._lent: dict[HandoffId, Ints] = {}  # pages held for publication
+        self._outcomes = {"handoffs_held": 0, "handoffs_lost": 0, "handoffs_failed": 0}
+
+    # Role ---------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        for event in self._port.take():
+            match event:
+                case Opened():
+                    self._open(event)
+                case Granted():
+                    self._grant(event)
+                case HandoffDropped():
+                    self._dropped(event)
+        for finished in self.scheduler.expire():
+            self._ended_unpublished(finished.request, finished.finish)
+        self._desk.poll(self)
+
+    def next_batch(self) -> ScheduleBatch | None:
+        return self.scheduler.next_batch()
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        outcome = self.scheduler.finish(batch, result)
+        for chunk in outcome.chunks:
+            handoff_id = self._ids.get(chunk.request.key)
+            if handoff_id is not None:
+                self._chunk_done(self._prefilling[handoff_id], chunk)
+        for finished in outcome.finished:
+            self._ended_unpublished(finished.request, finished.finish)
+
+    def idle(self) -> None:
+        self._desk.rest(self, self.scheduler.check_idle)
+
+    # What the desk asks -------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._bootstrap or self._prefilling or self._inflight or self._lent)
+
+    def queues(self) -> dict[str, int]:
+        return {
+            **self.scheduler.queues(),
+            "bootstrap": len(self._bootstrap),
+            "inflight": len(self._inflight),
+        }
+
+    def counters(self) -> dict[str, int]:
+        return {**self.scheduler.counters(), **self._outcomes}
+
+    @property
+    def num_host_pages_used(self) -> int:
+        return self.scheduler.num_host_pages_used
+
+    def flush_cache(self) -> int:
+        return self.scheduler.flush_cache()
+
+    def abort(self, request_id: str) -> int:
+        """Gives up every hand-off of this client request."""
+        requests = {
+            **self._bootstrap,
+            **{id: handoff.request for id, handoff in self._prefilling.items()},
+            **{id: handoff.request for id, handoff in self._inflight.items()},
+        }
+        ids = [id for id, request in requests.items() if request.request_id == request_id]
+        for id in ids:
+            self._fail(id, "aborted by an operator", retryable=False)
+        return len(ids)
+
+    # A hand-off's way ---------------------------------------------------------------------------
+
+    def _open(self, event: Opened) -> None:
+        if self._desk.draining:
+            return self._fail(event.id, "this prefill node is draining", retryable=True)
+        if len(self._bootstrap) >= self._max_bootstrap:
+            return self._fail(event.id, "the bootstrap queue is full", retryable=True)
+        try:
+            self._limits.check(event.token_ids)
+        except InvalidRequest as error:
+            return self._fail(event.id, str(error), retryable=False)
+        now = time.monotonic()
+        self._bootstrap[event.id] = Request(
+            key=self._next_key,
+            origin=(0, 0),
+            request_id=event.request_id,
+            token_ids=event.token_ids,
+            num_prompt=len(event.token_ids) - event.num_generated,
+            # The first token is all this node samples.
+            sampling=msgspec.structs.replace(event.sampling, max_tokens=event.num_generated + 1),
+            deadline=now + event.budget_s,
+            arrived=now,
+        )
+        self._next_key += 1
+
+    def _grant(self, event: Granted) -> None:
+        request = self._bootstrap.pop(event.id, None)
+        if request is None:
+            return  # failed here before the grant arrived; HandoffDropped is under way
+        self._prefilling[event.id] = Prefilling(
+            id=event.id,
+            request=request,
+            prefix_tokens=event.prefix_tokens,
+            published=event.prefix_tokens,
+            pages=np.empty(0, np.int32),
+        )
+        self._ids[request.key] = event.id
+        try:
+            self.scheduler.add(request)
+        except Overloaded as error:
+            self._fail(event.id, str(error), retryable=True)
+
+    def _admitted(self, request: Request, pages: Ints) -> None:
+        """The scheduler has reserved the whole prompt and locked what this node has of it."""
+        handoff = self._prefilling[self._ids[request.key]]
+        handoff.pages = pages
+        self._pages.hold(pages, Holder.PUBLICATION)
+        self._lent[handoff.id] = pages
+        self._port.post(
+            Admit(
+                handoff.id,
+                compute_tokens=len(request.token_ids) - request.cached_tokens,
+                queued_tokens=self.scheduler.queued_tokens(),
+            )
+        )
+        # Whole pages: where tokens generated before are cached too, this counts the prompt alone.
+        self._publish(handoff, request.cached_tokens // self._page_size * self._page_size)
+
+    def _chunk_done(self, handoff: Prefilling, chunk: ChunkDone) -> None:
+        if chunk.first_token is None:
+            self._publish(handoff, chunk.end // self._page_size * self._page_size)
+            return
+        del self._prefilling[handoff.id], self._ids[chunk.request.key]
+        self._inflight[handoff.id] = handoff
+        self._publish(handoff, chunk.end, first_token=chunk.first_token)
+
+    def _publish(self, handoff: Prefilling, end: int, first_token: int | None = None) -> None:
+        """Publishes [handoff.published, end), page aligned unless it is the last range. The reader
+        may have a longer prefix than that already: then only the last, empty range tells."""
+        start, last = handoff.published, first_token is not None
+        if end <= start and not last:
+            return
+        first_page, past_page = start // self._page_size, -(-end // self._page_size)
+        self._port.post(
+            Publish(
+                handoff.id,
+                start=start,
+                end=end,
+                pages=handoff.pages[first_page:past_page] if end > start else handoff.pages[:0],
+                last=last,
+                first_token=first_token,
+            )
+        )
+        handoff.published = end
+
+    def _ended_unpublished(self, request: Request, finish: Finish) -> None:
+        handoff_id = self._ids.get(request.key)
+        if handoff_id is not None:  # otherwise it ended with its first token, or was dropped
+            self._fail(handoff_id, finish.error or finish.reason.name.lower(), retryable=False)
+
+    def _fail(self, handoff_id: HandoffId, reason: str, *, retryable: bool) -> None:
+        self._outcomes["handoffs_failed"] += 1
+        self._forget(handoff_id, Finish(FinishReason.ABORT, reason))
+        self._port.post(FailHandoff(handoff_id, reason, retryable))
+
+    def _dropped(self, event: HandoffDropped) -> None:
+        self._outcomes["handoffs_held" if event.held else "handoffs_lost"] += 1
+        if not event.held:
+            log.info("hand-off dropped id=%s reason=%r", tuple(event.id), event.reason)
+        self._forget(event.id, Finish(FinishReason.ABORT, event.reason))
+        lent = self._lent.pop(event.id, None)
+        if lent is not None:
+            self._pages.drop(lent, Holder.PUBLICATION)
+
+    def _forget(self, handoff_id: HandoffId, finish: Finish) -> None:
+        """Takes a hand-off out of its queue; its compute stops at the chunk's edge."""
+        self._bootstrap.pop(handoff_id, None)
+        self._inflight.pop(handoff_id, None)
+        handoff = self._prefilling.pop(handoff_id, None)
+        if handoff is not None:
+            del self._ids[handoff.request.key]
+            self.scheduler.abort(handoff.request, finish)

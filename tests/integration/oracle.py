@@ -1,0 +1,32 @@
+"""What transformers generates greedily: the answer that every cluster must give."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from tests.support.checkpoints import greedy_tokens, reference_model
+
+
+class Oracle:
+    """One checkpoint in float32 on the CPU, one prompt at a time. Remembers its answers."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = reference_model(directory)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._model.config.vocab_size)
+
+    def tokens(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+        """The first `count` greedy tokens after `prompt`, EOS or not."""
+        known = self._known.get(tuple(prompt), [])
+        if len(known) < count:
+            (known,) = greedy_tokens(self._model, [prompt], count)
+            self._known[tuple(prompt)] = known
+        return tuple(known[:count])
+
+
+@cache
+def oracle(directory: Path) -> Oracle:
+    return Oracle(directory)

@@ -1,0 +1,216 @@
+"""Requests at the edges of what is allowed, and beyond them, through a router and two nodes.
+
+After every test the module's fixture has all pages back: nothing of a refused request stays.
+"""
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from common.cli.demo_model import SPECIAL_TOKENS, write
+from tests.integration.oracle import Oracle, oracle
+from tests.support.cluster import RIGS, Cluster, Rig
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+
+PAGE = 16
+CHUNK = 64
+NUM_PAGES = 64  # fewer tokens than the context has: a prompt can fit the one and not the other
+CONTEXT = 8192
+VOCABULARY = 256 + len(SPECIAL_TOKENS)
+EOS = VOCABULARY - 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "model"
+    write(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def known(model: Path) -> Oracle:
+    return oracle(model)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=RIGS)
+async def cluster(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
+    rig: Rig = request.param
+    async with Cluster(
+        model,
+        tmp_path_factory.mktemp("logs"),
+        rig=rig,
+        node_flags=(
+            f"--engine.cache.page-size={PAGE}",
+            f"--engine.cache.num-pages={NUM_PAGES}",
+            f"--engine.scheduler.chunk-tokens={CHUNK}",
+        ),
+    ) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _nothing_stays(cluster: Cluster) -> AsyncIterator[None]:
+    yield
+    await cluster.until_nothing_is_held(2.0)
+
+
+def _prompt(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(f"{length} {seed}")
+    return [source.randrange(256) for _ in range(length)]
+
+
+def _prompt_answered_by(known: Oracle, token: int) -> list[int]:
+    """A prompt whose first greedy token is `token`."""
+    prompts = (_prompt(3, seed) for seed in range(5000))
+    return next(prompt for prompt in prompts if known.tokens(prompt, 1) == (token,))
+
+
+@contextmanager
+def _refused(status: grpc.StatusCode, *words: str) -> Iterator[None]:
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        yield
+    assert refusal.value.code() == status, refusal.value.details()
+    for word in words:
+        assert word in (refusal.value.details() or "")
+
+
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, CHUNK, CHUNK + 1, 300])
+async def test_a_prompt_of_this_many_tokens(cluster: Cluster, known: Oracle, length: int):
+    answer = await cluster.generate(_prompt(length), max_tokens=20, ignore_eos=True)
+    assert answer.token_ids == known.tokens(_prompt(length), 20)
+    assert answer.finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (length, 20)
+
+
+async def test_a_prompt_that_the_decode_node_has_whole_is_answered_from_there(
+    cluster: Cluster, known: Oracle
+):
+    prompt = _prompt(4 * PAGE, seed=1)
+    await cluster.generate(prompt, max_tokens=PAGE, ignore_eos=True)
+    await cluster.until_nothing_is_held()
+    await cluster.prefill[0].flush_cache()
+    before = (await cluster.decode[0].describe()).counters
+    answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True)
+    assert answer.token_ids == known.tokens(prompt, 20)
+    assert answer.usage.cached_tokens == len(prompt)
+    after = (await cluster.decode[0].describe()).counters
+    assert after["handoffs_held"] == before["handoffs_held"] + 1
+    assert after["pages_read"] == before["pages_read"]
+
+
+async def test_max_tokens_of_one_is_the_first_token_alone(cluster: Cluster, known: Oracle):
+    prompt = _prompt(2 * PAGE + 3, seed=2)
+    answer = await cluster.generate(prompt, max_tokens=1, ignore_eos=True)
+    assert answer.token_ids == known.tokens(prompt, 1)
+    assert answer.finish_reason == "length"
+
+
+async def test_a_first_token_that_is_the_end_ends_the_request(cluster: Cluster, known: Oracle):
+    prompt = _prompt_answered_by(known, EOS)
+    answer = await cluster.generate(prompt, max_tokens=20)
+    assert answer.token_ids == (EOS,)
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+
+
+async def test_a_first_token_that_is_a_stop_token_ends_the_request(cluster: Cluster, known: Oracle):
+    prompt = _prompt(PAGE, seed=3)
+    (first,) = known.tokens(prompt, 1)
+    answer = await cluster.generate(prompt, max_tokens=20, stop_token_ids=[first])
+    assert answer.token_ids == (first,)
+    assert answer.finish_reason == "stop"
+
+
+async def test_a_stop_string_that_is_the_first_token_ends_the_request(
+    cluster: Cluster, known: Oracle
+):
+    prompt = _prompt(PAGE, seed=4)
+    text = (await cluster.generate(prompt, max_tokens=1, ignore_eos=True)).text
+    answer = await cluster.generate(prompt, max_tokens=20, stop=[text])
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+    assert answer.usage.completion_tokens == 1
+
+
+async def test_a_stop_string_across_tokens_is_cut_from_the_text(cluster: Cluster):
+    prompt = _prompt(PAGE, seed=5)
+    whole = (await cluster.generate(prompt, max_tokens=20, ignore_eos=True)).text
+    stop = whole[8:11]
+    answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True, stop=[stop])
+    assert answer.text == whole[: whole.index(stop)]
+    assert answer.finish_reason == "stop"
+
+
+async def test_an_answer_ends_where_the_pool_or_the_context_ends(cluster: Cluster):
+    prompt = _prompt(PAGE * NUM_PAGES - 40, seed=6)
+    answer = await cluster.generate(prompt, max_tokens=5000, ignore_eos=True)
+    assert 1 <= answer.usage.completion_tokens <= 41
+    assert answer.finish_reason == "length"
+
+
+async def test_a_prompt_longer_than_the_context_is_refused(cluster: Cluster):
+    with _refused(grpc.StatusCode.INVALID_ARGUMENT, "token_ids", str(CONTEXT)):
+        await cluster.generate(_prompt(CONTEXT + 1), max_tokens=1)
+
+
+async def test_a_prompt_that_can_never_fit_the_pool_is_refused(cluster: Cluster):
+    with _refused(grpc.StatusCode.INVALID_ARGUMENT, "token_ids"):
+        await cluster.generate(_prompt(PAGE * NUM_PAGES + 1), max_tokens=1)
+
+
+async def test_an_empty_prompt_is_refused(cluster: Cluster):
+    with _refused(grpc.StatusCode.INVALID_ARGUMENT, "token_ids"):
+        await cluster.generate([], max_tokens=1)
+    with _refused(grpc.StatusCode.INVALID_ARGUMENT, "text"):
+        await cluster.generate("", max_tokens=1)
+
+
+async def test_a_token_outside_the_vocabulary_is_refused(cluster: Cluster):
+    with _refused(grpc.StatusCode.INVALID_ARGUMENT, "token_ids"):
+        await cluster.generate([1, VOCABULARY], max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_k", 0),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("frequency_penalty", 3.0),
+        ("stop", [""]),
+        ("stop_token_ids", list(range(17))),
+    ],
+)
+async def test_a_sampling_field_out_of_range_is_refused_by_name(
+    cluster: Cluster, field: str, value: object
+):
+    with _refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling.{field}"):
+        await cluster.generate([1, 2, 3], **{"max_tokens": 1, field: value})
+
+
+async def test_the_id_of_a_live_request_is_refused_and_free_afterwards(cluster: Cluster):
+    first = cluster.stream([1, 2, 3], request_id="mine", max_tokens=200, ignore_eos=True)
+    await anext(first)
+    with _refused(grpc.StatusCode.INVALID_ARGUMENT, "request_id"):
+        await cluster.generate([1], request_id="mine", max_tokens=1)
+    await first.aclose()
+
+    async def is_free() -> bool:
+        try:
+            return bool(await cluster.generate([1], request_id="mine", max_tokens=1))
+        except grpc.aio.AioRpcError:  # the cancel is still on its way
+            return False
+
+    await cluster.wait_until(is_free, "the id can be used again", 2.0)

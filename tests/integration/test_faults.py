@@ -1,0 +1,249 @@
+"""Nodes that die, clients that go away, terminals that interrupt: what comes of it."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from common.cli.demo_model import write
+from tests.integration.oracle import Oracle, oracle
+from tests.support.cluster import RIGS, Cluster, Node, Rig, held
+
+pytestmark = [pytest.mark.slow]
+
+NUM_TOKENS = 40
+CANCEL_S = 2.0
+LONG = 2000  # tokens: many chunks
+# A frozen node is taken for dead after 5 s; where a test kills it, death shall be what is seen.
+PATIENT = "--transfer.missed-beats=60"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "model"
+    write(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def known(model: Path) -> Oracle:
+    return oracle(model)
+
+
+@pytest.fixture(params=RIGS)
+def make(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Callable[..., Cluster]:
+    rig: Rig = request.param
+
+    def make_cluster(**how: object) -> Cluster:
+        return Cluster(model, tmp_path, rig=rig, **how)  # type: ignore[arg-type]
+
+    return make_cluster
+
+
+def _prompts(count: int, length: int = 50) -> list[list[int]]:
+    source = random.Random(count)
+    return [[source.randrange(256) for _ in range(length)] for _ in range(count)]
+
+
+async def _queued(node: Node, queue: str) -> int:
+    return (await node.describe()).queues[queue]
+
+
+async def test_requests_of_a_killed_prefill_node_are_answered_as_if_nothing_had_been(
+    make: Callable[..., Cluster], known: Oracle
+):
+    async with make(num_prefill=2, node_flags=(PATIENT,)) as cluster:
+        doomed, (decode,) = cluster.prefill[0], cluster.decode
+        cluster.freeze(doomed)  # so that its half of the requests is surely in flight
+        prompts = _prompts(8)
+        answers = [
+            asyncio.create_task(cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True))
+            for p in prompts
+        ]
+
+        async def half_answered() -> bool:
+            return sum(answer.done() for answer in answers) == 4
+
+        await cluster.wait_until(half_answered, "the other prefill node serves its half")
+        assert await _queued(decode, "transfer") == 4
+        await cluster.kill(doomed)
+        for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+            assert answer.token_ids == known.tokens(prompt, NUM_TOKENS)
+
+
+async def test_without_another_prefill_node_the_decode_node_prefills_by_itself(
+    make: Callable[..., Cluster], known: Oracle
+):
+    async with make(node_flags=(PATIENT,)) as cluster:
+        (doomed,) = cluster.prefill
+        cluster.freeze(doomed)
+        (prompt,) = _prompts(1)
+        answer = asyncio.create_task(
+            cluster.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+        )
+
+        async def in_flight() -> bool:
+            return await _queued(cluster.decode[0], "transfer") == 1
+
+        await cluster.wait_until(in_flight, "the request waits for the prefill node")
+        await cluster.kill(doomed)
+        assert (await answer).token_ids == known.tokens(prompt, NUM_TOKENS)
+
+        async def pairs(count: int) -> bool:
+            return len((await cluster.decode[0].describe()).links) == count
+
+        await cluster.wait_until(lambda: pairs(0), "the dead node is off the decode node's books")
+        renewed = await cluster.start_again(doomed)
+        await cluster.wait_until(lambda: pairs(1), "its successor is paired with", 60.0)
+        (other,) = _prompts(1, length=51)
+        second = await cluster.generate(other, max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert second.token_ids == known.tokens(other, NUM_TOKENS)
+        assert (await renewed.describe()).counters["handoffs_held"] == 1
+
+
+async def test_a_killed_decode_node_ends_its_requests_and_no_others(
+    make: Callable[..., Cluster], known: Oracle
+):
+    async with make(num_decode=2, node_flags=(PATIENT,)) as cluster:
+        doomed, other = cluster.decode
+        cluster.freeze(doomed)
+        prompts = _prompts(6)
+        answers = [
+            asyncio.create_task(cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True))
+            for p in prompts
+        ]
+
+        async def half_answered() -> bool:
+            return sum(answer.done() for answer in answers) == 3
+
+        await cluster.wait_until(half_answered, "the other decode node serves its half")
+        await cluster.kill(doomed)
+        ended = await asyncio.gather(*answers, return_exceptions=True)
+        failed = [error for error in ended if isinstance(error, grpc.aio.AioRpcError)]
+        assert [error.code() for error in failed] == [grpc.StatusCode.UNAVAILABLE] * 3
+        for prompt, answer in zip(prompts, ended, strict=True):
+            if not isinstance(answer, BaseException):
+                assert answer.token_ids == known.tokens(prompt, NUM_TOKENS)
+        later = await cluster.generate(prompts[0], max_tokens=5, ignore_eos=True)
+        assert later.token_ids == known.tokens(prompts[0], 5)
+        assert not held(await other.describe())
+
+
+async def _until_free(cluster: Cluster, node: Node) -> None:
+    async def free() -> bool:
+        return not held(await node.describe())
+
+    await cluster.wait_until(free, f"{node.program.name} lets go of a cancelled request", CANCEL_S)
+
+
+async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
+    make: Callable[..., Cluster],
+):
+    flags = ("--engine.scheduler.chunk-tokens=32",)
+    async with make(node_flags=flags) as cluster:
+        (prefill,), (decode,) = cluster.prefill, cluster.decode
+        (long,) = _prompts(1, length=LONG)
+
+        async def asked(tokens: int) -> asyncio.Task[object]:
+            return asyncio.create_task(cluster.generate(long, max_tokens=tokens, ignore_eos=True))
+
+        async def gone(request: asyncio.Task[object], *nodes: Node) -> None:
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            for node in nodes:
+                await _until_free(cluster, node)
+
+        async def waits_in(node: Node, *queues: str) -> bool:
+            lengths = (await node.describe()).queues
+            return any(lengths[queue] for queue in queues)
+
+        # Granted, and the prefill node has not looked at it.
+        cluster.freeze(prefill)
+        request = await asked(5)
+        await cluster.wait_until(lambda: waits_in(decode, "transfer"), "it is granted")
+        await gone(request, decode)
+        cluster.thaw(prefill)
+        await _until_free(cluster, prefill)
+
+        # Some of its chunks are computed, published and read, others not.
+        request = await asked(5)
+        await cluster.wait_until(lambda: waits_in(prefill, "chunked"), "it is being prefilled")
+        await gone(request, prefill, decode)
+
+        # All is published, and the decode node does not read.
+        request = await asked(5)
+        await cluster.wait_until(lambda: waits_in(decode, "transfer"), "it is granted again")
+        cluster.freeze(decode)
+        await cluster.wait_until(lambda: waits_in(prefill, "inflight"), "all is published")
+        request.cancel()
+        cluster.thaw(decode)
+        await gone(request, decode, prefill)
+
+        # It generates.
+        stream = cluster.stream(long, max_tokens=2000, ignore_eos=True)
+        for _ in range(3):
+            await anext(stream)
+        await stream.aclose()
+        await _until_free(cluster, decode)
+        await _until_free(cluster, prefill)
+
+
+async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
+    make: Callable[..., Cluster],
+):
+    async with make(decode_flags=("--engine.cache.num-pages=128",)) as cluster:
+        (decode,) = cluster.decode
+        (large, other) = _prompts(2, length=1500)
+        runs = cluster.stream(large, max_tokens=500, ignore_eos=True)
+        await anext(runs)
+        waiting = asyncio.create_task(cluster.generate(other, max_tokens=5, ignore_eos=True))
+
+        async def queued() -> bool:
+            return await _queued(decode, "prealloc") == 1
+
+        await cluster.wait_until(queued, "the second request waits for pages")
+        waiting.cancel()
+
+        async def left() -> bool:
+            return await _queued(decode, "prealloc") == 0
+
+        await cluster.wait_until(left, "the second request leaves the queue", CANCEL_S)
+        await anext(runs)
+        await runs.aclose()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
+    make: Callable[..., Cluster], number: signal.Signals
+):
+    """As a terminal's Ctrl-C does: to fronts and engines at once."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    async with make() as cluster:
+        answer = await cluster.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
+        assert len(answer.token_ids) == 4
+        await cluster.stop_with(number)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+async def test_nodes_that_differ_refuse_to_pair_and_live_on(make: Callable[..., Cluster]):
+    async with make(
+        prefill_flags=("--engine.cache.page-size=32",),
+        decode_flags=("--engine.cache.page-size=16",),
+        paired=False,
+    ) as cluster:
+        (prefill,), (decode,) = cluster.prefill, cluster.decode
+
+        async def refusal_is_logged() -> bool:
+            return "page_size" in decode.child.last_lines(200)
+
+        await cluster.wait_until(refusal_is_logged, "the decode node names the differing field")
+        for node in (prefill, decode):
+            description = await node.describe()
+            assert description.state == "ready"
+            assert len(description.links) == 0

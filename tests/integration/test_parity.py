@@ -1,0 +1,196 @@
+"""Greedy tokens through real processes are those of transformers, token by token.
+
+One cluster per (architecture, data path); page size, overlap and the decode pool's size vary
+pairwise over them: every two values of two axes meet in some cluster. The full cross of the axes
+runs in one process over loopback, in tests of the engine.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.integration.oracle import Oracle, oracle
+from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.cluster import RIGS, Cluster, Rig
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+CHUNK_TOKENS = 64
+NUM_TOKENS = 24
+GROWTH = 130  # tokens: more pages than were reserved for it
+NUM_CONCURRENT = 64
+POOL_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    architecture: str
+    path: str
+    page_size: int
+    overlap: bool
+    small_pool: bool  # decode nodes must take running requests off the device
+
+    def __str__(self) -> str:
+        pool = "small" if self.small_pool else "large"
+        loop = "overlap" if self.overlap else "normal"
+        return f"{self.architecture}-{self.path}-page{self.page_size}-{loop}-{pool}"
+
+
+def _all_axes() -> list[Axes]:
+    """Of the bits (a, b) of the architecture and c of the path, each axis is another sum."""
+    axes = []
+    for number, architecture in enumerate(ARCHITECTURES):
+        for c, path in enumerate(("nixl", "tcp")):
+            a, b = divmod(number, 2)
+            axes.append(
+                Axes(
+                    architecture,
+                    path,
+                    page_size=(16, 64)[a ^ c],
+                    overlap=bool(b ^ c),
+                    small_pool=bool(a ^ b ^ c),
+                )
+            )
+    return axes
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    axes: Axes
+    cluster: Cluster
+    oracle: Oracle
+    prompts: list[list[int]]  # of all lengths that matter
+
+    def check(self, prompt: list[int], tokens: tuple[int, ...]) -> None:
+        assert tokens == self.oracle.tokens(prompt, NUM_TOKENS)[: len(tokens)]
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        pytest.param(
+            (axes, *rig.values),
+            id=f"{axes}-{rig.id}",
+            marks=rig.marks,
+        )
+        for axes in _all_axes()
+        for rig in RIGS
+    ],
+)
+async def system(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[System]:
+    axes: Axes
+    rig: Rig
+    axes, rig = request.param
+    model = _checkpoint(axes.architecture, tmp_path_factory)
+    page = axes.page_size
+    lengths = _lengths(page)
+    # Small: the longest prompt and its answer fit, and little more.
+    num_decode_tokens = max(lengths) + 2 * page if axes.small_pool else POOL_TOKENS
+    num_nodes = 2 if axes.path == "nixl" else 1
+    async with Cluster(
+        model,
+        tmp_path_factory.mktemp("logs"),
+        rig=rig,
+        path=axes.path,
+        num_prefill=num_nodes,
+        num_decode=num_nodes,
+        node_flags=(
+            f"--engine.cache.page-size={page}",
+            f"--engine.scheduler.chunk-tokens={CHUNK_TOKENS}",
+            f"--{'' if axes.overlap else 'no-'}engine.scheduler.overlap",
+            # Little is reserved for growth: a small pool then runs out while it decodes.
+            "--engine.scheduler.new-token-ratio=0.1",
+        ),
+        prefill_flags=(f"--engine.cache.num-pages={POOL_TOKENS // page}",),
+        decode_flags=(f"--engine.cache.num-pages={-(-num_decode_tokens // page)}",),
+    ) as cluster:
+        known = oracle(model)
+        yield System(axes, cluster, known, _prompts(lengths, known.vocabulary_size))
+
+
+def _checkpoint(architecture: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.getbasetemp() / architecture
+    return directory if directory.exists() else make_checkpoint(directory, architecture)
+
+
+def _lengths(page_size: int) -> list[int]:
+    return [1, page_size - 1, page_size, page_size + 1, 2 * page_size, 4 * CHUNK_TOKENS + 5]
+
+
+def _prompts(lengths: list[int], vocabulary_size: int) -> list[list[int]]:
+    source = random.Random(0)
+    return [[source.randrange(vocabulary_size) for _ in range(length)] for length in lengths]
+
+
+async def _cold(system: System, *roles: str) -> None:
+    """Empties the prefix caches of the nodes of these roles."""
+    await system.cluster.until_nothing_is_held()
+    for role in roles:
+        for node in getattr(system.cluster, role):
+            await node.flush_cache()
+
+
+@pytest.mark.parametrize(
+    "cold",
+    [("prefill", "decode"), (), ("decode",), ("prefill",)],
+    ids=lambda c: "+".join(c) or "none",
+)
+async def test_every_length_of_prompt_with_these_caches_cold(system: System, cold: tuple[str, ...]):
+    small_pool = system.axes.small_pool  # of the decode nodes: it keeps few prefixes
+    for prompt in system.prompts:  # both pairs of nodes get each prompt
+        for _ in range(2):
+            system.check(prompt, (await _ask(system, prompt)).token_ids)
+    await _cold(system, *cold)
+    for prompt in system.prompts:
+        answer = await _ask(system, prompt)
+        system.check(prompt, answer.token_ids)
+        if len(cold) == 2:
+            assert answer.usage.cached_tokens == 0
+        elif len(prompt) > system.axes.page_size and not ("prefill" in cold and small_pool):
+            assert answer.usage.cached_tokens >= system.axes.page_size
+
+
+async def _ask(system: System, prompt: list[int], num_tokens: int = NUM_TOKENS):
+    return await system.cluster.generate(prompt, max_tokens=num_tokens, ignore_eos=True)
+
+
+async def test_64_at_once(system: System):
+    await _cold(system, "prefill", "decode")
+    source = random.Random(1)
+    asked = [
+        (source.choice(system.prompts), source.randint(1, NUM_TOKENS))
+        for _ in range(NUM_CONCURRENT)
+    ]
+    answers = await asyncio.gather(*(_ask(system, *question) for question in asked))
+    for (prompt, num_tokens), answer in zip(asked, answers, strict=True):
+        assert len(answer.token_ids) == num_tokens
+        system.check(prompt, answer.token_ids)
+        assert answer.finish_reason == "length"
+
+
+async def test_requests_that_outgrow_the_pool_together(system: System):
+    """Each of them fits. On a small pool some must leave the device and come back."""
+    source = random.Random(2)
+    length = system.axes.page_size - 1
+    prompts = [
+        [source.randrange(system.oracle.vocabulary_size) for _ in range(length)]
+        for _ in range(4 * len(system.cluster.decode))
+    ]
+    answers = await asyncio.gather(*(_ask(system, prompt, GROWTH) for prompt in prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == system.oracle.tokens(prompt, GROWTH)
+    if system.axes.small_pool:
+        assert await _total(system, "retractions") > 0
+
+
+async def _total(system: System, counter: str) -> int:
+    descriptions = [await node.describe() for node in system.cluster.decode]
+    return sum(description.counters[counter] for description in descriptions)

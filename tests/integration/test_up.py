@@ -1,0 +1,96 @@
+"""`baton up`, as a terminal runs it."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.cli.demo_model import write
+from tests.support.cluster import children_of, free_ports
+from tests.support.programs import Program, await_end, runs
+
+START_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "model"
+    write(directory)
+    return directory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    started = []
+
+    def run_up(*flags: str) -> Program:
+        router, prefill, decode = free_ports(3)
+        program = Program(
+            "common.cli.up",
+            f"--var={tmp_path}",
+            f"--port={router}",
+            f"--prefill-port={prefill}",
+            f"--decode-port={decode}",
+            "--device=cpu",
+            "--engine.cache.num-pages=64",
+            *flags,
+        )
+        started.append(program)
+        return program
+
+    yield run_up
+    for program in started:
+        program.close()
+
+
+def _programs(pid: int) -> dict[str, int]:
+    """Pids of the programs that a process has started, and of those that they have started."""
+    found = {}
+    for child in children_of(pid):
+        command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        found |= {command[command.index("-m") + 1]: child} | _programs(child)
+    return found
+
+
+def _serving(up: Program) -> dict[str, int]:
+    up.line_with("Ready on", START_S)
+    children = _programs(up.pid)
+    assert set(children) == {
+        "router",
+        "prefill_node",
+        "prefill_node.engine",
+        "decode_node",
+        "decode_node.engine",
+    }
+    return children
+
+
+def test_it_makes_a_model_answers_a_sample_and_ends_without_a_trace(run):
+    up = run()
+    children = _serving(up)
+    assert "> Once upon a time\n" in up.output
+    assert up.line_with("grpcurl -plaintext -d '{")
+    up.send(signal.SIGINT)
+    assert up.exit_code() == 0, up.output
+    assert not [pid for pid in children.values() if runs(pid)]
+
+
+def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all(run, model):
+    up = run(f"--model={model}")
+    children = _serving(up)
+    os.kill(children["decode_node"], signal.SIGKILL)
+    assert up.exit_code() == 1
+    assert "decode-0 has ended with code -9" in up.output
+    assert "common.node.front: ready" in up.output  # a line of that log
+    assert not [pid for pid in children.values() if runs(pid)]
+
+
+def test_when_it_is_killed_nothing_stays(run, model):
+    up = run(f"--model={model}")
+    children = _serving(up)
+    up.send(signal.SIGKILL)
+    up.exit_code()
+    for pid in children.values():
+        await_end(pid, 20.0)

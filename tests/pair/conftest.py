@@ -1,0 +1,50 @@
+"""One tiny model of each architecture, in memory once, and what transformers makes of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.pair_node import Loaded
+
+
+@dataclass(eq=False)
+class Known:
+    """A model, and its greedy tokens by prompt."""
+
+    loaded: Loaded
+    reference: object
+    remembered: dict[tuple[int, ...], list[int]]
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.loaded.model.spec.vocabulary_size
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The first `count` tokens that transformers generates after `prompt`, EOS or not."""
+        tokens = self.remembered.get(tuple(prompt), [])
+        if len(tokens) < count:
+            (tokens,) = greedy_tokens(self.reference, [prompt], count)
+            self.remembered[tuple(prompt)] = tokens
+        return tokens[:count]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
+    made: dict[str, Known] = {}
+
+    def of(architecture: str) -> Known:
+        if architecture not in made:
+            directory = make_checkpoint(tmp_path_factory.mktemp(architecture), architecture)
+            loaded = Loaded.from_directory(directory)
+            made[architecture] = Known(loaded, reference_model(directory), {})
+        return made[architecture]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def known(model: Callable[[str], Known]) -> Known:
+    """Where the architecture does not matter."""
+    return model("qwen3")

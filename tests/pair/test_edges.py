@@ -1,0 +1,135 @@
+"""Requests at the edges of what a pair of nodes can do."""
+
+import pytest
+
+from common.engine.request import FinishReason
+from kvtransfer.messages import Cancel, Done, Open, Ready
+from tests.support.checkpoints import make_checkpoint
+from tests.support.pair_node import Loaded, Size
+from tests.support.pair_rig import PairRig
+
+PROMPT = list(range(40, 90))  # three pages and a part
+
+
+def _said(rig: PairRig, kind: type) -> list:
+    return [message for message in rig.wires.seen if isinstance(message, kind)]
+
+
+@pytest.mark.parametrize("ends_by", ["max_tokens", "stop token", "EOS"])
+def test_a_request_that_its_first_token_ends_is_cancelled_and_never_joins(known, ends_by, tmp_path):
+    (token,) = known.greedy(PROMPT, 1)
+    loaded = known.loaded
+    if ends_by == "EOS":  # the same weights
+        loaded = Loaded.from_directory(make_checkpoint(tmp_path, "qwen3", eos_token_id=token))
+    ways = {
+        "max_tokens": {"max_tokens": 1},
+        "stop token": {"stop_token_ids": (token,)},
+        "EOS": {"ignore_eos": False},
+    }
+    with PairRig(loaded) as rig:
+        rig.faults[0].freeze()
+        asked = rig.ask(PROMPT, **ways[ends_by])
+        rig.run()
+        assert asked.tokens == [token]
+        expected = FinishReason.LENGTH if ends_by == "max_tokens" else FinishReason.STOP
+        assert asked.reason is expected
+        rig.until_free(*rig.prefill)
+        assert len(_said(rig, Cancel)) == 1 and not _said(rig, Done)
+        assert rig.decode[0].pages("cache") == 0  # what has landed is not trusted
+        rig.faults[0].release()
+
+
+def test_a_prompt_that_is_cached_whole_moves_no_page(known):
+    prompt = PROMPT[:48]
+    with PairRig(known.loaded) as rig:
+        for _ in range(2):
+            rig.wires.seen.clear()
+            asked = rig.ask(prompt)
+            rig.run()
+            assert asked.tokens == known.greedy(prompt, 8)
+            rig.until_free()
+        assert [(said.start, said.end, said.pages) for said in _said(rig, Ready)] == [(48, 48, ())]
+        assert asked.ended.cached_tokens == 48
+        assert rig.decode[0].count("handoffs_held") == 2
+
+
+@pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["one owner", "another follows"])
+def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, owners):
+    with PairRig(known.loaded, prefill=[Size(num_pages=3), Size()]) as rig:
+        asked = rig.ask(PROMPT, owners=owners)
+        rig.run()
+        assert asked.tokens == known.greedy(PROMPT, 8)
+        assert rig.decode[0].count("handoffs_lost") == 1
+        assert len(_said(rig, Open)) == 1  # the owner has said that others would refuse it too
+        assert rig.decode[0].count("local_prefills") == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], [320], [1] * 512, [1] * 64],
+    ids=["empty", "not a token", "longer than the context", "larger than the pool"],
+)
+def test_what_can_never_be_served_is_refused_and_opens_nothing(known, prompt):
+    with PairRig(known.loaded, decode=[Size(num_pages=4)]) as rig:
+        asked = rig.ask(prompt)
+        rig.run()
+        assert asked.reason is FinishReason.ERROR
+        assert asked.ended.error_code == 3 and "token_ids" in asked.ended.error
+        assert not _said(rig, Open)
+
+
+def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_runs(known):
+    """Seen failing with kept_slots never set by the decode role: the running request waited for
+    pages of the granted one, which waited for its slot."""
+    bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
+    tight = [Size(num_pages=6, num_slots=1)]
+    with PairRig(known.loaded, decode=tight, scheduler=bold) as rig:
+        first, second = rig.ask([7] * 10, 80), rig.ask([9] * 30, 4)
+        rig.run()
+        assert first.tokens == known.greedy(first.prompt, 80)
+        assert second.tokens == known.greedy(second.prompt, 4)
+
+
+def test_tokens_generated_before_may_be_in_the_owners_cache(known):
+    """A replay on another decode node. The prompt ends inside a page that the owner has whole.
+
+    Seen failing with the owner publishing up to the end of the prompt: no page's edge."""
+    prompt = PROMPT[:28]
+    tokens = known.greedy(prompt, 20)
+    with PairRig(known.loaded, decode=[Size(), Size()]) as rig:
+        rig.ask([*prompt, *tokens[:8]], 1)
+        rig.run()
+        replayed = rig.ask(prompt, 20, generated=tokens[:8], node=1)
+        rig.run()
+        assert replayed.tokens == tokens[8:]
+
+
+def test_a_draining_prefill_node_finishes_what_it_has_and_takes_nothing_new(known):
+    with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
+        first, second = rig.prefill
+        rig.faults[0].freeze()
+        before = rig.ask(PROMPT)
+        rig.until(lambda: first.queue("inflight"), "the first node has published")
+        rig.tell(first, "drain")
+        rig.until(lambda: first.desk.draining, "the first node drains")
+        after = rig.ask(PROMPT[::-1])
+        rig.run(after)
+        assert not first.router.drained
+        rig.faults[0].release()
+        rig.run()
+        rig.until(lambda: first.router.drained, "the first node has drained")
+        assert (first.count("handoffs_held"), second.count("handoffs_held")) == (1, 1)
+        for asked in (before, after):
+            assert asked.tokens == known.greedy(asked.prompt, 8)
+
+
+def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known):
+    with PairRig(known.loaded) as rig:
+        (decode,) = rig.decode
+        before = rig.ask(PROMPT)
+        rig.tell(decode, "drain")
+        after = rig.ask(PROMPT)
+        rig.run()
+        assert before.tokens == known.greedy(PROMPT, 8)
+        assert after.reason is FinishReason.ERROR and after.ended.error_code == 8
+        rig.until(lambda: decode.router.drained, "the node has drained")

@@ -1,0 +1,94 @@
+"""A request may be ended in any state on either side: its pages come back, and nobody else is
+disturbed."""
+
+import time
+from functools import partial
+
+import pytest
+
+from common.engine.request import FinishReason
+from tests.support.pair_node import Asked
+from tests.support.pair_rig import PairRig
+from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, being_read
+
+CANCEL_S = 2.0  # until no page is held for a request that was cancelled
+
+
+def _cancel(rig: PairRig, asked: Asked) -> None:
+    rig.cancel(asked)
+
+
+def _router_leaves(rig: PairRig, asked: Asked) -> None:
+    rig.router_leaves()
+
+
+def _operator_aborts(rig: PairRig, asked: Asked) -> None:
+    rig.tell(rig.decode[0], "abort", "doomed")
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("end", [_cancel, _router_leaves, _operator_aborts])
+@pytest.mark.parametrize("state", EVERYWHERE, ids=str)
+def test_a_request_that_is_aborted_in_this_state_gives_all_back(known, state, end, overlap):
+    with state.rig(known.loaded, overlap=overlap) as rig:
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        asked = state.reach(
+            rig, lambda *prompt, **how: rig.ask(*prompt, request_id="doomed", **how)
+        )
+        assert asked.ended is None
+        end(rig, asked)
+        rig.until(lambda: asked.ended, "it ends", timeout_s=CANCEL_S)
+        assert asked.reason is FinishReason.ABORT
+        assert asked.tokens == known.greedy(asked.prompt, len(asked.tokens))
+        others = [one for one in rig.asked if one is not asked]
+        if not others:
+            rig.wires.let_go()
+            rig.until_free(prefill, timeout_s=CANCEL_S)
+            rig.until(
+                lambda: decode.pages("request") + decode.pages("step") == 0,
+                "at most reads hold pages",
+                timeout_s=CANCEL_S,
+            )
+        if state.reach is being_read:
+            assert decode.pages("read") == 7
+        rig.faults[0].release()
+        again = rig.ask(asked.prompt)
+        rig.run()
+        assert again.tokens == known.greedy(again.prompt, 8)
+        if end is not _router_leaves:
+            for other in others:
+                assert other.tokens == known.greedy(other.prompt, other.sampling.max_tokens)
+
+
+@pytest.mark.parametrize("state", EVERYWHERE, ids=str)
+def test_a_request_whose_time_is_up_in_this_state_gives_all_back(known, state):
+    with state.rig(known.loaded) as rig:
+        begun = time.monotonic()
+        asked = state.reach(rig, partial(rig.ask, max_tokens=300, budget_s=0.3))
+        rig.let_time_pass(begun + 0.4)
+        rig.until(lambda: asked.ended, "it ends", timeout_s=CANCEL_S)
+        assert asked.reason is FinishReason.ERROR and asked.ended.error_code == 4
+        assert asked.tokens == known.greedy(asked.prompt, len(asked.tokens))
+        rig.wires.let_go()
+        rig.faults[0].release()
+        again = rig.ask(asked.prompt)
+        rig.run()
+        assert again.tokens == known.greedy(again.prompt, 8)
+
+
+@pytest.mark.parametrize("state", AT_THE_OWNER, ids=str)
+def test_a_hand_off_that_its_owner_aborts_in_this_state_is_prefilled_here(known, state):
+    """Seen failing, where it is published or being read, with the inflight queue left out of
+    PrefillRole.abort."""
+    with state.rig(known.loaded) as rig:
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        asked = state.reach(
+            rig, lambda *prompt, **how: rig.ask(*prompt, request_id="doomed", **how)
+        )
+        rig.tell(prefill, "abort", "doomed")
+        rig.wires.let_go()
+        rig.run(asked)
+        assert asked.tokens == known.greedy(asked.prompt, 8)
+        assert (decode.count("handoffs_lost"), decode.count("local_prefills")) == (1, 1)
+        assert [answer.integer for answer in prefill.router.answers] == [1]
+        rig.faults[0].release()

@@ -1,0 +1,107 @@
+"""The full cross of architecture, page size, overlap, caches and pool: disaggregated tokens are
+those of transformers, and sampled ones those of a node that does both halves itself."""
+
+import random
+
+import pytest
+
+from kvtransfer.messages import Ready
+from tests.support.checkpoints import ARCHITECTURES
+from tests.support.pair_node import Size
+from tests.support.pair_rig import PairRig
+
+NUM_TOKENS = 14
+CHUNK_TOKENS = 64
+NUM_GROWING = 6
+# Little is reserved for growth: a small pool runs out while it decodes.
+BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
+
+
+def _prompts(vocabulary_size: int, page_size: int) -> list[list[int]]:
+    """All lengths that matter; some that outgrow their page together; one with the longest
+    prompt's first page in common."""
+    lengths = [1, page_size - 1, page_size, page_size + 1, 3 * CHUNK_TOKENS + 5]
+    lengths += [page_size - 8] * NUM_GROWING
+    source = random.Random(page_size)
+    prompts = [[source.randrange(vocabulary_size) for _ in range(n)] for n in lengths]
+    return [*prompts, [*prompts[4][:page_size], *prompts[3]]]
+
+
+@pytest.mark.parametrize("small_pool", [False, True], ids=["large", "small"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(
+    model, architecture, page_size, overlap, small_pool
+):
+    known = model(architecture)
+    prompts = _prompts(known.vocabulary_size, page_size)
+    expected = [known.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    num_pages = -(-(3 * CHUNK_TOKENS + 5 + NUM_TOKENS) // page_size) if small_pool else 64
+    with PairRig(
+        known.loaded,
+        prefill=[Size(num_slots=4)],
+        decode=[Size(num_pages=num_pages, num_slots=16)],
+        page_size=page_size,
+        chunk_tokens=CHUNK_TOKENS,
+        overlap=overlap,
+        scheduler=BOLD,
+    ) as rig:
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        for cold in ((prefill, decode), (), (decode,), (prefill,)):
+            rig.flush(*cold)
+            asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
+            rig.run()
+            assert [one.tokens for one in asked] == expected
+        assert decode.count("handoffs_held") == len(rig.asked)
+        assert (decode.count("retractions") > 0) is small_pool
+
+
+@pytest.mark.parametrize(
+    "cold", ["", "prefill", "decode", "prefill decode"], ids=lambda cold: cold or "none"
+)
+def test_what_either_side_has_cached_is_neither_computed_nor_read_again(known, cold):
+    prompt = list(range(100))  # 6 whole pages and a part
+    with PairRig(known.loaded) as rig:
+        (prefill,) = rig.prefill
+        rig.ask(prompt)
+        rig.flush(*(node for node in rig.nodes if node.front.address.split("-")[0] in cold))
+        before = prefill.count("cached_tokens")
+        rig.wires.seen.clear()
+        asked = rig.ask(prompt)
+        rig.run()
+        assert asked.tokens == known.greedy(prompt, 8)
+        assert asked.ended.cached_tokens == (0 if cold == "prefill decode" else 96)
+        assert prefill.count("cached_tokens") - before == (0 if "prefill" in cold else 96)
+        moved = sum(len(said.pages) for said in rig.wires.seen if isinstance(said, Ready))
+        assert moved == (7 if "decode" in cold else 1)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
+    model, architecture, overlap
+):
+    known = model(architecture)
+    prompts = _prompts(known.vocabulary_size, 16)
+    ways = [
+        {"temperature": 0.9},
+        {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
+        {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.6, "presence_penalty": 0.4},
+        {"temperature": 1.0, "min_p": 0.05, "seed": 2**63 + 5},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
+    ]
+
+    def sampled(**options) -> list[list[int]]:
+        with PairRig(known.loaded, overlap=overlap, **options) as rig:
+            asked = [
+                rig.ask(prompt, NUM_TOKENS, **{"seed": i, **ways[i % len(ways)]})
+                for i, prompt in enumerate(prompts)
+            ]
+            rig.run()
+        return [one.tokens for one in asked]
+
+    colocated = sampled(prefill=(), mode="colocated")
+    assert sampled() == colocated
+    assert sampled(decode=[Size(num_pages=16)], scheduler=BOLD) == colocated  # with retractions
+    assert colocated[0] != known.greedy(prompts[0], NUM_TOKENS)

@@ -1,0 +1,139 @@
+"""Random walks over everything that can befall two prefill and two decode nodes at once."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from common.config import TransferConfig
+from common.engine.request import FinishReason
+from kvtransfer.messages import Admitted, Beat, Cancel, Done, Failed, Grant, Open, Ready, Released
+from tests.support.pair_node import Asked, Size
+from tests.support.pair_rig import PairRig
+
+NUM_ACTIONS = 70
+MAX_LIVE = 16
+MAX_TOKENS = 40
+PROMPT_TOKENS = (1, 15, 16, 17, 31, 48, 70, 100)
+IMPATIENT = TransferConfig(heartbeat_s=0.1, missed_beats=10, released_s=0.5, read_s=0.5)
+KINDS = (Open, Grant, Admitted, Ready, Done, Released, Cancel, Failed, Beat)
+
+
+@dataclass(eq=False)
+class Walk:
+    """One run. What may end a request early is remembered: all others must run to their end."""
+
+    rig: PairRig
+    source: random.Random
+    prompts: list[list[int]]
+    nodes: dict[Asked, int] = field(default_factory=dict)  # the decode node of each request
+    doomed: set[Asked] = field(default_factory=set)
+    hurried: set[Asked] = field(default_factory=set)  # with hardly any time
+
+    def step(self) -> None:
+        actions: list[tuple[int, Callable[[], None]]] = [
+            (14, self.ask),
+            (3, self.cancel),
+            (1, self.abort),
+            (2, lambda: self.faults().freeze()),
+            (3, self.release),
+            (1, lambda: self.faults().delay(0.005)),
+            (1, lambda: self.faults().fail_next("by the walk")),
+            (1, lambda: self.faults().truncate_next("by the walk")),
+            (1, self.cut),
+            (2, self.rig.wires.heal),
+            (2, lambda: self.rig.wires.hold_back(self.source.choice(KINDS))),
+            (4, self.rig.wires.let_go),
+            (1, lambda: self.rig.tell(self.source.choice(self.rig.nodes), "flush_cache")),
+        ]
+        weights, calls = zip(*actions, strict=True)
+        self.source.choices(calls, weights)[0]()
+        for _ in range(self.source.choice((0, 1, 1, 3, 12))):
+            some = self.source.sample(self.rig.nodes, self.source.choice((1, 2, 4)))
+            self.rig.turn(*some)
+
+    def live(self) -> list[Asked]:
+        return [one for one in self.rig.asked if one.ended is None]
+
+    def ask(self) -> None:
+        if len(self.live()) >= MAX_LIVE:
+            return
+        hurried = self.source.random() < 0.1
+        node = self.source.randrange(2)
+        asked = self.rig.ask(
+            self.source.choice(self.prompts),
+            self.source.choice((1, 4, 20, MAX_TOKENS)),
+            node=node,
+            owners=self.source.sample(range(2), self.source.choice((0, 1, 2, 2, 2))),
+            budget_s=0.05 if hurried else 300.0,
+        )
+        self.nodes[asked] = node
+        if hurried:
+            self.hurried.add(asked)
+
+    def cancel(self) -> None:
+        if live := self.live():
+            asked = self.source.choice(live)
+            self.doomed.add(asked)
+            self.rig.cancel(asked, self.nodes[asked])
+
+    def abort(self) -> None:
+        """By an operator of any node; an owner's costs the hand-off only."""
+        if live := self.live():
+            asked, node = self.source.choice(live), self.source.choice(self.rig.nodes)
+            if node in self.rig.decode:
+                self.doomed.add(asked)
+            self.rig.tell(node, "abort", f"request {asked.number}")
+
+    def faults(self):
+        return self.source.choice(self.rig.faults)
+
+    def release(self) -> None:
+        faults = self.faults()
+        faults.delay(0.0)
+        faults.release()
+
+    def cut(self) -> None:
+        sides = self.source.choice((["reader", "owner"], ["reader"], ["owner"]))
+        owner, reader = self.source.choice(self.rig.prefill), self.source.choice(self.rig.decode)
+        self.rig.wires.cut(owner.front, reader.front, sides)
+
+    def end(self) -> None:
+        """No more faults: whoever is left runs to its end."""
+        self.rig.wires.let_go()
+        self.rig.wires.heal()
+        for faults in self.rig.faults:
+            faults.delay(0.0)
+            faults.release()
+        self.rig.run()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_request_ends_once_and_rightly(known, seed):
+    source = random.Random(seed)
+    stem = [source.randrange(320) for _ in range(max(PROMPT_TOKENS))]
+    other = stem[:40] + stem[:10:-1]  # with two pages in common
+    prompts = [tokens[:length] for tokens in (stem, other) for length in PROMPT_TOKENS]
+    with PairRig(
+        known.loaded,
+        prefill=[Size(num_pages=20, num_slots=3), Size(num_pages=9, prefix_cache=seed % 2 == 0)],
+        decode=[Size(num_pages=10, num_slots=4), Size(num_pages=14, host_pages=4)],
+        chunk_tokens=32,
+        overlap=seed % 4 < 3,
+        scheduler={"new_token_ratio": 0.02, "min_new_token_ratio": 0.02},
+        transfer=IMPATIENT,
+        retries=1,
+    ) as rig:
+        walk = Walk(rig, source, prompts)
+        for _ in range(NUM_ACTIONS):
+            walk.step()
+        walk.end()
+        for one in rig.asked:
+            assert one.tokens == known.greedy(one.prompt, MAX_TOKENS)[: len(one.tokens)]
+            if one.reason is FinishReason.LENGTH:
+                assert len(one.tokens) == one.sampling.max_tokens
+            elif one.reason is FinishReason.ABORT:
+                assert one in walk.doomed
+            else:
+                assert one in walk.hurried and one.ended.error_code == 4, one.ended

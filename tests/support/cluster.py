@@ -1,0 +1,416 @@
+"""A whole system as real processes: a router, prefill nodes and decode nodes on free ports.
+
+    async with Cluster(checkpoint, logs, rig=CPU, path="nixl") as cluster:
+        answer = await cluster.generate([1, 2, 3], max_tokens=8, temperature=0.0)
+
+Leaving the block checks that nothing leaked and that every program still running exits with 0. A
+failure inside it carries the ends of all logs.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc.aio
+import pytest
+
+from common.cli import client
+from common.cli.children import Child
+from common.cli.plan import Program
+from common.rpc import make_channel
+from protos.node_pb2 import DescribeRequest, DescribeResponse, FlushCacheRequest
+from protos.node_pb2_grpc import NodeStub
+from protos.router_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    GetClusterRequest,
+    GetClusterResponse,
+    TokenIds,
+    Usage,
+)
+from protos.router_pb2_grpc import RouterStub
+from protos.sampling_pb2 import Sampling
+from tests.support.programs import ROOT, runs
+
+START_S = 60.0
+STOP_S = 20.0
+POLL_S = 0.02
+NUM_PAGES = 512
+# Below the range that the system takes ports of outgoing connections from.
+FREE_PORTS = range(20000, 32000)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Which device each role runs on."""
+
+    name: str
+    prefill_device: str
+    decode_device: str
+
+
+CPU = Rig("cpu", "cpu", "cpu")
+ONE_GPU = Rig("one_gpu", "cuda:0", "cuda:0")
+TWO_GPU = Rig("two_gpu", "cuda:0", "cuda:1")
+RIGS = [
+    pytest.param(CPU, id="cpu"),
+    pytest.param(ONE_GPU, id="one_gpu", marks=pytest.mark.gpu),
+    pytest.param(TWO_GPU, id="two_gpu", marks=pytest.mark.two_gpu),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request from its first to its last message."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    usage: Usage
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One node program of the cluster."""
+
+    program: Program
+    child: Child
+    stub: Any
+    channel: grpc.aio.Channel
+    killed: bool = False
+
+    @property
+    def address(self) -> str:
+        return self.program.address
+
+    async def describe(self) -> DescribeResponse:
+        response: DescribeResponse = await self.stub.Describe(DescribeRequest(), timeout=5.0)
+        return response
+
+    async def flush_cache(self) -> None:
+        await self.stub.FlushCache(FlushCacheRequest(), timeout=5.0)
+
+
+class Cluster:
+    """Use as an async context manager; for one event loop."""
+
+    def __init__(
+        self,
+        model: Path,
+        logs: Path,
+        *,
+        rig: Rig = CPU,
+        path: str = "auto",
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        router_flags: Sequence[str] = (),
+        node_flags: Sequence[str] = (),
+        prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
+        paired: bool = True,
+    ) -> None:
+        """
+        Args:
+            paired: be ready only when the router is, and every decode node has paired with all.
+            path: of the KV, forced: "nixl" | "tcp", or "auto".
+            node_flags: for every node; the role's own flags go before them.
+        """
+        common = (f"--transfer.path={path}", *node_flags)
+        free = free_ports(1 + num_prefill + num_decode)
+        nodes = []
+        for role, count, device, flags in (
+            ("prefill", num_prefill, rig.prefill_device, prefill_flags),
+            ("decode", num_decode, rig.decode_device, decode_flags),
+        ):
+            base = (f"--device={device}", "--dtype=float32", *common)
+            if not any(flag.startswith("--engine.cache.num-pages") for flag in (*flags, *common)):
+                base = (*base, f"--engine.cache.num-pages={NUM_PAGES}")
+            nodes += [
+                _program(f"{role}-{i}", f"{role}_node", next(free), model, (*base, *flags))
+                for i in range(count)
+            ]
+        router = (
+            *(f"--prefill={node.address}" for node in nodes[:num_prefill]),
+            *(f"--decode={node.address}" for node in nodes[num_prefill:]),
+            *router_flags,
+        )
+        self._programs = [_program("router", "router", next(free), model, router), *nodes]
+        self._logs = logs
+        self._must_pair = paired
+        self._stopped = False
+        self._router: Child
+        self._channel: grpc.aio.Channel
+        self._stub: Any
+        self.prefill: list[Node] = []
+        self.decode: list[Node] = []
+
+    async def __aenter__(self) -> Self:
+        self._router = self._child(self._programs[0])
+        self._channel = make_channel(self.address)
+        self._stub = RouterStub(self._channel)  # type: ignore[no-untyped-call]
+        for program in self._programs[1:]:
+            nodes = self.prefill if program.module == "prefill_node" else self.decode
+            nodes.append(self._node(program))
+        try:
+            await self._until_ready([self._router, *(node.child for node in self.nodes)])
+        except BaseException as error:
+            error.add_note(self.last_words())
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None and not self._stopped:
+                await self.until_nothing_is_held()
+                await self._stop()
+        except BaseException as fault:
+            error = fault
+            raise
+        finally:
+            if error is not None:
+                error.add_note(self.last_words())
+            await self._end()
+
+    # The system ---------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """The router's."""
+        return self._programs[0].address
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.prefill, *self.decode]
+
+    @property
+    def live_nodes(self) -> list[Node]:
+        return [node for node in self.nodes if not node.killed]
+
+    async def kill(self, node: Node) -> None:
+        """SIGKILL of its front; its engine must follow by itself."""
+        (engine,) = children_of(node.child.pid)
+        node.killed = True
+        node.child.send(signal.SIGKILL)
+        await node.child.ended()
+
+        async def gone() -> bool:
+            return not runs(engine)
+
+        await self.wait_until(gone, f"the engine of {node.program.name} ends with its front", 5.0)
+
+    def freeze(self, node: Node) -> None:
+        """SIGSTOP of its engine: the front lives, nothing moves. `thaw` ends it."""
+        (engine,) = children_of(node.child.pid)
+        os.kill(engine, signal.SIGSTOP)
+
+    def thaw(self, node: Node) -> None:
+        (engine,) = children_of(node.child.pid)
+        os.kill(engine, signal.SIGCONT)
+
+    async def start_again(self, node: Node) -> Node:
+        """A new process on a killed node's address. Not waited for."""
+        nodes = self.prefill if node in self.prefill else self.decode
+        await node.channel.close()
+        nodes[nodes.index(node)] = renewed = self._node(node.program)
+        return renewed
+
+    async def stop_with(self, number: signal.Signals) -> None:
+        """Sends a signal to every process of every live program at once; each must exit with 0."""
+        await self.until_nothing_is_held()
+        self._stopped = True
+        engines = self._engines()
+        children = [self._router, *(node.child for node in self.live_nodes)]
+        for child in children:
+            os.killpg(child.pid, number)
+        async with asyncio.timeout(STOP_S):
+            codes = {child.name: await child.ended() for child in children}
+        assert set(codes.values()) == {0}, f"exit codes: {codes}"
+        assert not any(runs(engine) for engine in engines), "an engine outlives its front"
+
+    async def describe(self) -> GetClusterResponse:
+        """The cluster, as the router knows it."""
+        response: GetClusterResponse = await self._stub.GetCluster(GetClusterRequest(), timeout=5.0)
+        return response
+
+    async def wait_until(
+        self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 20.0
+    ) -> None:
+        """Looks again and again until `condition` holds. It fails with `what` at the deadline."""
+        end = time.monotonic() + deadline_s
+        while not await condition():
+            assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+            await asyncio.sleep(POLL_S)
+
+    async def until_nothing_is_held(self, deadline_s: float = 10.0) -> None:
+        """Waits until every page of every live node is free or cached, and no request is queued."""
+        for node in self.live_nodes:
+
+            async def idle(node: Node = node) -> bool:
+                return held(await node.describe()) == {}
+
+            try:
+                await self.wait_until(idle, f"{node.program.name} lets all pages go", deadline_s)
+            except AssertionError as error:
+                error.add_note(f"still held: {held(await node.describe())}")
+                raise
+
+    # Requests -----------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: Sequence[int] | str, *, request_id: str = "", **sampling: Any
+    ) -> Answer:
+        """Sends a prompt and collects the whole answer. Greedy unless told otherwise.
+
+        Raises:
+            grpc.aio.AioRpcError: as the router ended the call.
+        """
+        tokens: list[int] = []
+        texts: list[str] = []
+        last = GenerateResponse()
+        async with aclosing(self.stream(prompt, request_id=request_id, **sampling)) as responses:
+            async for last in responses:
+                tokens += last.token_ids
+                texts.append(last.text)
+        return Answer(tuple(tokens), "".join(texts), last.finish_reason, last.usage)
+
+    async def stream(
+        self, prompt: Sequence[int] | str, *, request_id: str = "", **sampling: Any
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """The answer, message by message. Leaving the iteration cancels the call."""
+        request = GenerateRequest(
+            request_id=request_id, sampling=Sampling(**{"temperature": 0.0, **sampling})
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.CopyFrom(TokenIds(ids=prompt))
+        call = self._stub.Generate(request)
+        try:
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()
+
+    # Inside -------------------------------------------------------------------------------------
+
+    def _child(self, program: Program) -> Child:
+        log = self._logs / f"{program.name}-{time.monotonic_ns()}.log"
+        command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
+        return Child(program.name, command, log, directory=ROOT)
+
+    def _node(self, program: Program) -> Node:
+        channel = make_channel(program.address)
+        stub = NodeStub(channel)  # type: ignore[no-untyped-call]
+        return Node(program, self._child(program), stub, channel)
+
+    async def _until_ready(self, children: Sequence[Child]) -> None:
+        async def ready() -> None:
+            async with asyncio.timeout(START_S):
+                for program in self._programs[0 if self._must_pair else 1 :]:
+                    await client.until_serving(program.address, program.service)
+                if self._must_pair:
+                    await self.wait_until(self._paired, "all nodes are paired", START_S)
+
+        tasks = [asyncio.create_task(ready())]
+        tasks += [asyncio.create_task(_raise_at_end(child)) for child in children]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _paired(self) -> bool:
+        for node in self.decode:
+            description = await node.describe()
+            if description.mode != "colocated" and len(description.links) < len(self.prefill):
+                return False
+        return True
+
+    async def _stop(self) -> None:
+        """The router, then all nodes at once: each must exit with 0."""
+        groups = [[self._router], [node.child for node in self.live_nodes]]
+        engines = self._engines()
+        for group in groups:
+            assert all(child.code is None for child in group), "a program has ended on its own"
+            await asyncio.gather(*(child.stop(STOP_S) for child in group))
+            codes = {child.name: child.code for child in group}
+            assert set(codes.values()) <= {0}, f"exit codes: {codes}"
+        assert not any(runs(engine) for engine in engines), "an engine outlives its front"
+
+    def _engines(self) -> list[int]:
+        return [pid for node in self.live_nodes for pid in children_of(node.child.pid)]
+
+    async def _end(self) -> None:
+        """Kills what is left, and lets go of the channels."""
+        for child in (self._router, *(node.child for node in self.nodes)):
+            child.send(signal.SIGKILL)
+            await child.ended()
+        for channel in (self._channel, *(node.channel for node in self.nodes)):
+            await channel.close()
+
+    def last_words(self) -> str:
+        """The ends of all logs."""
+        children = [self._router, *(node.child for node in self.nodes)]
+        return "\n".join(
+            f"--- {child.name}, exit code {child.code}: {child.log}\n{child.last_lines(25)}"
+            for child in children
+        )
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of the processes that a process has started and that still run."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in tasks for child in path.read_text().split()]
+
+
+def held(description: DescribeResponse) -> dict[str, int]:
+    """What keeps a node from being idle: pages that more than the cache holds, queued requests."""
+    pages = {
+        f"pages of {holder}": number
+        for holder, number in description.pages.items()
+        if holder not in ("free", "cache") and number
+    }
+    return pages | {
+        f"queue {name}": number for name, number in description.queues.items() if number
+    }
+
+
+def _program(name: str, module: str, port: int, model: Path, flags: Sequence[str]) -> Program:
+    all_flags = (f"--model={model}", f"--port={port}", *flags)
+    return Program(name, module, f"127.0.0.1:{port}", all_flags)
+
+
+def free_ports(count: int) -> Iterator[int]:
+    """Ports that nothing listens on now."""
+    chosen: set[int] = set()
+    while len(chosen) < count:
+        port = random.choice(FREE_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        chosen.add(port)
+    return iter(chosen)
+
+
+async def _raise_at_end(child: Child) -> None:
+    raise AssertionError(f"{child.name} has ended with code {await child.ended()}")

@@ -1,0 +1,339 @@
+"""A prefill or decode node without its front: engine, role and transfer thread of the product, and
+a router's end in place of the engine's channel."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.config import CacheConfig, DecodeConfig, EngineConfig, SchedulerConfig, TransferConfig
+from common.engine.batch import Launched
+from common.engine.build import Engine
+from common.engine.kv import HostPool, KVPool
+from common.engine.limits import RequestLimits
+from common.engine.loop import EventLoop
+from common.engine.models import Model, load
+from common.engine.pages import PageAllocator
+from common.engine.radix import RadixCache
+from common.engine.request import FinishReason
+from common.engine.runner import ModelRunner
+from common.engine.sizing import resolve_shape
+from common.engine.stream import Stream
+from common.engine.table import RequestTable
+from common.node.desk import Desk
+from common.node.ipc import FrameSocket
+from common.node.messages import Answer, Drained, Ended, EngineMessage, FrontMessage, StepTokens
+from common.node.outbox import Outbox
+from common.sampling import SamplingParams
+from decode_node.role import DecodeRole
+from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.loopback import Faults, LoopbackBackend
+from kvtransfer.front_messages import PairInput
+from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
+from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.publisher import Publisher
+from kvtransfer.reader import Reader
+from kvtransfer.transfer import TransferThread
+from prefill_node.role import PrefillRole
+from tests.support.pair_wires import FrontEnd
+
+STREAM = 1  # of the only router
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A checkpoint in memory; any number of engines may share it."""
+
+    directory: Path
+    model: Model
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Loaded":
+        return cls(directory, load(directory, torch.device("cpu"), torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What differs between the nodes of a rig."""
+
+    num_pages: int = 64
+    num_slots: int = 8
+    host_pages: int = -1
+    prefix_cache: bool = True
+    max_waiting: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all nodes of a rig share. scheduler: fields of SchedulerConfig."""
+
+    loaded: Loaded
+    page_size: int
+    context_length: int
+    scheduler: dict[str, Any]
+    transfer: TransferConfig
+    make_stream: Callable[[], Stream]
+    backend: LoopbackBackend
+    wake: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of the router, and what it has been told about it."""
+
+    number: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return FinishReason(self.ended.reason) if self.ended else None
+
+
+class RouterEnd:
+    """The channel of a node's engine thread. Checks that each request ends once, and last."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[FrontMessage] = deque()
+        self.asked: dict[int, Asked] = {}
+        self.answers: list[Answer] = []
+        self.drained = False
+        self.rested = False  # the event loop had nothing to do
+
+    def take(self) -> Sequence[FrontMessage]:
+        return [self.inbox.popleft() for _ in range(len(self.inbox))]
+
+    def post(self, message: EngineMessage) -> None:
+        match message:
+            case StepTokens():
+                self._note(message)
+            case Drained():
+                self.drained = True
+            case Answer():
+                self.answers.append(message)
+
+    def wait(self, timeout_s: float) -> None:
+        """The rig sleeps, for all nodes at once."""
+        self.rested = True
+
+    def _note(self, step: StepTokens) -> None:
+        assert step.stream == STREAM
+        numbers = np.frombuffer(step.requests, np.uint64).tolist()
+        tokens = np.frombuffer(step.tokens, np.uint32).tolist()
+        for number, token in zip(numbers, tokens, strict=True):
+            assert self.asked[number].ended is None, "a token after the end"
+            self.asked[number].tokens.append(token)
+        for ended in step.ended:
+            assert self.asked[ended.request].ended is None, "a request ended twice"
+            self.asked[ended.request].ended = ended
+
+
+class Node:
+    """`step` gives the event loop one turn and then checks the books."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        front: FrontEnd,
+        transfer: TransferThread[Any, Any],
+        role: Any,
+        router: RouterEnd,
+        desk: Desk,
+        *,
+        overlap: bool,
+    ) -> None:
+        self.engine = engine
+        self.front = front
+        self.transfer = transfer
+        self.role = role
+        self.router = router
+        self.desk = desk
+        self.in_flight: Launched | None = None
+        self._loop = EventLoop(role, engine.runner, overlap=overlap)
+
+    def step(self) -> bool:
+        """False if there was nothing to compute."""
+        self.router.rested = False
+        self.in_flight = self._loop.step(self.in_flight)
+        rested = self.router.rested
+        self.role.idle()
+        return not rested
+
+    def queue(self, name: str) -> int:
+        return int(self.role.queues()[name])
+
+    def count(self, name: str) -> int:
+        return int(self.role.counters()[name])
+
+    def pages(self, holder: str) -> int:
+        return self.engine.pages.by_holder()[holder]
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Every page is free or cached, and nothing is under way."""
+        held = self.engine.pages.by_holder()
+        in_use = held["request"] + held["step"] + held["read"] + held["publication"]
+        return not (self.router.inbox or self.role.busy or self.in_flight or in_use)
+
+    def check_at_rest(self) -> None:
+        engine, held = self.engine, self.engine.pages.by_holder()
+        assert self.holds_nothing, self.describe()
+        assert held["free"] + held["cache"] == engine.pages.num_pages
+        assert engine.pages.num_evictable == held["cache"]
+        assert engine.table.num_free == engine.table.num_slots
+        assert self.role.num_host_pages_used == 0
+        assert not any(self.role.queues().values())
+        self.role.idle()
+
+    def describe(self) -> str:
+        return f"{self.front.address}: {self.role.queues()} {self.engine.pages.by_holder()}"
+
+
+def prefill_node(
+    common: Common, instance: int, size: Size, front: FrontEnd, frames: FrameSocket[PairInput]
+) -> tuple[Node, Faults]:
+    """The node, and the faults of copies from it."""
+    engine, config = _engine(common, size)
+    owner = common.backend.serve(_pool(engine), instance)
+    hello = _hello(engine, instance, front.address)
+    transfer: TransferThread[Any, Any] = TransferThread(
+        frames,
+        lambda outlet, wake: Publisher(
+            OwnerEnd(common.transfer, page_size=common.page_size),
+            hello,
+            {common.backend.name: owner},
+            outlet,
+        ),
+        engine_moves=lambda: True,
+        wake_engine=common.wake,
+    )
+    router = RouterEnd()
+    desk = _desk(router, engine)
+    role = PrefillRole(
+        make_scheduler=lambda on_admit: engine.scheduler(config, on_admit),
+        pages=engine.pages,
+        page_size=common.page_size,
+        limits=engine.limits,
+        max_bootstrap=size.max_waiting,
+        port=transfer,
+        desk=desk,
+    )
+    overlap = config.scheduler.overlap
+    return Node(engine, front, transfer, role, router, desk, overlap=overlap), owner.faults
+
+
+def decode_node(
+    common: Common,
+    instance: int,
+    size: Size,
+    front: FrontEnd,
+    frames: FrameSocket[PairInput],
+    fields: dict[str, Any],
+) -> Node:
+    """fields: of DecodeConfig."""
+    engine, engine_config = _engine(common, size)
+    config = DecodeConfig(engine=engine_config, transfer=common.transfer, **fields)
+    hello = _hello(engine, instance, front.address)
+    transfer: TransferThread[Any, Any] = TransferThread(
+        frames,
+        lambda outlet, wake: Reader(
+            ReaderEnd(common.transfer, page_size=common.page_size),
+            hello,
+            _pool(engine),
+            {common.backend.name: common.backend},
+            common.transfer,
+            outlet,
+            wake,
+        ),
+        engine_moves=lambda: True,
+        wake_engine=common.wake,
+    )
+    router = RouterEnd()
+    desk = _desk(router, engine)
+    role = DecodeRole(
+        config=config,
+        instance=instance,
+        scheduler=engine.scheduler(engine_config, lambda request, pages: None),
+        pages=engine.pages,
+        cache=engine.cache,
+        page_size=common.page_size,
+        limits=engine.limits,
+        port=transfer,
+        desk=desk,
+        outbox=Outbox(router),
+    )
+    overlap = engine_config.scheduler.overlap
+    return Node(engine, front, transfer, role, router, desk, overlap=overlap)
+
+
+def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
+    """As `build` makes it, but for the model, which is there, and the order of free pages."""
+    model, page_size = common.loaded.model, common.page_size
+    config = EngineConfig(
+        model=str(common.loaded.directory),
+        device="cpu",
+        context_length=common.context_length,
+        cache=CacheConfig(
+            page_size=page_size,
+            num_pages=size.num_pages,
+            host_pages=size.host_pages,
+            prefix_cache=size.prefix_cache,
+        ),
+        scheduler=SchedulerConfig(
+            max_running=size.num_slots, max_waiting=size.max_waiting, **common.scheduler
+        ),
+    )
+    shape = resolve_shape(config, model.spec, free=1 << 40)
+    pool = KVPool(shape.layout, shape.num_pages, shape.device)
+    pool.tensor.fill_(torch.nan)  # whoever reads what nobody wrote shall notice
+    host_pool = HostPool(shape.layout, shape.host_pages, shape.device)
+    table = RequestTable(size.num_slots, shape.context_length, page_size)
+    pages = PageAllocator(shape.num_pages, lifo=True)
+    stream = common.make_stream()
+    engine = Engine(
+        shape=shape,
+        model=model,
+        pool=pool,
+        table=table,
+        pages=pages,
+        cache=RadixCache(page_size, pages, enabled=size.prefix_cache),
+        stream=stream,
+        runner=ModelRunner(model, pool, host_pool, table, stream),
+        limits=RequestLimits(
+            context_length=shape.context_length,
+            vocabulary_size=model.spec.vocabulary_size,
+            page_size=page_size,
+            num_pages=shape.num_pages,
+        ),
+        fingerprint={"model": str(common.loaded.directory)},
+        tokenizer_hash="",
+    )
+    return engine, config
+
+
+def _pool(engine: Engine) -> PagePool:
+    pool = engine.pool
+    return PagePool(pool.base_address, pool.page_bytes, pool.num_pages, "cpu")
+
+
+def _hello(engine: Engine, instance: int, address: str) -> Hello:
+    pool = engine.pool
+    return Hello(
+        instance=instance,
+        protocol_version=PROTOCOL_VERSION,
+        fingerprint=engine.fingerprint,
+        paths=(),
+        regions=(Region(pool.base_address, pool.page_bytes, pool.num_pages),),
+        address=address,
+    )
+
+
+def _desk(router: RouterEnd, engine: Engine) -> Desk:
+    return Desk(router, pages_by_holder=engine.pages.by_holder, progress=lambda: (0, 0.0))

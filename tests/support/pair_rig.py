@@ -1,0 +1,242 @@
+"""Prefill nodes and decode nodes in one process: everything is real but the fronts, the network
+and the turns of the event loops, which the test gives.
+
+Pages are given out last freed first, so that whoever lets go of one too early is found out, and
+the books of a node are checked after each of its turns.
+"""
+
+import itertools
+import select
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.config import TransferConfig
+from common.engine.stream import Stream, WorkerStream
+from common.node.ipc import FrameSocket, socket_pair
+from common.node.messages import Ask, CancelSubmitted, StreamEnded, SubmitRequest
+from common.sampling import SamplingParams
+from kvtransfer.backends.loopback import LoopbackBackend
+from kvtransfer.front_messages import PairInput
+from kvtransfer.transfer import WakeUp
+from tests.support.pair_node import (
+    STREAM,
+    Asked,
+    Common,
+    Loaded,
+    Node,
+    Size,
+    decode_node,
+    prefill_node,
+)
+from tests.support.pair_wires import FrontEnd, Wires
+
+TIMEOUT_S = 20.0  # for whatever a test waits for
+NAP_S = 0.02  # between two looks when nothing moves: it may be time for something
+# Nothing is given up for being slow, unless a test wants it.
+PATIENT = TransferConfig(missed_beats=60, progress_s=60.0, released_s=60.0, read_s=60.0)
+
+
+class PairRig:
+    """Nodes of one model, paired all with all. `with` starts them and, unless the test has failed,
+    waits until they are at rest and checks that nothing is left behind.
+
+    Args:
+        prefill, decode: one entry per node; decode nodes without any prefill node are colocated.
+        scheduler: fields of SchedulerConfig.
+        make_stream: the forward stream of each node.
+        config: fields of DecodeConfig.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        prefill: Sequence[Size] = (Size(),),
+        decode: Sequence[Size] = (Size(),),
+        page_size: int = 16,
+        chunk_tokens: int = 64,
+        context_length: int = 512,
+        overlap: bool = True,
+        scheduler: dict[str, Any] | None = None,
+        transfer: TransferConfig = PATIENT,
+        make_stream: Callable[[], Stream] = WorkerStream,
+        **config: Any,
+    ) -> None:
+        torch.set_num_threads(1)
+        self._wake = WakeUp()
+        common = Common(
+            loaded,
+            page_size,
+            context_length,
+            {"overlap": overlap, "chunk_tokens": chunk_tokens, **(scheduler or {})},
+            transfer,
+            make_stream,
+            LoopbackBackend(),
+            self._wake.wake,
+        )
+        self._exits = ExitStack()
+        self._numbers = itertools.count(1)
+        self.wires = Wires()
+        made = [
+            prefill_node(common, 1000 + i, size, *self._ends(f"prefill-{i}", is_owner=True))
+            for i, size in enumerate(prefill)
+        ]
+        self.prefill = [node for node, _ in made]
+        self.faults = [faults for _, faults in made]  # of copies from prefill[i]
+        self.decode = [
+            decode_node(common, 2000 + i, size, *self._ends(f"decode-{i}", is_owner=False), config)
+            for i, size in enumerate(decode)
+        ]
+        self.asked: list[Asked] = []
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self.wires.register(self._poll)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.prefill, *self.decode]
+
+    # The router's and the operator's words --------------------------------------------------------
+
+    def ask(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 8,
+        *,
+        generated: Sequence[int] = (),
+        budget_s: float = 300.0,
+        node: int = 0,
+        owners: Sequence[int] | None = None,
+        request_id: str = "",
+        **sampling: Any,
+    ) -> Asked:
+        """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
+
+        Args:
+            owners: indices of prefill nodes in order of preference; None: all.
+        """
+        number = next(self._numbers)
+        fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **sampling}
+        asked = Asked(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **fields))
+        self.asked.append(asked)
+        router = self.decode[node].router
+        router.asked[number] = asked
+        indices = range(len(self.prefill)) if owners is None else owners
+        router.inbox.append(
+            SubmitRequest(
+                stream=STREAM,
+                request=number,
+                request_id=request_id or f"request {number}",
+                token_ids=np.array([*asked.prompt, *generated], np.int32).tobytes(),
+                num_generated=len(generated),
+                sampling=asked.sampling,
+                prefill_addresses=tuple(self.prefill[i].front.address for i in indices),
+                budget_s=budget_s,
+            )
+        )
+        return asked
+
+    def cancel(self, asked: Asked, node: int = 0) -> None:
+        self.decode[node].router.inbox.append(CancelSubmitted(STREAM, asked.number))
+
+    def router_leaves(self, node: int = 0) -> None:
+        self.decode[node].router.inbox.append(StreamEnded(STREAM))
+
+    def tell(self, node: Node, what: str, argument: str = "") -> None:
+        """A question of `Node`."""
+        node.router.inbox.append(Ask(next(self._numbers), what, argument))
+
+    # Turns ----------------------------------------------------------------------------------------
+
+    def turn(self, *nodes: Node) -> None:
+        """One turn of every node, or of these; naps if nothing moves."""
+        self._wake.clear()
+        moved = self.wires.pump()
+        for node in nodes or self.nodes:
+            moved |= node.step()
+        moved |= self.wires.pump()
+        if not moved:
+            self._poll.poll(NAP_S * 1000.0)
+
+    def until(
+        self,
+        condition: Callable[[], object],
+        what: str,
+        *nodes: Node,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Gives turns to every node, or to these, until `condition` is true."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                state = "; ".join(node.describe() for node in self.nodes)
+                raise AssertionError(f"not within {timeout_s:g} s: {what}. {state}")
+            self.turn(*nodes)
+
+    def let_time_pass(self, until: float) -> None:
+        """No node gets a turn before time.monotonic() is `until`; messages go on."""
+        while (left_s := until - time.monotonic()) > 0:
+            self.wires.pump()
+            self._poll.poll(1000.0 * min(left_s, NAP_S))
+            self._wake.clear()
+
+    def run(self, *asked: Asked) -> None:
+        """Until these requests, or all, have ended."""
+        awaited = asked or tuple(self.asked)
+        self.until(lambda: all(one.ended for one in awaited), "the requests end")
+
+    def until_free(self, *nodes: Node, timeout_s: float = TIMEOUT_S) -> None:
+        awaited = nodes or tuple(self.nodes)
+        self.until(
+            lambda: all(node.holds_nothing for node in awaited),
+            "nothing is held any more",
+            timeout_s=timeout_s,
+        )
+
+    def until_paired(self) -> None:
+        self.until(
+            lambda: all(len(node.desk.links) == len(self.prefill) for node in self.decode),
+            "all nodes are paired",
+        )
+
+    def flush(self, *nodes: Node) -> None:
+        """Empties the prefix caches of nodes at rest."""
+        self.until_free()
+        for node in nodes:
+            node.role.flush_cache()
+
+    # Life -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "PairRig":
+        self._exits.callback(self.wires.close)
+        for node in self.nodes:
+            self._exits.callback(node.engine.stream.close)
+            self._exits.callback(node.transfer.stop, TIMEOUT_S)
+            node.transfer.start()
+        self.until_paired()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._exits:
+            if kind is None:
+                self.run()
+                self.until_free()
+                for node in self.nodes:
+                    node.check_at_rest()
+
+    def _ends(self, address: str, *, is_owner: bool) -> tuple[FrontEnd, FrameSocket[PairInput]]:
+        """The front of a node, and its transfer thread's socket to it."""
+        ours, theirs = socket_pair()
+        front = self.wires.add(theirs, address, is_owner=is_owner)
+        return front, FrameSocket(ours, PairInput)

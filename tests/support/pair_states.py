@@ -1,0 +1,141 @@
+"""The states of a request between its submission and its end, each with a way to get there and
+to stay until the test goes on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtransfer.messages import Grant, Ready, Released
+from tests.support.pair_node import Asked, Loaded, Size
+from tests.support.pair_rig import PairRig
+
+LONG = [n * 7 % 300 for n in range(100)]  # 7 pages, 4 chunks of 32 tokens
+OTHER = LONG[::-1]
+
+
+def in_prealloc(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    """The decode pool is full of another one's pages; the owner has it in its bootstrap queue."""
+    rig.faults[0].freeze()
+    other = rig.ask(OTHER)
+    rig.until(lambda: other.tokens, "the other one is being read")
+    asked = ask(LONG)
+    prefill, decode = rig.prefill[0], rig.decode[0]
+    _reach(rig, asked, lambda: decode.queue("prealloc") and prefill.queue("bootstrap"))
+    return asked
+
+
+def with_its_grant_under_way(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    rig.wires.hold_back(Grant)
+    asked = ask(LONG)
+    prefill, decode = rig.prefill[0], rig.decode[0]
+    _reach(rig, asked, lambda: decode.queue("transfer") and prefill.queue("bootstrap"))
+    return asked
+
+
+def waiting_at_the_owner(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    """The owner's pool is full of another one's publication."""
+    rig.faults[0].freeze()
+    other = rig.ask(OTHER)
+    rig.until(lambda: other.tokens, "the other one is being read")
+    asked = ask(LONG)
+    _reach(rig, asked, lambda: rig.prefill[0].queue("waiting"))
+    return asked
+
+
+def between_chunks(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    asked = ask(LONG)
+    _reach(rig, asked, lambda: rig.prefill[0].queue("chunked"))
+    return asked
+
+
+def published(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    """All is computed, and the reader has not heard of it."""
+    rig.wires.hold_back(Ready)
+    asked = ask(LONG)
+    _reach(rig, asked, lambda: rig.prefill[0].queue("inflight"))
+    return asked
+
+
+def being_read(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    rig.faults[0].freeze()
+    asked = ask(LONG)
+    _reach(rig, asked, lambda: asked.tokens)
+    return asked
+
+
+def read_but_not_confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    rig.wires.hold_back(Released)
+    asked = ask(LONG)
+    _reach(rig, asked, lambda: rig.prefill[0].count("handoffs_held"))
+    return asked
+
+
+def confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    """Held is, or will be, among the events of the decode node's next poll."""
+    asked = ask(LONG)
+    prefill, decode = rig.prefill[0], rig.decode[0]
+    _reach(rig, asked, lambda: decode.queue("transfer"))
+    _reach(rig, asked, lambda: _saw(rig, Released), prefill)
+    return asked
+
+
+def running(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    asked = ask(LONG)
+    _reach(rig, asked, lambda: len(asked.tokens) > 3)
+    return asked
+
+
+def retracted(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    other = rig.ask(OTHER[:20], 60)
+    rig.until(lambda: len(other.tokens) > 16, "the other one runs")
+    asked = ask(LONG[:28])
+    _reach(rig, asked, lambda: rig.decode[0].queue("retracted"))
+    return asked
+
+
+def between_chunks_here(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+    asked = ask(LONG, owners=[])
+    _reach(rig, asked, lambda: rig.decode[0].queue("chunked"))
+    return asked
+
+
+def _saw(rig: PairRig, kind: type) -> bool:
+    return any(isinstance(message, kind) for message in rig.wires.seen)
+
+
+def _reach(rig: PairRig, asked: Asked, condition: Callable[[], object], *nodes: object) -> None:
+    rig.until(lambda: condition() or asked.ended, "the request is in the state wanted", *nodes)
+
+
+@dataclass(frozen=True)
+class State:
+    """How to get there: `reach` calls `ask` for the request and returns it."""
+
+    reach: Callable[[PairRig, Callable[..., Asked]], Asked]
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.reach.__name__
+
+    def rig(self, loaded: Loaded, **options: Any) -> PairRig:
+        bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
+        options = {"chunk_tokens": 32, "scheduler": bold, **self.sizes, **options}
+        return PairRig(loaded, **options)
+
+
+AT_THE_OWNER = [
+    State(with_its_grant_under_way),
+    State(waiting_at_the_owner, {"prefill": [Size(num_pages=10)]}),
+    State(between_chunks),
+    State(published),
+    State(being_read),
+]
+EVERYWHERE = [
+    *AT_THE_OWNER,
+    State(in_prealloc, {"decode": [Size(num_pages=10)]}),
+    State(read_but_not_confirmed),
+    State(confirmed),
+    State(running),
+    State(retracted, {"decode": [Size(num_pages=5)]}),
+    State(between_chunks_here),
+]

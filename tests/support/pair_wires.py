@@ -1,0 +1,194 @@
+"""What the fronts of all nodes of a PairRig do for pair streams, without gRPC and by hand.
+
+Every record crosses as the bytes of its protobuf message. A test may hold messages of a kind back,
+and cut streams on one side or on both.
+"""
+
+import itertools
+import select
+import socket
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.node.ipc import FrameSocket
+from kvtransfer import wire
+from kvtransfer.front_messages import (
+    LocalHello,
+    PairClosed,
+    PairEnd,
+    PairHello,
+    PairInput,
+    PairMessage,
+    PairOpened,
+    PairOutput,
+    PairSend,
+)
+from kvtransfer.messages import AnyMessage, Beat
+from kvtransfer.pairing import Hello
+from protos import kvtransfer_pb2
+
+BOTH = ("reader", "owner")
+
+
+@dataclass(eq=False)
+class FrontEnd:
+    """One node's front, as far as pair streams go."""
+
+    address: str
+    is_owner: bool
+    frames: FrameSocket[PairOutput]
+    hello: Hello | None = None  # what this node says first as a reader
+    numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
+    lines: dict[int, "_Line"] = field(default_factory=dict)  # open, by this front's number
+
+    def send(self, message: PairInput) -> None:
+        self.frames.send(message)
+
+
+@dataclass(eq=False)
+class _Line:
+    """One pair stream: its number at each end that still knows of it, and what is under way."""
+
+    owner: FrontEnd
+    reader: FrontEnd
+    numbers: dict[FrontEnd, int] = field(default_factory=dict)
+    under_way: dict[FrontEnd, deque[AnyMessage]] = field(default_factory=dict)  # by receiver
+    over: bool = False  # for the reader, which may then dial again
+
+    def __post_init__(self) -> None:
+        self.under_way = {self.owner: deque(), self.reader: deque()}
+
+    def other(self, front: FrontEnd) -> FrontEnd:
+        return self.reader if front is self.owner else self.owner
+
+
+class Wires:
+    """Joins every reader to every owner. The test's thread only."""
+
+    def __init__(self) -> None:
+        self._fronts: list[FrontEnd] = []
+        self._lines: list[_Line] = []
+        self._held_back: set[type] = set()
+        self._cut_off: set[tuple[FrontEnd, FrontEnd]] = set()
+        self._refused: set[tuple[FrontEnd, FrontEnd]] = set()
+        self.num_begun = 0  # streams, ever
+        self.seen: list[AnyMessage] = []  # what has arrived, but for beats
+
+    def add(self, sock: socket.socket, address: str, *, is_owner: bool) -> FrontEnd:
+        """The front of one node. `sock` leads to its transfer thread."""
+        front = FrontEnd(address, is_owner, FrameSocket(sock, PairOutput))
+        self._fronts.append(front)
+        return front
+
+    def register(self, poll: select.poll) -> None:
+        for front in self._fronts:
+            poll.register(front.frames, select.POLLIN)
+
+    # Faults ---------------------------------------------------------------------------------------
+
+    def hold_back(self, *kinds: type) -> None:
+        """Messages of these kinds wait, and all that follow them on their way."""
+        self._held_back.update(kinds)
+
+    def let_go(self) -> None:
+        self._held_back.clear()
+
+    def cut(self, owner: FrontEnd, reader: FrontEnd, sides: Collection[str] = BOTH) -> None:
+        """Ends the stream of this pair, lost messages and all; only `sides` come to know. No new
+        one begins before `heal`."""
+        self._cut_off.add((reader, owner))
+        for line in self._lines:
+            if (line.reader, line.owner) == (reader, owner):
+                self._end(line, "cut by the test", sides)
+
+    def heal(self) -> None:
+        self._cut_off.clear()
+
+    # Carrying -------------------------------------------------------------------------------------
+
+    def pump(self) -> bool:
+        """Moves all that can move. True if anything has."""
+        moved = False
+        for front in self._fronts:
+            for output in front.frames.receive():
+                moved = True
+                self._take(front, output)
+        for reader, owner in itertools.product(self._fronts, self._fronts):
+            if reader.hello is not None and owner.is_owner:
+                self._dial(reader, reader.hello, owner)
+        for line in self._lines:
+            for front in line.numbers:
+                moved |= self._deliver(line, front)
+        self._lines = [line for line in self._lines if line.numbers]
+        return moved
+
+    def close(self) -> None:
+        for front in self._fronts:
+            front.frames.close()
+
+    def _take(self, front: FrontEnd, output: PairOutput) -> None:
+        match output:
+            case LocalHello(hello):
+                front.hello = _across(hello, as_reader=True)
+            case PairHello(number, hello):
+                line = front.lines.get(number)
+                if line is not None and line.reader not in line.numbers:
+                    self._open(line, line.reader, _across(hello, as_reader=False))
+            case PairSend(number, message):
+                line = front.lines.get(number)
+                if line is not None:
+                    told = _across(message, as_reader=front is line.reader)
+                    line.under_way[line.other(front)].append(told)
+            case PairEnd(number, reason, refused):
+                line = front.lines.get(number)
+                if line is not None:
+                    if refused:
+                        self._refused.add((line.reader, line.owner))
+                    self._end(line, reason, BOTH)
+
+    def _dial(self, reader: FrontEnd, hello: Hello, owner: FrontEnd) -> None:
+        pair = (reader, owner)
+        paired = any((line.reader, line.owner) == pair and not line.over for line in self._lines)
+        if paired or pair in self._cut_off or pair in self._refused:
+            return
+        self.num_begun += 1
+        line = _Line(owner, reader)
+        self._lines.append(line)
+        self._open(line, owner, hello)
+
+    def _open(self, line: _Line, front: FrontEnd, hello: Hello) -> None:
+        number = next(front.numbers)
+        line.numbers[front] = number
+        front.lines[number] = line
+        if front is line.reader:
+            hello = msgspec.structs.replace(hello, address=line.owner.address)
+        front.send(PairOpened(number, hello, front is line.reader))
+
+    def _deliver(self, line: _Line, receiver: FrontEnd) -> bool:
+        queue, moved = line.under_way[receiver], False
+        while queue and type(queue[0]) not in self._held_back:
+            message = queue.popleft()
+            receiver.send(PairMessage(line.numbers[receiver], message))
+            moved = True
+            if not isinstance(message, Beat):
+                self.seen.append(message)
+        return moved
+
+    def _end(self, line: _Line, reason: str, sides: Collection[str]) -> None:
+        line.over |= "reader" in sides or line.reader not in line.numbers
+        for side, front in (("reader", line.reader), ("owner", line.owner)):
+            line.under_way[front].clear()
+            if side in sides and front in line.numbers:
+                number = line.numbers.pop(front)
+                del front.lines[number]
+                front.send(PairClosed(number, reason))
+
+
+def _across(record, *, as_reader: bool):
+    """The record as the peer parses it."""
+    kind = kvtransfer_pb2.FromReader if as_reader else kvtransfer_pb2.FromOwner
+    sent = wire.to_proto(record, as_reader=as_reader).SerializeToString()
+    return wire.parse(kind.FromString(sent))
