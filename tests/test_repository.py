@@ -1,0 +1,60 @@
+"""What holds for the repository as a whole."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _texts() -> list[Path]:
+    """Every file that is, or is to be, under version control."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_generated_code_is_what_the_protos_generate(tmp_path):
+    # In a process of its own: grpc_tools and nixl cannot be loaded into the same one.
+    command = [sys.executable, "-m", "protos.generate", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    made = {path.name: path.read_text() for path in (tmp_path / "protos").iterdir()}
+    committed = {
+        path.name: path.read_text()
+        for pattern in ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
+        for path in (ROOT / "protos").glob(pattern)
+    }
+    assert made == committed, "run `make proto`"
+
+
+def test_imports_only_go_down():
+    linter = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as l; l()"]
+    checked = subprocess.run([*linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_no_file_names_the_machine_it_was_written_on():
+    home = re.compile(r"/(?:home|Users|root)/\w|/work/\w")
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in _texts()
+        if path.suffix in {".py", ".md", ".toml", ".proto", ".sh", ".yaml", ""}
+        and path != Path(__file__)
+        for match in [home.search(path.read_text(errors="ignore"))]
+        if match
+    ]
+    assert found == []
+
+
+def test_the_baton_command_loads_no_heavy_library():
+    code = "import sys, common.cli.main; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "grpc", "transformers", "pydantic", "rich"} & set(loaded)
