@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-
-_WANTED = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
+from common.model_directory import model_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ def load(model: str) -> ModelFiles:
     Raises:
         ConfigError: a file is missing or says what cannot be used; the message names it.
     """
-    directory = _directory(model)
+    directory = model_directory(model, weights=False)
     config = _json(directory / "config.json")
     text_config = {**config, **config.get("text_config", {})}
     tokenizer_config = _json(directory / "tokenizer_config.json", required=False)
@@ -55,23 +47,6 @@ def load(model: str) -> ModelFiles:
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=special_tokens,
     )
-
-
-def _directory(model: str) -> Path:
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"model: no such directory: {model}")
-    # Imported here: a router that serves a directory needs no HTTP client.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model: {model} is no directory and not to be had: {reason}") from error
 
 
 def _bytes(path: Path) -> bytes:
