@@ -138,6 +138,5 @@ class RouterConfig(Record):
     model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
     prefill: tuple[str, ...] = Field((), description="addresses of prefill nodes")
     decode: tuple[str, ...] = Field((), description="addresses of decode nodes")
-    policy: Literal["round-robin"] = "round-robin"
     max_requests: Positive = Field(1024, description="live requests before RESOURCE_EXHAUSTED")
     budget_s: Seconds = Field(600.0, description="total time a request may take")
