@@ -56,13 +56,17 @@ class System:
 
 
 @contextlib.asynccontextmanager
-async def serving(mode: Mode, model: Path, node_flags: Sequence[str]) -> AsyncIterator[System]:
+async def serving(
+    mode: Mode, model: Path, node_flags: Sequence[str], *, prefill_flags: Sequence[str] = ()
+) -> AsyncIterator[System]:
     """One router, one decode node and, if disaggregated, one prefill node; ready to serve.
 
+    Args:
+        prefill_flags: what the prefill node has besides the flags of both.
     Raises:
         SystemExit: with the end of a log, if they do not come up.
     """
-    programs = _programs(mode, model, node_flags)
+    programs = _programs(mode, model, node_flags, prefill_flags)
     async with _running(programs) as children:
         yield System(mode, programs[0].address, children[0].pid)
 
@@ -122,14 +126,17 @@ def _router(channel: grpc.aio.Channel) -> Any:
     return RouterStub(channel)  # type: ignore[no-untyped-call]
 
 
-def _programs(mode: Mode, model: Path, node_flags: Sequence[str]) -> list[Program]:
+def _programs(
+    mode: Mode, model: Path, node_flags: Sequence[str], prefill_flags: Sequence[str]
+) -> list[Program]:
     router, decode, prefill = _free_addresses(3)
     nodes = [_node("decode", decode, model, [f"--mode={mode}", *node_flags])]
     ends = [f"--decode={decode}"]
     if mode == "disaggregated":
-        nodes.append(_node("prefill", prefill, model, node_flags))
+        nodes.append(_node("prefill", prefill, model, [*node_flags, *prefill_flags]))
         ends.append(f"--prefill={prefill}")
-    flags = (f"--model={model}", f"--port={router.rpartition(':')[2]}", *ends)
+    port = router.rpartition(":")[2]
+    flags = (f"--model={model}", f"--port={port}", "--http-port=0", *ends)
     return [Program("router", "router", router, flags), *nodes]
 
 

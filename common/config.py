@@ -135,8 +135,12 @@ class RouterConfig(Record):
     """The router. It loads the tokenizer and the chat template of `model`, never its weights."""
 
     front: FrontConfig = FrontConfig(port=50050)
+    http_port: Port = Field(8000, description="OpenAI-compatible HTTP, on the same host")
     model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
+    served_model_name: str | None = Field(
+        None, description="what HTTP clients call the model; default: --model"
+    )
     prefill: tuple[str, ...] = Field((), description="addresses of prefill nodes")
     decode: tuple[str, ...] = Field((), description="addresses of decode nodes")
-    max_requests: Positive = Field(1024, description="live requests before RESOURCE_EXHAUSTED")
+    max_requests: Positive = Field(1024, description="live requests; more are refused at once")
     budget_s: Seconds = Field(600.0, description="total time a request may take")

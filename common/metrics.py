@@ -215,6 +215,15 @@ class RouterMetrics:
             buckets=_ITL_S,
             registry=self.registry,
         )
+        self._http_connections = Gauge(
+            "baton_http_connections", "Open connections of HTTP clients.", registry=self.registry
+        )
+        self._http_answers = Counter(
+            "baton_http_answers",
+            "HTTP requests answered to their end.",
+            ["status"],
+            registry=self.registry,
+        )
 
     def accepted(self) -> None:
         self._live.inc()
@@ -236,3 +245,9 @@ class RouterMetrics:
 
     def tokens(self, num_tokens: int) -> None:
         self._tokens.inc(num_tokens)
+
+    def http_connections(self, number: int) -> None:
+        self._http_connections.set(number)
+
+    def http_answered(self, status: int) -> None:
+        self._http_answers.labels(status).inc()

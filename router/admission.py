@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded
 
+SHUTTING_DOWN = "the router is shutting down"
+
 
 class Admission:
     """A request is live from its admission to the end of its call, whatever becomes of it."""
@@ -13,7 +15,7 @@ class Admission:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._live: set[str] = set()
-        self._closed = False
+        self.closed = False  # no request is admitted any more
         self._none_live = asyncio.Event()
         self._none_live.set()
 
@@ -29,8 +31,8 @@ class Admission:
             InvalidRequest: a live request has this id.
             Overloaded: as many requests as allowed are live. At once, nothing queues here.
         """
-        if self._closed:
-            raise NodeUnavailable("the router is shutting down")
+        if self.closed:
+            raise NodeUnavailable(SHUTTING_DOWN)
         if request_id in self._live:
             raise InvalidRequest(f"request_id {request_id!r} is that of a live request")
         if len(self._live) >= self._max_requests:
@@ -46,7 +48,7 @@ class Admission:
 
     def close(self) -> None:
         """Refuses every request from now on."""
-        self._closed = True
+        self.closed = True
 
     async def wait_until_none_live(self) -> None:
         await self._none_live.wait()

@@ -14,12 +14,16 @@ from common.config import RouterConfig
 from common.logs import kv
 from common.metrics import RouterMetrics
 from protos import router_pb2_grpc
-from router.admission import Admission
+from router.admission import SHUTTING_DOWN, Admission
 from router.chat_template import ChatTemplate
-from router.cluster import Cluster
+from router.cluster import NOT_READY, Cluster
 from router.decode_client import DecodeClient
 from router.generation import Generator
+from router.http.server import HttpServer
+from router.http.shared import Limits as HttpLimits
+from router.http.shared import Shared
 from router.model_files import ModelFiles
+from router.openai import api, problems
 from router.policy import RoundRobin
 from router.service import RouterService
 from router.survey import Survey
@@ -29,6 +33,8 @@ from router.validation import Limits, Prompts
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0  # for the ends of calls to reach their clients
+# Of HTTP clients that wait between requests, and of probes; each live request has one more.
+_SPARE_CONNECTIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class Running:
     """A router that serves."""
 
     port: int
+    http_port: int
+    http: HttpServer
     health: rpc.Health
     admission: Admission
     cluster: Cluster
@@ -48,6 +56,7 @@ class Running:
         self.readiness.cancel()
         await self.health.tell(False)
         self.admission.close()
+        self.http.drain()
         log.info("draining %s", kv(live=self.admission.num_live, longest_s=longest_s))
         await _first_of(self.admission.wait_until_none_live(), hurry.wait(), longest_s)
         self.nodes.cancel()  # the end of its node's stream is the end of a request
@@ -71,7 +80,11 @@ async def running(config: RouterConfig, model: ModelFiles) -> AsyncIterator[Runn
             for address in (*config.prefill, *config.decode)
         }
         cluster, survey = _make_cluster(config, channels, tokenizer.hash, changed)
-        service = _make_service(config, model, tokenizer, cluster, survey, admission, counts)
+        prompts, limits = _make_prompts(model, tokenizer)
+        generator = Generator(
+            tokenizer, prompts, limits, cluster, admission, counts, budget_s=config.budget_s
+        )
+        service = RouterService(generator, survey, tokenizer, prompts, limits, model)
 
         server = rpc.make_server()
         names = rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service)
@@ -81,13 +94,20 @@ async def running(config: RouterConfig, model: ModelFiles) -> AsyncIterator[Runn
             metrics.served(counts.registry, config.front.host, config.front.metrics_port)
         )
         await health.tell(False)
+        http = _make_http(config, model, generator, cluster, admission, counts)
+        http_port = await http.start(config.front.host, config.http_port)
+        resources.push_async_callback(http.stop, _LAST_WORDS_S)
         await server.start()
-        log.info("listening %s", kv(address=f"{config.front.host}:{port}", model=model.name))
+        host = config.front.host
+        log.info(
+            "listening %s",
+            kv(address=f"{host}:{port}", http=f"{host}:{http_port}", model=model.name),
+        )
         async with asyncio.TaskGroup() as tasks:
             nodes = tasks.create_task(cluster.run())
             readiness = tasks.create_task(_tell_readiness(cluster, changed, health))
             try:
-                yield Running(port, health, admission, cluster, nodes, readiness)
+                yield Running(port, http_port, http, health, admission, cluster, nodes, readiness)
             finally:
                 readiness.cancel()
                 nodes.cancel()
@@ -117,25 +137,36 @@ def _make_cluster(
     return Cluster(decode, survey, RoundRobin(config.prefill, config.decode)), survey
 
 
-def _make_service(
-    config: RouterConfig,
-    model: ModelFiles,
-    tokenizer: RouterTokenizer,
-    cluster: Cluster,
-    survey: Survey,
-    admission: Admission,
-    counts: RouterMetrics,
-) -> RouterService:
+def _make_prompts(model: ModelFiles, tokenizer: RouterTokenizer) -> tuple[Prompts, Limits]:
     """The parts that know text."""
     template = (
         ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
     )
-    prompts = Prompts(tokenizer, template)
-    limits = Limits(model.context_length, model.vocabulary_size)
-    generator = Generator(
-        tokenizer, prompts, limits, cluster, admission, counts, budget_s=config.budget_s
+    return Prompts(tokenizer, template), Limits(model.context_length, model.vocabulary_size)
+
+
+def _make_http(
+    config: RouterConfig,
+    model: ModelFiles,
+    generator: Generator,
+    cluster: Cluster,
+    admission: Admission,
+    counts: RouterMetrics,
+) -> HttpServer:
+    def why_not_ready() -> str | None:
+        if admission.closed:
+            return SHUTTING_DOWN
+        return None if cluster.ready else NOT_READY
+
+    routes = api.routes(
+        generator,
+        counts,
+        model_name=config.served_model_name or model.name,
+        context_length=model.context_length,
+        why_not_ready=why_not_ready,
     )
-    return RouterService(generator, survey, tokenizer, prompts, limits, model)
+    limits = HttpLimits(max_connections=config.max_requests + _SPARE_CONNECTIONS)
+    return HttpServer(Shared(limits, routes, problems.error_body, counts))
 
 
 async def _tell_readiness(cluster: Cluster, changed: asyncio.Event, health: rpc.Health) -> None:

@@ -9,6 +9,8 @@ from router.decode_client import DecodeClient
 from router.policy import DecodeChoice, Policy
 from router.survey import Survey
 
+NOT_READY = "no decode node with a usable prefill node is ready"
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -40,7 +42,7 @@ class Cluster:
         usable."""
         choices = self.usable()
         if not choices:
-            raise NodeUnavailable("no decode node with a usable prefill node is ready")
+            raise NodeUnavailable(NOT_READY)
         placement = self._policy.pick(token_ids, choices)
         return Chosen(self._decode[placement.decode], placement.prefill)
 

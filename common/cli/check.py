@@ -64,6 +64,7 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
         yield _text(directory)
     yield Finding("nodes", *_named(config))
     yield from _front(config.front)
+    yield _port("HTTP port", config.front.host, config.http_port)
 
 
 def _model(config: EngineConfig) -> Iterator[Finding]:
@@ -125,12 +126,15 @@ def _transfer(config: TransferConfig) -> Iterator[Finding]:
 def _front(config: FrontConfig) -> Iterator[Finding]:
     for what, port in (("port", config.port), ("metrics port", config.metrics_port)):
         if port is not None:
-            try:
-                refuse_busy_port(config.host, port, "this program")
-            except ConfigError as error:
-                yield Finding(what, "fails", str(error))
-            else:
-                yield Finding(what, "ok", f"{config.host}:{port} is free")
+            yield _port(what, config.host, port)
+
+
+def _port(what: str, host: str, port: int) -> Finding:
+    try:
+        refuse_busy_port(host, port, "this program")
+    except ConfigError as error:
+        return Finding(what, "fails", str(error))
+    return Finding(what, "ok", f"{host}:{port} is free")
 
 
 def _named(config: RouterConfig) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from common.config import CacheConfig
 from common.errors import ConfigError
 
 HOST = "127.0.0.1"
-ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 50050, 50100, 50200
+HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Wish:
     decode: int
     host: str
     port: int  # the router's
+    http_port: int  # the router's
     prefill_port: int  # the first prefill node's; the others take the next ones
     decode_port: int
     metrics_port: int | None  # the router's; the nodes take the next ones
@@ -78,6 +79,7 @@ def programs(wish: Wish) -> list[Program]:
     ]
     router = (
         *_flags(wish, wish.port, 0),
+        f"--http-port={wish.http_port}",
         *(f"--prefill={node.address}" for node in nodes[: wish.prefill]),
         *(f"--decode={node.address}" for node in nodes[wish.prefill :]),
     )

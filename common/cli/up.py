@@ -20,11 +20,12 @@ from common.cli.screen import Screen
 from common.config import DecodeConfig, PrefillConfig, Record
 from common.errors import ConfigError
 from common.model_directory import model_directory
+from common.rpc import join_address
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Sampling
 
 PROGRAM = "baton up"
-SAMPLE = GenerateRequest(text="Once upon a time", sampling=Sampling(max_tokens=32, temperature=0))
+SAMPLE = "Once upon a time"
 # Whoever asks stops before whoever answers: nothing is left waiting for a node that has gone.
 STOP_ORDER = ("router", "decode_node", "prefill_node")
 
@@ -94,7 +95,10 @@ async def serve(programs: Sequence[plan.Program], options: argparse.Namespace) -
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
     system = System(programs, options.var / "log")
-    work = asyncio.ensure_future(_serve_forever(system, programs, options.start_timeout, screen))
+    http = f"http://{join_address(options.host, options.http_port)}"
+    work = asyncio.ensure_future(
+        _serve_forever(system, programs, http, options.start_timeout, screen)
+    )
     death = asyncio.ensure_future(system.first_death())
     stop = asyncio.ensure_future(interrupted.wait())
     tasks = (work, death, stop)
@@ -122,9 +126,15 @@ async def serve(programs: Sequence[plan.Program], options: argparse.Namespace) -
 
 
 async def _serve_forever(
-    system: System, programs: Sequence[plan.Program], start_s: float, screen: Screen
+    system: System,
+    programs: Sequence[plan.Program],
+    http: str,
+    start_s: float,
+    screen: Screen,
 ) -> None:
     """
+    Args:
+        http: URL of the router's HTTP port.
     Raises:
         StartFailed: not all ready in time, or the sample was not answered. Never returns.
     """
@@ -135,15 +145,19 @@ async def _serve_forever(
     except TimeoutError:
         raise StartFailed(f"not everything was ready within {start_s:.0f} s") from None
     router = programs[0].address
-    screen.say(f"\n> {SAMPLE.text}", style="bold")
+    request = GenerateRequest(text=SAMPLE, sampling=Sampling(max_tokens=32, temperature=0))
+    screen.say(f"\n> {SAMPLE}", style="bold")
     try:
-        await generate.print_answer(router, SAMPLE)
+        await generate.print_answer(router, request)
     except grpc.aio.AioRpcError as error:
         raise StartFailed(f"the sample failed: {error.code().name} {error.details()}") from None
-    ask = '{"text":"Hello","sampling":{"max_tokens":8}}'
+    ask = f'{{"text":"{SAMPLE}","sampling":{{"max_tokens":8}}}}'
     screen.say(f"\nReady on {router}. Ctrl-C ends all programs. Try:\n", style="bold")
     screen.say(f"  grpcurl -plaintext -d '{ask}' {router} baton.v1.Router/Generate")
-    screen.say(f'  baton generate "Hello" --max-tokens 8 --router {router}\n')
+    screen.say(f'  baton generate "{SAMPLE}" --max-tokens 8 --router {router}')
+    body = f'{{"prompt":"{SAMPLE}","max_tokens":8,"temperature":0}}'
+    json = "-H 'Content-Type: application/json'"
+    screen.say(f"  curl {http}/v1/completions {json} -d '{body}'\n")
     await asyncio.Event().wait()
 
 
@@ -162,6 +176,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes (1)")
     parser.add_argument("--host", default=plan.HOST, help="where all listen (%(default)s)")
     parser.add_argument("--port", type=int, default=plan.ROUTER_PORT, help="router's (%(default)s)")
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        default=plan.HTTP_PORT,
+        metavar="PORT",
+        help="router's for the OpenAI API (%(default)s)",
+    )
     for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
         first = f"first {role} node's ({port})"
         parser.add_argument(f"--{role}-port", type=int, default=port, metavar="PORT", help=first)
@@ -216,6 +237,7 @@ def main() -> int:
             decode=options.decode,
             host=options.host,
             port=options.port,
+            http_port=options.http_port,
             prefill_port=options.prefill_port,
             decode_port=options.decode_port,
             metrics_port=options.metrics_port,
@@ -224,6 +246,7 @@ def main() -> int:
         )
         programs = plan.programs(wish)
         plan.refuse_busy_ports(programs)
+        plan.refuse_busy_port(options.host, options.http_port, "the router's HTTP (--http-port)")
     except ConfigError as error:
         settings.wrong(PROGRAM, str(error))
     return asyncio.run(serve(programs, options))

@@ -16,6 +16,7 @@ WISH = plan.Wish(
     decode=1,
     host="127.0.0.1",
     port=50050,
+    http_port=8000,
     prefill_port=50100,
     decode_port=50200,
     metrics_port=9000,
@@ -38,6 +39,7 @@ def test_every_program_understands_its_flags():
     assert list(configs) == ["router", "prefill-0", "prefill-1", "decode-0"]
     ports = [config.front.port for config in configs.values()]
     assert ports == [50050, 50100, 50101, 50200]
+    assert configs["router"].http_port == 8000
     assert [config.front.metrics_port for config in configs.values()] == [9000, 9001, 9002, 9003]
     assert configs["decode-0"].engine.cache.page_size == 64
     assert configs["decode-0"].mode == "disaggregated"

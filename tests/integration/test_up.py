@@ -1,9 +1,13 @@
 """`baton up`, as a terminal runs it."""
 
+import json
 import os
+import shlex
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,11 +30,12 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     started = []
 
     def run_up(*flags: str) -> Program:
-        router, prefill, decode = free_ports(3)
+        router, http, prefill, decode = free_ports(4)
         program = Program(
             "common.cli.up",
             f"--var={tmp_path}",
             f"--port={router}",
+            f"--http-port={http}",
             f"--prefill-port={prefill}",
             f"--decode-port={decode}",
             "--device=cpu",
@@ -67,11 +72,24 @@ def _serving(up: Program) -> dict[str, int]:
     return children
 
 
+def _answered(curl: str) -> dict[str, Any]:
+    """What the server says to this command line of curl."""
+    match shlex.split(curl):
+        case ["curl", url, "-H", header, "-d", body]:
+            name, value = header.split(": ")
+            asked = urllib.request.Request(url, body.encode(), {name: value})
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                content: dict[str, Any] = json.load(answer)
+                return content
+    raise AssertionError(curl)
+
+
 def test_it_makes_a_model_answers_a_sample_and_ends_without_a_trace(run):
     up = run()
     children = _serving(up)
     assert "> Once upon a time\n" in up.output
     assert up.line_with("grpcurl -plaintext -d '{")
+    assert _answered(up.line_with("curl http"))["choices"][0]["finish_reason"] == "length"
     up.send(signal.SIGINT)
     assert up.exit_code() == 0, up.output
     assert not [pid for pid in children.values() if runs(pid)]

@@ -137,9 +137,10 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 async def router_for(
     model: Path, *, decode: Sequence[str], prefill: Sequence[str] = (), **knobs: Any
 ) -> AsyncIterator[tuple[Client, Running]]:
-    """A router on a port of its own, and a client of it; it may not be ready yet."""
+    """A router on ports of its own, and a client of it; it may not be ready yet."""
     config = RouterConfig(
         front=FrontConfig(port=0),
+        http_port=0,
         model=str(model),
         decode=tuple(decode),
         prefill=tuple(prefill),

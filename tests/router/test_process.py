@@ -14,10 +14,12 @@ import pytest
 from common import rpc
 from protos.decode_pb2 import FINISH_REASON_STOP
 from tests.router.rig import Client, collect, failure
+from tests.support.http_client import connected, post, request
 from tests.support.programs import ROOT, Program
 from tests.support.stub_decode_node import StubDecodeNode
 
 ABSENT = "127.0.0.1:1"
+ANY_PORTS = ("--port", "0", "--http-port", "0")
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ async def test_a_router_serves_and_ends_with_exit_code_0(
     model: Path, programs: list[Program], number: signal.Signals
 ) -> None:
     async with StubDecodeNode() as node:
-        router = Program("router", "--model", str(model), "--decode", node.address, "--port", "0")
+        router = Program("router", "--model", str(model), "--decode", node.address, *ANY_PORTS)
         programs.append(router)
         async with rpc.make_channel(router.address()) as channel:
             client = Client(channel)
@@ -77,7 +79,7 @@ def free_port() -> int:
 async def test_metrics_count_requests_and_tokens(model: Path, programs: list[Program]) -> None:
     port = free_port()
     async with StubDecodeNode() as node:
-        arguments = ("--decode", node.address, "--port", "0", "--metrics-port", str(port))
+        arguments = ("--decode", node.address, *ANY_PORTS, "--metrics-port", str(port))
         router = Program("router", "--model", str(model), *arguments)
         programs.append(router)
         async with rpc.make_channel(router.address()) as channel:
@@ -102,7 +104,7 @@ async def test_metrics_count_requests_and_tokens(model: Path, programs: list[Pro
 
 async def test_a_live_router_has_mapped_no_torch(model: Path, programs: list[Program]) -> None:
     async with StubDecodeNode() as node:
-        router = Program("router", "--model", str(model), "--decode", node.address, "--port", "0")
+        router = Program("router", "--model", str(model), "--decode", node.address, *ANY_PORTS)
         programs.append(router)
         async with rpc.make_channel(router.address()) as channel:
             client = Client(channel)
@@ -120,7 +122,7 @@ async def test_a_second_signal_does_not_wait_for_live_requests(
     model: Path, programs: list[Program]
 ) -> None:
     async with StubDecodeNode() as node:
-        router = Program("router", "--model", str(model), "--decode", node.address, "--port", "0")
+        router = Program("router", "--model", str(model), "--decode", node.address, *ANY_PORTS)
         programs.append(router)
         async with rpc.make_channel(router.address()) as channel:
             client = Client(channel)
@@ -135,14 +137,53 @@ async def test_a_second_signal_does_not_wait_for_live_requests(
 
 
 def test_a_second_router_on_a_port_is_one_clear_line(model: Path, programs: list[Program]) -> None:
-    first = Program("router", "--model", str(model), "--decode", ABSENT, "--port", "0")
+    first = Program("router", "--model", str(model), "--decode", ABSENT, *ANY_PORTS)
     programs.append(first)
     port = first.address().rpartition(":")[2]
-    second = Program("router", "--model", str(model), "--decode", ABSENT, "--port", port)
+    second = Program(
+        "router", "--model", str(model), "--decode", ABSENT, *ANY_PORTS, "--port", port
+    )
     programs.append(second)
     assert second.exit_code() == 2
     assert second.output.splitlines()[-1].startswith("router: cannot listen on")
     assert "Traceback" not in second.output
+
+
+def test_an_http_port_that_is_taken_is_one_clear_line(model: Path, programs: list[Program]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        arguments = ("--model", str(model), "--decode", ABSENT, "--port", "0", "--http-port", port)
+        router = Program("router", *arguments)
+        programs.append(router)
+        assert router.exit_code() == 2
+    assert router.output.splitlines()[-1].startswith("router: --http-port: cannot listen on")
+    assert "Traceback" not in router.output
+
+
+async def test_http_clients_are_served_to_the_end_at_sigterm(
+    model: Path, programs: list[Program]
+) -> None:
+    async with StubDecodeNode() as node:
+        router = Program("router", "--model", str(model), "--decode", node.address, *ANY_PORTS)
+        programs.append(router)
+        async with rpc.make_channel(router.address()) as channel:
+            await Client(channel).wait_until_serving()
+            http = int(router.line_with("listening").split("http=")[1].split()[0].split(":")[1])
+            async with connected(http) as idle, connected(http) as busy:
+                await idle.send(request("GET", "/health"))
+                await idle.response()
+                await busy.post("/v1/completions", {"prompt": "x", "stream": True})
+                number = (await node.submitted()).request
+                router.send(signal.SIGTERM)
+                assert await idle.ended()
+                refused = await post(http, "/v1/completions", {"prompt": "x"})
+                assert (refused.status, refused.headers["connection"]) == (503, "close")
+                node.say({number: [66]}, ended={number: FINISH_REASON_STOP})
+                (event,) = (await busy.response()).events
+                assert event["choices"][0]["text"] == "a"
+        assert router.exit_code() == 0
 
 
 @pytest.mark.parametrize(

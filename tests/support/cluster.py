@@ -126,7 +126,7 @@ class Cluster:
             node_flags: for every node; the role's own flags go before them.
         """
         common = (f"--transfer.path={path}", *node_flags)
-        free = free_ports(1 + num_prefill + num_decode)
+        free = free_ports(2 + num_prefill + num_decode)
         nodes = []
         for role, count, device, flags in (
             ("prefill", num_prefill, rig.prefill_device, prefill_flags),
@@ -139,7 +139,9 @@ class Cluster:
                 _program(f"{role}-{i}", f"{role}_node", next(free), model, (*base, *flags))
                 for i in range(count)
             ]
+        self.http_port = next(free)
         router = (
+            f"--http-port={self.http_port}",
             *(f"--prefill={node.address}" for node in nodes[:num_prefill]),
             *(f"--decode={node.address}" for node in nodes[num_prefill:]),
             *router_flags,

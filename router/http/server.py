@@ -1,0 +1,63 @@
+"""Listens, looks after the connections' deadlines, and ends them in order."""
+
+import asyncio
+
+from common.errors import ConfigError
+from common.rpc import join_address
+from router.http.connection import Connection
+from router.http.shared import Shared
+
+_BACKLOG = 1024
+
+
+class HttpServer:
+    """For one event loop. `start` once, `stop` at the end."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._listener: asyncio.Server | None = None
+        self._next_tick: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens; returns the port, which port 0 leaves to the system.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                lambda: Connection(self._shared), host, port, backlog=_BACKLOG
+            )
+        except OSError as error:
+            address = join_address(host, port)
+            reason = error.strerror or str(error)
+            raise ConfigError(f"--http-port: cannot listen on {address}: {reason}") from error
+        self._tick()
+        bound: int = self._listener.sockets[0].getsockname()[1]
+        return bound
+
+    def drain(self) -> None:
+        """From now on every answer ends its connection; those that wait for a request end now."""
+        self._shared.draining = True
+        for member in list(self._shared.members):
+            member.drain()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new connection, gives answers under way `grace_s` and ends the rest."""
+        if self._listener is not None:
+            self._listener.close()
+        self.drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._shared.all_gone.wait()
+        except TimeoutError:
+            for member in list(self._shared.members):
+                member.abort()
+        if self._next_tick is not None:
+            self._next_tick.cancel()
+
+    def _tick(self) -> None:
+        self._shared.tick()
+        loop = asyncio.get_running_loop()
+        self._next_tick = loop.call_later(self._shared.limits.tick_s, self._tick)

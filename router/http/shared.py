@@ -1,0 +1,86 @@
+"""What all connections of one server have in common: limits, a clock, and what they hold."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any, Protocol, TypeAlias
+
+from common.metrics import RouterMetrics
+from router.http.request import Request
+from router.http.responder import Responder
+
+Handler: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
+ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may take, and for how long."""
+
+    max_connections: int
+    max_head_bytes: int = 32 << 10
+    max_body_bytes: int = 12 << 20  # as of a gRPC message: a prompt of a million tokens fits
+    max_arriving_bytes: int = 256 << 20  # of requests that are not complete, over all connections
+    max_ahead: int = 16  # complete requests of one connection that wait for the one before
+    receive_s: float = 30.0  # from a request's first byte to its last
+    idle_s: float = 75.0  # between requests; longer than the 60 s of most proxies
+    linger_s: float = 2.0  # for a client that still sends to read why it was turned away
+    tick_s: float = 1.0  # how often deadlines are looked at
+
+
+class Member(Protocol):
+    """A connection, as the server sees it."""
+
+    deadline: float  # in time.monotonic() seconds
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+
+    def drain(self) -> None:
+        """Ends the connection unless there is a request to answer."""
+
+    def abort(self) -> None:
+        """Ends it at once."""
+
+
+class Shared:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        route: Callable[[Request], Handler],
+        error_body: ErrorBody,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.limits = limits
+        self.route = route
+        self.error_body = error_body
+        self.metrics = metrics
+        self.members: set[Member] = set()
+        self.all_gone = asyncio.Event()
+        self.all_gone.set()
+        self.num_arriving = 0  # bytes of requests that are not complete
+        self.draining = False
+        self.now = time.monotonic()  # as of the last tick
+        self.date = formatdate(usegmt=True)  # likewise, as the header has it
+
+    def join(self, member: Member) -> None:
+        self.members.add(member)
+        self.all_gone.clear()
+        self.metrics.http_connections(len(self.members))
+
+    def leave(self, member: Member) -> None:
+        self.members.discard(member)
+        self.metrics.http_connections(len(self.members))
+        if not self.members:
+            self.all_gone.set()
+
+    def tick(self) -> None:
+        """Moves the clock and ends what is overdue."""
+        self.now = time.monotonic()
+        self.date = formatdate(usegmt=True)
+        for member in [m for m in self.members if m.deadline < self.now]:
+            member.expire()

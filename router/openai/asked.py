@@ -1,0 +1,55 @@
+"""What one HTTP request asks for, whichever endpoint it came to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import msgspec
+
+from protos.router_pb2 import GenerateRequest
+from router.openai.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    model: str | None  # None: whichever is served
+    requests: Sequence[GenerateRequest]  # one per choice, in the order of their indices, no ids
+    num_per_prompt: int  # choices of each prompt, which stand together
+    stream: bool
+    include_usage: bool
+
+    @classmethod
+    def from_fields(
+        cls, fields: Fields, requests: Sequence[GenerateRequest], num_per_prompt: int
+    ) -> Self:
+        options = fields.stream_options
+        return cls(
+            model=fields.model,
+            requests=requests,
+            num_per_prompt=num_per_prompt,
+            stream=bool(fields.stream),
+            include_usage=options is not None and bool(options.include_usage),
+        )
+
+
+class Dialect(Protocol):
+    """What differs between the endpoints."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+    field_names: frozenset[str]
+
+    def read(self, body: bytes) -> Asked:
+        """Raises Refusal."""
+        ...
+
+    def choice(self, index: int, text: str, finish_reason: str) -> msgspec.Struct:
+        """One choice of a whole answer."""
+        ...
+
+    def chunk(
+        self, index: int, text: str, finish_reason: str | None, first: bool
+    ) -> msgspec.Struct:
+        """The part of one choice that one chunk of a streamed answer adds."""
+        ...

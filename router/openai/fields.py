@@ -1,0 +1,130 @@
+"""What both endpoints take besides a prompt, and what becomes of it: our Sampling, n times."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from protos.sampling_pb2 import Sampling
+from router.openai.problems import Refusal
+
+MAX_CHOICES = 128
+# Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
+MAX_BYTES = 12 << 20
+
+# What the wire to the nodes can carry; what is allowed of it is checked where every request is.
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+# Harmless values of what is not supported; see BodyReader.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    # of other servers with this API
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "no_stop_trim": (False,),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+}
+_SAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "stop_token_ids",
+    "ignore_eos",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Fields(msgspec.Struct, kw_only=True):
+    """Absent and null mean the same."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+
+def check_multiplied(fields: Fields, body: bytes) -> None:
+    """
+    Raises:
+        Refusal: n is too much for prompts as long as those of `body`.
+    """
+    if len(body) * (fields.n or 1) > MAX_BYTES:
+        sentence = f"n = {fields.n} makes more than {MAX_BYTES} bytes of a body of {len(body)}"
+        raise Refusal(413, sentence, param="n")
+
+
+def samplings(fields: Fields, max_tokens: int | None) -> Sequence[Sampling]:
+    """One for each of the n choices of a prompt, alike but for the seed.
+
+    Args:
+        max_tokens: None: as many as the context leaves.
+    Raises:
+        Refusal: min_tokens asks for what is not supported.
+    """
+    values: dict[str, Any] = {
+        name: value for name in _SAME if (value := getattr(fields, name)) is not None
+    }
+    if max_tokens is not None:
+        values["max_tokens"] = max_tokens
+    if fields.top_k is not None:
+        values["top_k"] = fields.top_k or -1  # 0, too, means all to other servers
+    if fields.stop is not None:
+        values["stop"] = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    if fields.min_tokens and not _only_length_ends_it(fields):
+        raise Refusal(
+            400,
+            "min_tokens is supported only together with ignore_eos and without stop",
+            param="min_tokens",
+            code="unsupported",
+        )
+    if fields.seed is None:
+        return [Sampling(**values)] * (fields.n or 1)
+    return [Sampling(**values, seed=_derived(fields.seed, i)) for i in range(fields.n or 1)]
+
+
+def _only_length_ends_it(fields: Fields) -> bool:
+    return bool(fields.ignore_eos) and not fields.stop and not fields.stop_token_ids
+
+
+def _derived(seed: int, number: int) -> int:
+    """The first choice has the seed itself: it is the answer that n = 1 would give."""
+    return (seed + number * _GOLDEN) & _MASK

@@ -1,0 +1,92 @@
+"""One HTTP request for text, from its body to the end of its answer."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from functools import partial
+
+from common.errors import ServingError
+from common.logs import kv
+from common.metrics import RouterMetrics
+from protos.router_pb2 import GenerateRequest
+from router.generation import Generator
+from router.http.request import Request
+from router.http.responder import Responder
+from router.openai import problems
+from router.openai.asked import Asked, Dialect
+from router.openai.problems import Refusal
+from router.openai.replies import Origin, Reply, StreamedReply, WholeReply
+
+log = logging.getLogger(__name__)
+
+
+class GenerationEndpoint:
+    """A handler of HTTP requests. For one event loop."""
+
+    def __init__(
+        self, dialect: Dialect, generator: Generator, metrics: RouterMetrics, *, model_name: str
+    ) -> None:
+        """
+        Args:
+            model_name: the only model that clients may name.
+        """
+        self._dialect = dialect
+        self._generator = generator
+        self._metrics = metrics
+        self._model_name = model_name
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        """Being cancelled cancels every choice on its nodes."""
+        given_id = request.headers.get(b"x-request-id")
+        request_id = given_id.decode("latin-1") if given_id else uuid.uuid4().hex
+        headers = (("x-request-id", request_id),)
+        try:
+            asked = self._read(request)
+            make_reply = StreamedReply if asked.stream else WholeReply
+            origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
+            reply = make_reply(self._dialect, asked, origin, responder, headers)
+            await self._generate(asked.requests, request_id, reply)
+        except Refusal as refusal:
+            self._metrics.rejected("invalid")
+            log.info("request refused %s", kv(request_id=request_id, reason=refusal))
+            refusal.reply(responder, headers)
+        except ServingError as error:
+            problem = problems.of_error(error, self._dialect.field_names)
+            if responder.status:
+                # Too late for a status. Without [DONE] no client takes this for the whole answer.
+                responder.finish(b"data: " + problem.body + b"\n\n")
+            else:
+                problem.reply(responder, headers)
+
+    def _read(self, request: Request) -> Asked:
+        kind = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            # A web page may make its visitors' browsers post any of the other kinds here.
+            raise Refusal(415, "the body must be JSON, with content-type: application/json")
+        asked = self._dialect.read(request.body)
+        if asked.model not in (None, self._model_name):
+            raise Refusal(
+                404,
+                f"there is no model {asked.model!r} here; {self._model_name!r} is served",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def _generate(
+        self, requests: Sequence[GenerateRequest], request_id: str, reply: Reply
+    ) -> None:
+        """Runs all choices at once; the first that fails ends the others."""
+        if len(requests) == 1:
+            requests[0].request_id = request_id
+            await self._generator.generate(requests[0], partial(reply.write, 0))
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, request in enumerate(requests):
+                    request.request_id = f"{request_id}-{index}"
+                    write = partial(reply.write, index)
+                    tasks.create_task(self._generator.generate(request, write))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None

@@ -1,0 +1,156 @@
+"""An answer in the making: pieces of its choices in, OpenAI's JSON out."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from router.answer import LastPiece, Piece
+from router.http.responder import EVENT_STREAM, JSON, Headers, Responder
+from router.openai.asked import Asked, Dialect
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Envelope(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[msgspec.Struct]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What every envelope of one answer says alike."""
+
+    id: str
+    model: str
+    created: int
+
+    @classmethod
+    def now(cls, answer_id: str, model: str) -> "Origin":
+        return cls(answer_id, model, int(time.time()))
+
+    def envelope(
+        self,
+        kind: str,
+        choices: Sequence[msgspec.Struct],
+        usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+    ) -> Envelope:
+        return Envelope(self.id, kind, self.created, self.model, choices, usage)
+
+
+class Reply(Protocol):
+    """What becomes of the choices of one request."""
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        """Takes what choice `index` adds. After the last piece of all the answer is complete."""
+        ...
+
+
+class WholeReply:
+    """One JSON object at the end."""
+
+    def __init__(
+        self, dialect: Dialect, asked: Asked, origin: Origin, responder: Responder, headers: Headers
+    ) -> None:
+        self._dialect = dialect
+        self._num_per_prompt = asked.num_per_prompt
+        self._origin = origin
+        self._responder = responder
+        self._headers = headers
+        self._texts: list[list[str]] = [[] for _ in asked.requests]
+        self._ends: dict[int, LastPiece] = {}
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        self._texts[index].append(piece.text)
+        if isinstance(piece, LastPiece):
+            self._ends[index] = piece
+            if len(self._ends) == len(self._texts):
+                self._reply()
+
+    def _reply(self) -> None:
+        choices = [
+            self._dialect.choice(index, "".join(texts), self._ends[index].finish_reason)
+            for index, texts in enumerate(self._texts)
+        ]
+        envelope = self._origin.envelope(
+            self._dialect.whole_object, choices, _usage(self._ends, self._num_per_prompt)
+        )
+        self._responder.reply(200, msgspec.json.encode(envelope), JSON, self._headers)
+
+
+class StreamedReply:
+    """Server-sent events: one for whatever tokens were there, and the last one says [DONE]."""
+
+    def __init__(
+        self, dialect: Dialect, asked: Asked, origin: Origin, responder: Responder, headers: Headers
+    ) -> None:
+        self._dialect = dialect
+        self._num_per_prompt = asked.num_per_prompt
+        self._origin = origin
+        self._responder = responder
+        self._headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers)
+        self._tells_usage = asked.include_usage
+        self._num_choices = len(asked.requests)
+        self._begun: set[int] = set()
+        self._ends: dict[int, LastPiece] = {}
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        if isinstance(piece, LastPiece):
+            self._ends[index] = piece
+            event = self._event(index, piece.text, piece.finish_reason)
+            if len(self._ends) == self._num_choices:
+                self._responder.finish(event + self._last_words(), EVENT_STREAM, self._headers)
+                return
+        elif piece.text or index not in self._begun:
+            event = self._event(index, piece.text, None)
+        else:
+            return  # half a character: there is nothing to tell yet
+        await self._responder.send(event, EVENT_STREAM, self._headers)
+
+    def _event(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        first = index not in self._begun
+        self._begun.add(index)
+        chunk = self._dialect.chunk(index, text, finish_reason, first)
+        # With usage asked for, it is in every chunk, and null in all but the last.
+        usage = None if self._tells_usage else msgspec.UNSET
+        return _event(self._origin.envelope(self._dialect.chunk_object, (chunk,), usage))
+
+    def _last_words(self) -> bytes:
+        if not self._tells_usage:
+            return _DONE
+        usage = _usage(self._ends, self._num_per_prompt)
+        return _event(self._origin.envelope(self._dialect.chunk_object, (), usage)) + _DONE
+
+
+def _event(envelope: Envelope) -> bytes:
+    return b"data: " + msgspec.json.encode(envelope) + b"\n\n"
+
+
+def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:
+    """A prompt counts once, however many choices it has."""
+    prompts = [ends[index].usage for index in range(0, len(ends), num_per_prompt)]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    completion_tokens = sum(end.usage.completion_tokens for end in ends.values())
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(usage.cached_tokens for usage in prompts)),
+    )

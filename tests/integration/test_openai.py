@@ -1,0 +1,169 @@
+"""The OpenAI API through real processes says what gRPC says, to OpenAI's own client."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from common.cli.demo_model import write
+from tests.support.cluster import RIGS, Cluster
+from tests.support.http_client import get, post
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+
+NUM_TOKENS = 24
+NUM_CONCURRENT = 64
+NAME = "demo"
+GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": NUM_TOKENS, "temperature": 0}
+WHOLE: dict[str, Any] = {**GREEDY, "extra_body": {"ignore_eos": True}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=RIGS)
+async def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
+    model = tmp_path_factory.mktemp("demo") / "model"
+    write(model)
+    flags = (f"--served-model-name={NAME}",)
+    logs = tmp_path_factory.mktemp("logs")
+    async with Cluster(model, logs, rig=request.param, router_flags=flags) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"http://127.0.0.1:{cluster.http_port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _nothing_stays(cluster: Cluster) -> AsyncIterator[None]:
+    yield
+    await cluster.until_nothing_is_held(5.0)
+
+
+def _prompts(count: int) -> list[list[int]]:
+    source = random.Random(0)
+    return [[source.randrange(256) for _ in range(source.randint(1, 200))] for _ in range(count)]
+
+
+async def _streamed(client: openai.AsyncOpenAI, prompt: object, **fields: Any) -> tuple[str, Any]:
+    """Text and usage."""
+    texts, usage = [], None
+    fields = {**WHOLE, "stream_options": {"include_usage": True}, **fields}
+    async with await client.completions.create(
+        prompt=prompt,  # type: ignore[arg-type]
+        stream=True,
+        **fields,
+    ) as stream:
+        async for chunk in stream:
+            texts += [choice.text for choice in chunk.choices]
+            usage = chunk.usage or usage
+    return "".join(texts), usage
+
+
+async def test_it_is_ready_and_knows_its_model(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    assert (await get(cluster.http_port, "/ready")).status == 200
+    assert [model.id async for model in client.models.list()] == [NAME]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}], ids=str)
+async def test_a_completion_is_what_grpc_answers(
+    cluster: Cluster, client: openai.AsyncOpenAI, sampling: dict[str, Any]
+) -> None:
+    for prompt in ("Once upon a time", *_prompts(3)):
+        told = await cluster.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
+        whole = await client.completions.create(prompt=prompt, **{**WHOLE, **sampling})
+        (choice,) = whole.choices
+        assert (choice.text, choice.finish_reason) == (told.text, told.finish_reason)
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == told.usage.prompt_tokens
+        assert whole.usage.completion_tokens == NUM_TOKENS
+        text, usage = await _streamed(client, prompt, **sampling)
+        assert (text, usage.completion_tokens) == (told.text, NUM_TOKENS)
+
+
+async def test_a_prompt_seen_before_is_cached(client: openai.AsyncOpenAI) -> None:
+    (prompt,) = _prompts(1)
+    prompt = prompt * 4
+    await _streamed(client, prompt)
+    _, usage = await _streamed(client, prompt)
+    assert 0 < usage.prompt_tokens_details.cached_tokens <= len(prompt)
+
+
+async def test_a_chat_is_answered_whole_and_streamed_alike(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello?"}]},
+    ]
+    whole = await client.chat.completions.create(messages=messages, **WHOLE)
+    text = ""
+    async for chunk in await client.chat.completions.create(
+        messages=messages, stream=True, **WHOLE
+    ):
+        text += chunk.choices[0].delta.content or ""
+    assert text == whole.choices[0].message.content
+    assert whole.choices[0].finish_reason == "length"
+
+
+async def test_a_stop_string_is_cut_and_ends_the_answer(client: openai.AsyncOpenAI) -> None:
+    text = (await client.completions.create(prompt="Once upon", **WHOLE)).choices[0].text
+    stop = text[8:11]
+    cut = await client.completions.create(prompt="Once upon", stop=[stop], **WHOLE)
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage is not None and cut.usage.completion_tokens < NUM_TOKENS
+
+
+async def test_a_seed_repeats_an_answer_and_choices_differ(client: openai.AsyncOpenAI) -> None:
+    warm = {**WHOLE, "temperature": 1.0}
+    three = await client.completions.create(prompt="x", seed=11, n=3, **warm)
+    again = await client.completions.create(prompt="x", seed=11, n=3, **warm)
+    alone = await client.completions.create(prompt="x", seed=11, **warm)
+    texts = [choice.text for choice in three.choices]
+    assert texts == [choice.text for choice in again.choices]
+    assert alone.choices[0].text == texts[0]
+    assert len(set(texts)) == 3
+
+
+async def test_64_streams_at_once_are_what_grpc_answers_one_by_one(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    prompts = _prompts(8)
+    told = [await cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True) for p in prompts]
+    answers = await asyncio.gather(
+        *(_streamed(client, prompts[number % 8]) for number in range(NUM_CONCURRENT))
+    )
+    for number, (text, usage) in enumerate(answers):
+        assert text == told[number % 8].text
+        assert usage.completion_tokens == NUM_TOKENS
+
+
+async def test_a_client_that_leaves_frees_what_its_request_held(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    (node,) = cluster.decode
+    before = (await node.describe()).counters["generated_tokens"]
+    async with await client.completions.create(
+        prompt="x", stream=True, **{**WHOLE, "max_tokens": 5000}
+    ) as stream:
+        await anext(aiter(stream))
+    await cluster.until_nothing_is_held(5.0)
+    assert (await node.describe()).counters["generated_tokens"] < before + 5000
+
+
+async def test_a_prompt_that_no_node_can_hold_is_refused_in_openais_words(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.completions.create(prompt=[1] * 9000, **GREEDY)
+    assert refusal.value.param == "prompt"
+    answer = await post(cluster.http_port, "/v1/completions", {"prompt": "x", "top_p": 7})
+    assert (answer.status, answer.error["param"]) == (400, "top_p")

@@ -1,0 +1,136 @@
+"""HTTP/1.1 by hand, strictly: what a server sends is compared byte for byte, not tolerated."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """An error must have this shape, and nothing else in it."""
+        content = self.json
+        assert list(content) == ["error"]
+        error: dict[str, Any] = content["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a complete stream: every one `data: {json}`, the last one [DONE]."""
+        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return sse_events(self.body)
+
+
+class Wire:
+    """One connection, on which answers must come in order."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def post(self, path: str, content: object, **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        await self.send(request("POST", path, body, **headers))
+
+    async def response(self, *, to_head: bool = False) -> Response:
+        """The next whole answer. `to_head`: to a HEAD, so without its body."""
+        async with asyncio.timeout(WAIT_S):
+            status, headers = await self.head()
+            if to_head:
+                return Response(status, headers, b"")
+            if headers.get("transfer-encoding") == "chunked":
+                chunks = [chunk async for chunk in self.chunks()]
+                return Response(status, headers, b"".join(chunks))
+            if "content-length" in headers:
+                body = await self.reader.readexactly(int(headers["content-length"]))
+            else:
+                assert headers["connection"] == "close"
+                body = await self.reader.read()
+            return Response(status, headers, body)
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("ascii")
+        first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
+        version, status, phrase = first.split(" ", 2)
+        assert version == "HTTP/1.1" and phrase
+        headers = dict(line.split(": ", 1) for line in lines)
+        assert len(headers) == len(lines), "a header comes twice"
+        return int(status), headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Every chunk of the body that follows, as it comes."""
+        while True:
+            line = await self.reader.readuntil(b"\r\n")
+            chunk = await self.reader.readexactly(int(line, 16))
+            assert await self.reader.readexactly(2) == b"\r\n"
+            if not chunk:
+                return
+            yield chunk
+
+    async def ended(self) -> bool:
+        """Whether nothing comes any more: the server has closed the connection."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.reader.read(1) == b""
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Wire]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.close()
+
+
+def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
+    """A whole request; `_` in a header's name stands for `-`."""
+    given = {
+        "host": "test",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
+
+
+async def get(port: int, path: str, **headers: str) -> Response:
+    async with connected(port) as wire:
+        await wire.send(request("GET", path, **headers))
+        return await wire.response()
+
+
+async def post(port: int, path: str, content: object, **headers: str) -> Response:
+    async with connected(port) as wire:
+        await wire.post(path, content, **headers)
+        return await wire.response()
+
+
+def sse_events(stream: bytes) -> list[Any]:
+    """What a stream of server-sent events says, which must be exactly `data: JSON` and a blank
+    line for each, and [DONE] at the end."""
+    *events, done, rest = stream.split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b""), stream[-200:]
+    for event in events:
+        assert event.startswith(b"data: {") and b"\n" not in event, event
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
