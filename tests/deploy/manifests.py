@@ -1,0 +1,233 @@
+"""The manifests under deploy/kubernetes as objects, and the programs in them with their settings.
+
+`base` reads the base without kustomize, which is all that can be checked where there is none.
+Everything else is rendered by kubectl or kustomize, whichever is on PATH.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.cli.settings import ENV_PREFIX, read
+from common.config import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from tests.support.programs import ROOT
+
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+RECORDS = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+POD_IP = "10.1.2.3"
+_OLDEST_KUSTOMIZE = (5, 3)  # the first that takes several patches in one file
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Pods that are alike, and what they are called."""
+
+    name: str
+    pod_names: tuple[str, ...]  # as DNS knows them inside the namespace
+    template: Object
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        return self.template["metadata"]["labels"]
+
+    @property
+    def spec(self) -> Object:
+        return self.template["spec"]
+
+    @property
+    def containers(self) -> list[Object]:
+        return self.spec["containers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One of our programs in a pod, with the settings that it would read there."""
+
+    workload: Workload
+    container: Object
+    config: RouterConfig | NodeConfig
+
+    @property
+    def role(self) -> str:
+        return str(self.container["args"][0])
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    (found,) = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
+    return found
+
+
+def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def num_bytes(quantity: str) -> int:
+    """Of a quantity of memory, such as 64Mi."""
+    match = re.fullmatch(r"([0-9]+)(Ki|Mi|Gi)", quantity)
+    assert match, quantity
+    return int(match[1]) << {"Ki": 10, "Mi": 20, "Gi": 30}[match[2]]
+
+
+# Rendering --------------------------------------------------------------------------------------
+
+
+def base() -> list[Object]:
+    """The base, with the ConfigMaps that kustomize would generate, under their plain names."""
+    directory = KUBERNETES / "base"
+    kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
+    objects = [
+        each
+        for name in kustomization["resources"]
+        for each in yaml.safe_load_all((directory / name).read_text())
+    ]
+    for generator in kustomization["configMapGenerator"]:
+        files = [directory / name for name in generator.get("files", ())]
+        data = {file.name: file.read_text() for file in files}
+        for name in generator.get("envs", ()):
+            lines = (directory / name).read_text().splitlines()
+            data |= dict(line.split("=", 1) for line in lines if line)
+        metadata = {"name": generator["name"]}
+        objects.append(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+        )
+    for each in objects:
+        if each["kind"] != "Namespace":
+            each["metadata"]["namespace"] = kustomization["namespace"]
+    return objects
+
+
+@functools.cache
+def kustomize_command() -> tuple[tuple[str, ...], str]:
+    """The command that renders a directory, or no command and the reason."""
+    if shutil.which("kustomize"):
+        return ("kustomize", "build"), ""
+    if not shutil.which("kubectl"):
+        return (), "neither kubectl nor kustomize is on PATH: only the base is checked"
+    asked = ("kubectl", "version", "--client", "--output=json")
+    told = json.loads(subprocess.run(asked, capture_output=True, check=True, timeout=60).stdout)
+    version = told.get("kustomizeVersion", "v0.0.0")
+    major, minor, _ = version.removeprefix("v").split(".", 2)
+    if (int(major), int(minor)) < _OLDEST_KUSTOMIZE:
+        return (), f"kubectl here has kustomize {version}: only the base is checked"
+    return ("kubectl", "kustomize"), ""
+
+
+def rendered(directory: Path) -> list[Object]:
+    """What `kubectl apply -k` would apply. Skips the test where nothing can render it."""
+    command, reason = kustomize_command()
+    if not command:
+        pytest.skip(reason)
+    done = subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.load_all(done.stdout, yaml.CSafeLoader))
+
+
+# Reading ----------------------------------------------------------------------------------------
+
+
+def workloads(objects: list[Object]) -> list[Workload]:
+    """Everything that makes pods."""
+    found = []
+    for each in of_kind(objects, "Deployment", "StatefulSet", "LeaderWorkerSet"):
+        name, spec = each["metadata"]["name"], each["spec"]
+        match each["kind"]:
+            case "Deployment":  # its pods have no names that last
+                found.append(Workload(name, (), spec["template"]))
+            case "StatefulSet":
+                count = _most_pods(objects, each)
+                pods = tuple(f"{name}-{i}.{spec['serviceName']}" for i in range(count))
+                found.append(Workload(name, pods, spec["template"]))
+            case "LeaderWorkerSet":
+                groups, parts = range(spec["replicas"]), spec["leaderWorkerTemplate"]
+                workers = range(1, parts["size"])
+                leading = tuple(f"{name}-{i}.{name}" for i in groups)
+                working = tuple(f"{name}-{i}-{j}.{name}" for i in groups for j in workers)
+                found.append(Workload(f"{name} leaders", leading, parts["leaderTemplate"]))
+                found.append(Workload(f"{name} workers", working, parts["workerTemplate"]))
+    return found
+
+
+def programs(objects: list[Object], tmp_path: Path) -> list[Program]:
+    """Every container of ours, with what it would read of its flags, variables and file.
+
+    Fails the test where a program would refuse them.
+    """
+    return [
+        Program(workload, container, _settings(objects, workload, container, tmp_path))
+        for workload in workloads(objects)
+        for container in workload.containers
+    ]
+
+
+def environment(objects: list[Object], container: Object) -> dict[str, str]:
+    """The variables of a container; the pod's address is POD_IP."""
+    variables: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        variables |= named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
+    for variable in container.get("env", ()):
+        field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        assert field in (None, "status.podIP")
+        variables[variable["name"]] = POD_IP if field else variable["value"]
+    return variables
+
+
+def settings(
+    role: str, flags: list[str], variables: Mapping[str, str]
+) -> RouterConfig | NodeConfig:
+    """What the program of `role` would read. Variables that it does not know are a failure."""
+    known = RECORDS[role].model_fields
+    for name in variables:
+        field = name.removeprefix(ENV_PREFIX).lower().split("__")[0]
+        assert name.startswith(ENV_PREFIX) and field in known, f"{role} knows no {name}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+            patch.delenv(name)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        return read(RECORDS[role], role, flags)
+
+
+def _settings(
+    objects: list[Object], workload: Workload, container: Object, tmp_path: Path
+) -> RouterConfig | NodeConfig:
+    role, *flags = container["args"]
+    (file,) = [flag.removeprefix("--config=") for flag in flags if flag.startswith("--config=")]
+    (mount,) = [m for m in container["volumeMounts"] if Path(file).parent == Path(m["mountPath"])]
+    (volume,) = [v for v in workload.spec["volumes"] if v["name"] == mount["name"]]
+    content = named(objects, "ConfigMap", volume["configMap"]["name"])["data"][Path(file).name]
+    copy = tmp_path / f"{role}.yaml"
+    copy.write_text(content)
+    others = [flag for flag in flags if not flag.startswith("--config=")]
+    return settings(role, [f"--config={copy}", *others], environment(objects, container))
+
+
+def _most_pods(objects: list[Object], stateful_set: Object) -> int:
+    """The most pods that it may ever have."""
+    name = stateful_set["metadata"]["name"]
+    for scaled in of_kind(objects, "ScaledObject"):
+        target = scaled["spec"]["scaleTargetRef"]
+        if (target["kind"], target["name"]) == ("StatefulSet", name):
+            return int(scaled["spec"]["maxReplicaCount"])
+    return int(stateful_set["spec"]["replicas"])
+
+
+def named_ports(containers: list[Object]) -> Iterator[tuple[str, int]]:
+    for container in containers:
+        for port in container["ports"]:
+            yield port["name"], port["containerPort"]

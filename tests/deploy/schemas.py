@@ -1,0 +1,144 @@
+"""Strict schemas of manifests: Kubernetes' own, and of other people's kinds the fields in use.
+
+A field that is not listed here is no error in a cluster; it is one in a test, so that whoever
+uses it looks it up and adds it.
+"""
+
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+
+Schema = dict[str, Any]
+
+OLDEST_KUBERNETES = "1.30"
+OLDEST_WITH_CLAIMS = "1.34"  # the first with resource.k8s.io/v1
+
+_NAME: Schema = {"type": "string", "minLength": 1}
+_COUNT: Schema = {"type": "integer", "minimum": 1}
+
+
+def _fields(required: dict[str, Schema], **optional: Schema) -> Schema:
+    return {
+        "type": "object",
+        "properties": required | optional,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _each(of: Schema) -> Schema:
+    return {"type": "array", "items": of, "minItems": 1}
+
+
+_LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_TEMPLATE: Schema = {"type": "object"}  # checked as Kubernetes' own PodTemplateSpec
+
+_LEADER_WORKER_SET = _fields(
+    {
+        "replicas": _COUNT,
+        "leaderWorkerTemplate": _fields(
+            {
+                "size": _COUNT,
+                "restartPolicy": {
+                    "enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+                },
+                "leaderTemplate": _TEMPLATE,
+                "workerTemplate": _TEMPLATE,
+            }
+        ),
+    },
+    networkConfig=_fields({"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}}),
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+)
+
+_POD_MONITOR = _fields(
+    {
+        "selector": _fields({"matchLabels": _LABELS}),
+        "podMetricsEndpoints": _each(
+            _fields(
+                {"port": _NAME, "interval": {"type": "string", "pattern": "^[0-9]+s$"}},
+                relabelings=_each(_fields({"targetLabel": _NAME, "replacement": _NAME})),
+            )
+        ),
+    }
+)
+
+_SCALED_OBJECT = _fields(
+    {
+        "scaleTargetRef": _fields({"apiVersion": _NAME, "kind": _NAME, "name": _NAME}),
+        "minReplicaCount": _COUNT,
+        "maxReplicaCount": _COUNT,
+        "triggers": _each(
+            _fields(
+                {
+                    "type": {"const": "prometheus"},
+                    # KEDA takes strings only.
+                    "metadata": _fields(
+                        {"serverAddress": _NAME, "query": _NAME, "threshold": _NAME}
+                    ),
+                }
+            )
+        ),
+    },
+    # As Kubernetes' HorizontalPodAutoscaler has it.
+    advanced=_fields(
+        {
+            "horizontalPodAutoscalerConfig": _fields(
+                {
+                    "behavior": _fields(
+                        {
+                            "scaleDown": _fields(
+                                {
+                                    "stabilizationWindowSeconds": _COUNT,
+                                    "policies": _each(
+                                        _fields(
+                                            {
+                                                "type": {"enum": ["Pods", "Percent"]},
+                                                "value": _COUNT,
+                                                "periodSeconds": _COUNT,
+                                            }
+                                        )
+                                    ),
+                                }
+                            )
+                        }
+                    )
+                }
+            )
+        }
+    ),
+)
+
+_OTHERS = {
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _LEADER_WORKER_SET,
+    ("monitoring.coreos.com/v1", "PodMonitor"): _POD_MONITOR,
+    ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
+}
+
+
+def check(manifest: dict[str, Any], version: str) -> None:
+    """Raises jsonschema.ValidationError, or kubernetes_validate's own errors, for what a cluster
+    of that version would refuse or silently drop."""
+    kind = (manifest["apiVersion"], manifest["kind"])
+    if kind not in _OTHERS:
+        kubernetes_validate.validate(manifest, version, strict=True)
+        return
+    whole = _fields(
+        {
+            "apiVersion": {"const": kind[0]},
+            "kind": {"const": kind[1]},
+            "metadata": _fields({"name": _NAME, "namespace": _NAME}, labels=_LABELS),
+            "spec": _OTHERS[kind],
+        }
+    )
+    jsonschema.validate(manifest, whole)
+    for name in ("leaderTemplate", "workerTemplate"):
+        if template := manifest["spec"].get("leaderWorkerTemplate", {}).get(name):
+            as_core = {
+                "apiVersion": "v1",
+                "kind": "PodTemplate",
+                "metadata": {"name": name.lower()},
+                "template": template,
+            }
+            kubernetes_validate.validate(as_core, version, strict=True)

@@ -1,0 +1,216 @@
+"""What each component is for."""
+
+import re
+
+import pytest
+from prometheus_client import generate_latest
+
+from common.config import RouterConfig, SchedulerConfig
+from common.metrics import NodeMetrics
+from tests.deploy.conftest import COMPONENTS, OVERLAYS
+from tests.deploy.manifests import (
+    environment,
+    named,
+    named_ports,
+    of_kind,
+    selects,
+    settings,
+    workloads,
+)
+from tests.support.programs import ROOT
+
+NODES = ("prefill", "decode")
+# Where a node of that role makes up the names of its queues.
+QUEUE_SOURCES = {role: (f"{role}_node/role.py", "common/engine/scheduler.py") for role in NODES}
+
+
+def _nodes(programs):
+    found = [program for program in programs if program.role in NODES]
+    assert {program.role for program in found} == set(NODES)
+    return found
+
+
+def test_the_guide_tells_of_every_component_and_overlay():
+    guide = (ROOT / "docs" / "kubernetes.md").read_text()
+    for name in (*COMPONENTS, *OVERLAYS):
+        assert f"| `{name}` |" in guide
+
+
+def test_the_demo_model_is_written_where_every_program_looks(programs_of):
+    for program in programs_of("dev-cpu"):
+        (writer,) = program.workload.spec["initContainers"]
+        command, directory = writer["args"]
+        match program.config:
+            case RouterConfig(model=model):
+                pass
+            case config:
+                model = config.engine.model
+        assert (command, directory) == ("demo-model", model)
+        (volume,) = [v for v in program.workload.spec["volumes"] if v["name"] == "model"]
+        assert "emptyDir" in volume and not volume.get("persistentVolumeClaim")
+        assert {"name": "model", "mountPath": "/model"} in writer["volumeMounts"]
+
+
+@pytest.mark.parametrize("name", ["base with gpu", "multi-node-rdma"])
+def test_every_node_has_a_gpu_and_no_node_is_content_without(programs_of, name):
+    for program in _nodes(programs_of(name)):
+        assert program.container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        assert program.config.engine.device == "cuda:0"
+        # The engine's own default looks at the host's memory, which is not the container's.
+        assert program.config.engine.cache.host_pages > 0
+
+
+@pytest.mark.parametrize("name", ["base with rdma", "multi-node-rdma"])
+def test_every_node_has_an_rdma_port_and_uses_nothing_else(programs_of, name):
+    for program in _nodes(programs_of(name)):
+        assert program.container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+        assert program.container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        assert program.config.transfer.path == "nixl"
+
+
+def test_nodes_of_one_pod_share_two_gpus_and_their_processes(render, programs_of):
+    name = "one-node-two-gpus"
+    prefill, decode = _nodes(programs_of(name))
+    assert prefill.workload == decode.workload
+    spec = prefill.workload.spec
+    assert spec["shareProcessNamespace"] is True
+    (claim,) = spec["resourceClaims"]
+    for program in (prefill, decode):
+        assert program.container["resources"]["claims"] == [{"name": claim["name"]}]
+        assert not [key for key in program.container["resources"]["limits"] if "gpu" in key]
+        assert "runAsUser" not in program.container["securityContext"]
+        assert program.config.transfer.path == "auto"
+    template = named(render(name), "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
+    (request,) = template["spec"]["spec"]["devices"]["requests"]
+    devices = {prefill.config.engine.device, decode.config.engine.device}
+    assert devices == {f"cuda:{number}" for number in range(request["exactly"]["count"])}
+
+
+def test_a_group_is_one_prefill_node_and_decode_nodes(render, programs_of):
+    (group,) = of_kind(render("multi-node-rdma"), "LeaderWorkerSet")
+    assert not of_kind(render("multi-node-rdma"), "StatefulSet")
+    count = {p.role: len(p.workload.pod_names) for p in _nodes(programs_of("multi-node-rdma"))}
+    replicas, size = group["spec"]["replicas"], group["spec"]["leaderWorkerTemplate"]["size"]
+    assert count == {"prefill": replicas, "decode": replicas * (size - 1)}
+
+
+def test_a_pod_that_drains_waits_for_as_long_as_a_request_may_take(programs_of):
+    programs = programs_of("base with drain")
+    (router,) = [program for program in programs if program.role == "router"]
+    for program in programs:
+        assert program.config.front.drain_s >= router.config.budget_s
+    assert router.container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
+
+
+# Monitoring and autoscaling ---------------------------------------------------------------------
+
+
+def test_every_program_is_scraped_under_its_role(render):
+    objects = render("base with monitoring")
+    (monitor,) = of_kind(objects, "PodMonitor")
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    roles = {
+        endpoint["port"]: relabeling["replacement"]
+        for endpoint in endpoints
+        for relabeling in endpoint["relabelings"]
+        if relabeling["targetLabel"] == "role"
+    }
+    for workload in workloads(objects):
+        assert selects(monitor["spec"]["selector"]["matchLabels"], workload.labels)
+        for container in workload.containers:
+            (port,) = [n for n, _ in named_ports([container]) if n.endswith("metrics")]
+            assert roles.pop(port) == container["args"][0]
+    assert roles == {}
+
+
+def _metrics_of_a_node(queues):
+    metrics = NodeMetrics()
+    metrics.engine_moved(1, {f"queue_{name}": 1.0 for name in queues}, [])
+    return generate_latest(metrics.registry).decode()
+
+
+@pytest.mark.parametrize("role", NODES)
+def test_nodes_are_scaled_by_metrics_that_they_have(render, role):
+    objects = render("base with autoscaling")
+    (namespace,) = of_kind(objects, "Namespace")
+    scaled = named(objects, "ScaledObject", role)["spec"]
+    assert named(objects, "StatefulSet", scaled["scaleTargetRef"]["name"])
+    (trigger,) = scaled["triggers"]
+    metric, labels = re.fullmatch(r"sum\((\w+)\{(.+)\}\)", trigger["metadata"]["query"]).groups()
+    wanted = dict(re.findall(r'(\w+)=~?"([^"]+)"', labels))
+    assert wanted.pop("namespace") == namespace["metadata"]["name"]
+    assert wanted.pop("role") == role  # as the component monitoring sets it
+    queues = wanted.pop("queue").split("|")
+    assert wanted == {}
+    sources = "".join((ROOT / name).read_text() for name in QUEUE_SOURCES[role])
+    for queue in queues:
+        assert f'{metric}{{queue="{queue}"}} 1.0' in _metrics_of_a_node(queues)
+        assert f'"{queue}": ' in sources
+    # Before a node is full, another one is there.
+    assert 0 < int(trigger["metadata"]["threshold"]) < SchedulerConfig().max_running
+
+
+def test_applying_the_manifests_anew_does_not_undo_the_scaling(render):
+    objects = render("base with autoscaling")
+    for scaled in of_kind(objects, "ScaledObject"):
+        target = named(objects, "StatefulSet", scaled["metadata"]["name"])
+        assert "replicas" not in target["spec"]
+
+
+# Network ----------------------------------------------------------------------------------------
+
+
+def _peers(policy):
+    for rule in policy["spec"].get("ingress", ()):
+        for peer in rule["from"]:
+            yield peer, [port["port"] for port in rule.get("ports", ())]
+
+
+@pytest.mark.parametrize("name", ["base with network-policy", "multi-node-rdma"])
+def test_a_policy_lets_nobody_but_baton_reach_a_node(render, name):
+    objects = render(name)
+    for workload in workloads(objects):
+        mine = [
+            policy
+            for policy in of_kind(objects, "NetworkPolicy")
+            if selects(policy["spec"]["podSelector"]["matchLabels"], workload.labels)
+        ]
+        types = {kind for policy in mine for kind in policy["spec"]["policyTypes"]}
+        assert types == {"Ingress", "Egress"}
+        let_in = [entry for policy in mine for entry in _peers(policy)]
+        # Baton's own pods on any port: the data path takes a free one.
+        ours = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "baton"}}}
+        assert (ours, []) in let_in
+        assert selects(ours["podSelector"]["matchLabels"], workload.labels)
+        others = {port for peer, ports in let_in if peer != ours for port in ports}
+        assert all(ports for peer, ports in let_in if peer != ours)
+        names = dict(named_ports(workload.containers))
+        if "http" in names:
+            assert {"http", "grpc", "router-metrics"} <= others
+        else:
+            assert all(port.endswith("-metrics") for port in others)
+        assert {port for port in names if port.endswith("-metrics")} <= others
+
+
+@pytest.mark.parametrize("name", ["base with network-policy", "multi-node-rdma"])
+def test_baton_reaches_baton_and_dns_alone(render, name):
+    rules = [
+        rule
+        for policy in of_kind(render(name), "NetworkPolicy")
+        for rule in policy["spec"].get("egress", ())
+    ]
+    for rule in rules:
+        ports = {port["port"] for port in rule.get("ports", ())}
+        (peer,) = rule["to"]
+        assert "podSelector" in peer or ports == {53}
+    assert len(rules) == 2
+
+
+# The tests' own -----------------------------------------------------------------------------------
+
+
+def test_a_variable_that_a_program_does_not_know_fails_a_test(render):
+    (container,) = workloads(render("base"))[-1].containers
+    wrong = container | {"env": [{"name": "BATON_FRONTT__PORT", "value": "1"}]}
+    with pytest.raises(AssertionError, match="knows no BATON_FRONTT__PORT"):
+        settings("decode", [], environment(render("base"), wrong))

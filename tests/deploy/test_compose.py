@@ -1,0 +1,191 @@
+"""deploy/compose.yaml: what it starts, as every program would read it, with each profile."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+from common.config import NodeConfig, RouterConfig
+from tests.deploy.manifests import settings
+from tests.support.programs import ROOT
+
+FILE = ROOT / "deploy" / "compose.yaml"
+PROFILES = ("cpu", "gpu")
+ENDING_S = 10
+# Every key in use: a misspelt one is no longer among them.
+TOP = {"name", "services", "volumes"}
+KEYS = {
+    *("image", "build", "command", "entrypoint", "environment", "profiles", "restart", "init"),
+    *("depends_on", "healthcheck", "volumes", "tmpfs", "ports", "networks", "pid", "deploy"),
+    *("read_only", "cap_drop", "security_opt", "mem_limit", "stop_grace_period"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    name: str
+    service: dict
+    config: RouterConfig | NodeConfig
+
+    @property
+    def role(self):
+        return self.service["command"][0]
+
+    @property
+    def hosts(self):
+        """Names that other containers know it by."""
+        return {self.name, *self.service.get("networks", {}).get("default", {}).get("aliases", ())}
+
+
+def _compose(**variables):
+    """The file with `${NAME:-default}` filled in."""
+
+    def value(match):
+        return variables.get(match[1], match[2])
+
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", value, FILE.read_text())
+    assert "${" not in text
+    return yaml.safe_load(text)
+
+
+def _services(profile, **variables):
+    return {
+        name: service
+        for name, service in _compose(**variables)["services"].items()
+        if profile in service.get("profiles", (profile,))
+    }
+
+
+def _programs(profile, **variables):
+    found = []
+    for name, service in _services(profile, **variables).items():
+        if "command" in service:
+            role, *flags = service["command"]
+            environment = {key: str(value) for key, value in service["environment"].items()}
+            found.append(Program(name, service, settings(role, flags, environment)))
+    return found
+
+
+@pytest.fixture(params=PROFILES)
+def programs(request):
+    return _programs(request.param)
+
+
+def _seconds(duration):
+    return int(duration.removesuffix("s"))
+
+
+def test_only_keys_that_compose_knows():
+    compose = _compose()
+    assert {key for key in compose if not key.startswith("x-")} == TOP
+    for service in compose["services"].values():
+        assert service.keys() <= KEYS
+
+
+def test_each_profile_is_a_router_and_a_node_of_each_kind(programs):
+    assert sorted(program.role for program in programs) == ["decode", "prefill", "router"]
+
+
+def test_the_router_finds_the_nodes(programs):
+    (router,) = [program for program in programs if program.role == "router"]
+    for program in programs:
+        if program is not router:
+            (address,) = getattr(router.config, program.role)
+            host, port = address.split(":")
+            assert host in program.hosts
+            assert int(port) == program.config.front.port
+            # A node binds its data path to this name: it must be its own.
+            assert program.config.transfer.data_host in program.hosts
+
+
+def test_programs_listen_for_others_and_are_measured(programs):
+    for program in programs:
+        assert program.config.front.host == "0.0.0.0"
+        assert program.config.front.metrics_port
+
+
+def test_only_this_machine_reaches_the_router(programs):
+    for program in programs:
+        ports = program.service.get("ports", ())
+        if isinstance(program.config, RouterConfig):
+            wanted = {program.config.http_port, program.config.front.port}
+            assert {f"127.0.0.1:{port}:{port}" for port in wanted} == set(ports)
+        else:
+            assert not ports
+
+
+def test_the_health_check_asks_whether_the_router_is_ready(programs):
+    (router,) = [program for program in programs if program.role == "router"]
+    (*_, code) = router.service["healthcheck"]["test"]
+    compile(code, "healthcheck", "exec")
+    assert f'"http://127.0.0.1:{router.config.http_port}/ready"' in code
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_containers_are_confined(profile):
+    for service in _services(profile).values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["mem_limit"]
+        # The images' own user, which is not root.
+        assert "user" not in service and "privileged" not in service
+
+
+def test_a_container_is_given_longer_than_its_drain(programs):
+    for program in programs:
+        grace = _seconds(program.service["stop_grace_period"])
+        assert grace >= program.config.front.drain_s + ENDING_S
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_images_are_built_from_the_dockerfile_in_one_version(profile):
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (FILE.parent / "Dockerfile").read_text(), re.M)
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    for name, service in _services(profile).items():
+        target = service["build"]["target"]
+        assert target in stages and (target == "router") == (name == "router")
+        assert service["image"] == f"baton-{target}:{version}"
+        assert (FILE.parent / service["build"]["context"]).resolve() == ROOT
+        assert (ROOT / service["build"]["dockerfile"]).is_file()
+
+
+def _model(config):
+    return config.model if isinstance(config, RouterConfig) else config.engine.model
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_without_a_model_the_demo_is_written_before_any_program_starts(profile):
+    services = _services(profile)
+    script = services["demo-model"]["entrypoint"][-1]
+    assert services["demo-model"]["volumes"] == ["models:/models"]
+    assert "models" in _compose()["volumes"]
+    for program in _programs(profile):
+        assert f"baton demo-model {_model(program.config)}" in script
+        assert program.service["volumes"] == ["models:/models:ro"]
+        ended = {"demo-model": {"condition": "service_completed_successfully"}}
+        assert program.service["depends_on"] == ended
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_model_of_the_users_own_is_served_by_all(profile):
+    for program in _programs(profile, MODELS="/srv/models", MODEL="some-model"):
+        assert program.service["volumes"] == ["/srv/models:/models:ro"]
+        assert _model(program.config) == "/models/some-model"
+
+
+def test_nodes_on_gpus_share_their_processes_and_see_all_devices():
+    prefill, decode = [p for p in _programs("gpu") if p.role != "router"]
+    assert (prefill.config.engine.device, decode.config.engine.device) == ("cuda:0", "cuda:1")
+    assert decode.service["pid"] == f"service:{prefill.name}"
+    for program in (prefill, decode):
+        (devices,) = program.service["deploy"]["resources"]["reservations"]["devices"]
+        assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+def test_nodes_can_share_one_gpu():
+    variables = {"DECODE_DEVICE": "cuda:0", "MEMORY_FRACTION": "0.45"}
+    nodes = [p.config.engine for p in _programs("gpu", **variables) if p.role != "router"]
+    assert {node.device for node in nodes} == {"cuda:0"}
+    assert sum(node.cache.memory_fraction for node in nodes) < 1.0

@@ -1,0 +1,146 @@
+"""The form of whatever is rendered, and that the parts of it find each other."""
+
+import re
+
+import pytest
+import yaml
+from jsonschema import ValidationError
+
+from tests.deploy import manifests, schemas
+from tests.deploy.conftest import OVERLAYS
+from tests.deploy.manifests import KUBERNETES, named, num_bytes, of_kind, selects, workloads
+
+
+def test_every_object_is_what_kubernetes_takes(objects):
+    claims = any("resourceClaims" in w.spec for w in workloads(objects))
+    version = schemas.OLDEST_WITH_CLAIMS if claims else schemas.OLDEST_KUBERNETES
+    for each in objects:
+        schemas.check(each, version)
+
+
+def test_no_two_objects_have_one_name(objects):
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_everything_is_in_one_namespace(objects):
+    (namespace,) = [each["metadata"]["name"] for each in of_kind(objects, "Namespace")]
+    others = {e["metadata"].get("namespace") for e in objects if e["kind"] != "Namespace"}
+    assert others == {namespace}
+
+
+def test_a_misspelt_field_is_found():
+    for kind, path, field in (
+        ("StatefulSet", ("spec", "template", "spec"), "terminationGracePeriod"),
+        ("Service", ("spec",), "clusterIp"),
+        ("PodDisruptionBudget", ("spec",), "minAvailabel"),
+    ):
+        wrong = of_kind(manifests.base(), kind)[0]
+        part = wrong
+        for name in path:
+            part = part[name]
+        part[field] = 1
+        with pytest.raises(ValidationError, match=field):
+            schemas.check(wrong, schemas.OLDEST_KUBERNETES)
+
+
+@pytest.mark.parametrize("kind", ["LeaderWorkerSet", "PodMonitor"])
+def test_a_misspelt_field_of_a_custom_kind_is_found(render, kind):
+    (manifest,) = of_kind(render("multi-node-rdma"), kind)
+    wrong = yaml.safe_load(yaml.safe_dump(manifest))
+    wrong["spec"]["replica"] = 1
+    with pytest.raises(ValidationError, match="replica"):
+        schemas.check(wrong, schemas.OLDEST_KUBERNETES)
+
+
+def test_a_misspelt_field_of_a_leader_is_found(render):
+    (manifest,) = of_kind(render("multi-node-rdma"), "LeaderWorkerSet")
+    wrong = yaml.safe_load(yaml.safe_dump(manifest))
+    wrong["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["hostname_"] = "x"
+    with pytest.raises(ValidationError, match="hostname_"):
+        schemas.check(wrong, schemas.OLDEST_KUBERNETES)
+
+
+def test_the_base_read_here_is_the_base_that_kubectl_renders():
+    def plain(objects):
+        """Without the ends of names that tell what a ConfigMap holds."""
+        text = re.sub(r"\b(baton-(?:config|nodes))-[a-z0-9]{10}\b", r"\1", yaml.safe_dump(objects))
+        return sorted(yaml.safe_load(text), key=lambda o: (o["kind"], o["metadata"]["name"]))
+
+    assert plain(manifests.base()) == plain(manifests.rendered(KUBERNETES / "base"))
+
+
+def test_every_file_is_yaml_and_part_of_a_kustomization():
+    used = set()
+    for file in KUBERNETES.glob("**/kustomization.yaml"):
+        kustomization = yaml.safe_load(file.read_text())
+        used.add(file)
+        names = [*kustomization.get("resources", ()), *kustomization.get("components", ())]
+        names += kustomization.get("configurations", ())
+        names += [patch["path"] for patch in kustomization.get("patches", ()) if "path" in patch]
+        for generator in kustomization.get("configMapGenerator", ()):
+            names += [*generator.get("files", ()), *generator.get("envs", ())]
+        for name in names:
+            path = (file.parent / name).resolve()
+            assert path.exists(), f"{file} names {name}"
+            used.add(path / "kustomization.yaml" if path.is_dir() else path)
+    files = {path for path in KUBERNETES.glob("**/*") if path.is_file()}
+    # An overlay is named by nobody, its components are.
+    assert files - used == set()
+    for file in files:
+        if file.suffix == ".yaml":
+            assert all(yaml.safe_load_all(file.read_text()))
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_has_a_router_and_nodes_of_both_kinds(programs_of, name):
+    assert {program.role for program in programs_of(name)} == {"router", "prefill", "decode"}
+
+
+# References -------------------------------------------------------------------------------------
+
+
+def test_selectors_find_the_pods_they_are_meant_for(objects):
+    for each in of_kind(objects, "Deployment", "StatefulSet"):
+        spec = each["spec"]
+        labels = spec["template"]["metadata"]["labels"]
+        assert selects(spec["selector"]["matchLabels"], labels)
+        found = [
+            w.name for w in workloads(objects) if selects(spec["selector"]["matchLabels"], w.labels)
+        ]
+        assert found == [each["metadata"]["name"]]
+        if each["kind"] == "StatefulSet":
+            service = named(objects, "Service", spec["serviceName"])["spec"]
+            assert selects(service["selector"], labels)
+
+
+def test_ports_of_services_are_ports_of_their_pods(objects):
+    for service in of_kind(objects, "Service"):
+        containers = [
+            container
+            for workload in workloads(objects)
+            if selects(service["spec"]["selector"], workload.labels)
+            for container in workload.containers
+        ]
+        ports = dict(manifests.named_ports(containers))
+        for port in service["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+
+
+def test_mounts_and_volumes_belong_together(objects):
+    configs = {each["metadata"]["name"] for each in of_kind(objects, "ConfigMap")}
+    for workload in workloads(objects):
+        volumes = {volume["name"]: volume for volume in workload.spec["volumes"]}
+        containers = [*workload.containers, *workload.spec.get("initContainers", ())]
+        mounts = [mount for container in containers for mount in container["volumeMounts"]]
+        assert {mount["name"] for mount in mounts} == volumes.keys()
+        for volume in volumes.values():
+            match volume:
+                case {"configMap": {"name": name}}:
+                    assert name in configs
+                case {"persistentVolumeClaim": claim}:  # the one that users make
+                    assert claim == {"claimName": "model", "readOnly": True}
+                case {"emptyDir": empty}:
+                    assert num_bytes(empty["sizeLimit"]) > 0
+                case _:
+                    pytest.fail(f"{volume['name']} is a volume of another kind")

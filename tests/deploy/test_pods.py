@@ -1,0 +1,193 @@
+"""What holds for every pod: its configuration, its life and its rights.
+
+Held against overlays, and against every component by itself on the base.
+"""
+
+import re
+
+from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from protos import node_pb2, router_pb2
+from tests.deploy import manifests
+from tests.deploy.manifests import POD_IP, num_bytes, of_kind, selects, workloads
+from tests.support.programs import ROOT
+
+# Of a program after its drain: streams and the engine are given some seconds to end.
+ENDING_S = 10
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+_NODE = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
+_ROUTER = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+SERVICES = {"router": _ROUTER, "prefill": _NODE, "decode": _NODE}
+
+
+# Configuration ----------------------------------------------------------------------------------
+
+
+def test_every_program_listens_for_others_on_the_ports_of_its_container(programs):
+    for program in programs:
+        front = program.config.front
+        assert front.host == "0.0.0.0"
+        ports = dict(manifests.named_ports([program.container]))
+        expected = {f"{program.role}-metrics": front.metrics_port}
+        match program.config:
+            case RouterConfig(http_port=http_port):
+                expected |= {"http": http_port, "grpc": front.port}
+            case _:
+                expected |= {program.role: front.port}
+        assert ports == expected
+
+
+def test_ports_of_a_pod_are_different(objects):
+    for workload in workloads(objects):
+        ports = list(manifests.named_ports(workload.containers))
+        for column in zip(*ports, strict=True):
+            assert len(set(column)) == len(column)
+
+
+def test_the_data_path_has_the_address_of_the_pod(programs):
+    for program in programs:
+        match program.config:
+            case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
+                assert transfer.data_host == POD_IP
+
+
+def test_every_program_finds_its_model_in_a_volume(programs):
+    for program in programs:
+        match program.config:
+            case RouterConfig(model=model):
+                pass
+            case config:
+                model = config.engine.model
+        mounts = {mount["mountPath"] for mount in program.container["volumeMounts"]}
+        assert f"/{model.split('/')[1]}" in mounts
+
+
+def test_the_router_names_every_pod_and_no_service(objects, programs):
+    pods = {
+        role: {
+            f"{pod}:{program.config.front.port}"
+            for program in programs
+            if program.role == role
+            for pod in program.workload.pod_names
+        }
+        for role in ("prefill", "decode")
+    }
+    for program in programs:
+        if program.role == "router":
+            assert set(program.config.prefill) == pods["prefill"]
+            assert set(program.config.decode) == pods["decode"]
+
+
+def test_only_the_router_has_a_virtual_address(objects):
+    for service in of_kind(objects, "Service"):
+        (workload,) = [
+            w for w in workloads(objects) if selects(service["spec"]["selector"], w.labels)
+        ]
+        roles = {container["args"][0] for container in workload.containers}
+        headless = service["spec"].get("clusterIP") == "None"
+        assert headless == (roles != {"router"})
+        # The name of a node that drains must stay: its requests go on.
+        assert service["spec"].get("publishNotReadyAddresses", False) == headless
+
+
+# Life -------------------------------------------------------------------------------------------
+
+
+def test_probes_ask_the_program_that_is_there(programs):
+    for program in programs:
+        container, front = program.container, program.config.front
+        asked = {"port": front.port, "service": SERVICES[program.role]}
+        assert container["readinessProbe"]["grpc"] == asked
+        for name in ("startupProbe", "livenessProbe"):
+            match program.config:
+                case RouterConfig():
+                    # Its gRPC health says whether there are nodes: no reason to restart it.
+                    assert container[name]["httpGet"] == {"path": "/health", "port": "http"}
+                case _:
+                    assert container[name]["grpc"] == asked
+
+
+def test_a_large_model_has_time_to_load(programs):
+    for program in programs:
+        if program.role != "router":
+            probe = program.container["startupProbe"]
+            assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
+
+
+def test_a_pod_is_given_longer_than_its_drain(programs):
+    for program in programs:
+        stop = program.container.get("lifecycle", {}).get("preStop", {})
+        before = stop.get("sleep", {}).get("seconds", 0)
+        drain = program.config.front.drain_s
+        assert before < drain
+        grace = program.workload.spec["terminationGracePeriodSeconds"]
+        assert grace >= before + drain + ENDING_S
+
+
+def test_every_kind_of_pod_lets_one_go_at_a_time(objects):
+    budgets = [budget["spec"] for budget in of_kind(objects, "PodDisruptionBudget")]
+    for workload in workloads(objects):
+        mine = [b for b in budgets if selects(b["selector"]["matchLabels"], workload.labels)]
+        assert [budget["maxUnavailable"] for budget in mine] == [1]
+    for budget in budgets:
+        assert any(selects(budget["selector"]["matchLabels"], w.labels) for w in workloads(objects))
+
+
+# Rights -----------------------------------------------------------------------------------------
+
+
+def test_pods_keep_to_the_restricted_profile(objects):
+    user = int(re.findall(r"^USER ([0-9]+):[0-9]+$", DOCKERFILE, re.M)[-1])
+    (namespace,) = of_kind(objects, "Namespace")
+    level = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    added = set()
+    for workload in workloads(objects):
+        spec, pod = workload.spec, workload.spec["securityContext"]
+        assert pod["runAsNonRoot"] and pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert {pod["runAsUser"], pod["runAsGroup"], pod["fsGroup"]} == {user} != {0}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        for container in (*workload.containers, *spec.get("initContainers", ())):
+            own = container["securityContext"]
+            added |= set(own["capabilities"].get("add", ()))
+            assert own["capabilities"]["drop"] == ["ALL"]
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["readOnlyRootFilesystem"] is True
+            assert own.keys() == {
+                "allowPrivilegeEscalation",
+                "readOnlyRootFilesystem",
+                "capabilities",
+            }
+    # What RDMA needs is beyond that profile, and nothing else may be.
+    assert (level, added) in [("restricted", set()), ("privileged", {"IPC_LOCK"})]
+
+
+def test_only_volumes_made_for_it_can_be_written_to(objects):
+    for workload in workloads(objects):
+        empty = {v["name"] for v in workload.spec["volumes"] if "emptyDir" in v}
+        for container in (*workload.containers, *workload.spec.get("initContainers", ())):
+            for mount in container["volumeMounts"]:
+                assert mount.get("readOnly") or mount["name"] in empty
+
+
+def test_pods_get_nothing_from_the_cluster_that_they_did_not_ask_for(objects):
+    for workload in workloads(objects):
+        assert workload.spec["automountServiceAccountToken"] is False
+        # A Service called baton-http would set BATON_HTTP_PORT=tcp://...
+        assert workload.spec["enableServiceLinks"] is False
+
+
+def test_every_container_says_what_it_needs_and_takes_at_most(objects):
+    for workload in workloads(objects):
+        for container in (*workload.containers, *workload.spec.get("initContainers", ())):
+            requests, limits = (container["resources"][key] for key in ("requests", "limits"))
+            assert requests["cpu"]
+            assert num_bytes(requests["memory"]) <= num_bytes(limits["memory"])
+
+
+def test_images_are_ours_in_this_version(objects):
+    for workload in workloads(objects):
+        for container in (*workload.containers, *workload.spec.get("initContainers", ())):
+            image = "router" if container["args"][0] == "router" else "node"
+            name, _, tag = container["image"].rpartition(":")
+            assert name.removeprefix("registry.example/") == f"baton-{image}"
+            assert tag == VERSION
