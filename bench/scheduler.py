@@ -139,6 +139,7 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
         in_flight = loop.step(in_flight)
         durations.append(time.thread_time() - began)
         building.append(runner.building_s)
+    gc.unfreeze()
     if role.told - told != batch_size * steps:
         raise RuntimeError(f"{role.told - told} tokens in {steps} steps of {batch_size}")
     return {

@@ -22,10 +22,16 @@ class CacheConfig(Record):
     page_size: int = Field(16, description="tokens per KV page, a power of two of at least 16")
     num_pages: Positive | None = Field(None, description="pages in the pool; default: by memory")
     memory_fraction: float = Field(
-        0.85, gt=0, lt=1, description="of the memory left after the weights (CPU: 1 GiB at most)"
+        0.9,
+        gt=0,
+        lt=1,
+        description="of the GPU's memory, for weights, graphs and pages; of a CPU's, 1 GiB at most",
     )
     host_pages: int = Field(
-        -1, ge=-1, description="host pages for retracted requests; -1: as many as the pool"
+        -1,
+        ge=-1,
+        description="host pages for retracted requests; -1: as many as the pool, and with CUDA at "
+        "most a quarter of the host's memory",
     )
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for reuse")
 
@@ -76,6 +82,9 @@ class EngineConfig(Record):
     )
     context_length: Positive | None = Field(None, description="default: the model's")
     threads: Positive = Field(1, description="torch threads of the engine on a CPU")
+    cuda_graphs: bool = Field(
+        True, description="decode steps on CUDA as graphs, captured at start; off: for debugging"
+    )
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
 

@@ -1,9 +1,12 @@
 """Random numbers as a function of (seed, token index, token id), in 32-bit integer arithmetic.
 
-The integers are exact on every device: the same hash in a Triton kernel gives the same bits.
+The integers are exact on every device: the torch reference, for whole rows, and the functions for
+Triton kernels, for any tokens of a row, give the same bits.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 # The integer mixer "lowbias32": Christopher Wellons, Prospecting for Hash Functions, 2018.
@@ -52,3 +55,34 @@ def _mix(x: Tensor) -> Tensor:
     x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(_MULTIPLIERS[0])
     x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_MULTIPLIERS[1])
     return x.bitwise_xor_((x >> 16) & 0xFFFF)
+
+
+@triton.jit
+def row_keys(seeds, positions, row):
+    """The keys of one row, uint32, for `token_bits` and `token_noise`."""
+    low = tl.load(seeds + 2 * row).to(tl.uint32, bitcast=True)
+    high = tl.load(seeds + 2 * row + 1).to(tl.uint32, bitcast=True)
+    position = tl.load(positions + row).to(tl.uint32, bitcast=True)
+    first = _mix_words(low + _mix_words(position))
+    second = _mix_words(high ^ _mix_words(position + 0x9E3779B9))
+    return first, second
+
+
+@triton.jit
+def token_bits(first, second, tokens):
+    """`random_bits` of tokens int32 [any shape], as uint32."""
+    return _mix_words(_mix_words(tokens.to(tl.uint32, bitcast=True) + first) + second)
+
+
+@triton.jit
+def token_noise(first, second, tokens):
+    """`gumbel_noise` of tokens int32 [any shape]; equal up to the rounding of the logarithm."""
+    uniform = ((token_bits(first, second, tokens) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _mix_words(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)

@@ -1,7 +1,11 @@
 """Repetition, frequency and presence penalties, from token counts kept on the device."""
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels import device
 
 IN_PROMPT = 1 << 30  # added to a token's count where the prompt has it; below it, the outputs
 
@@ -22,20 +26,26 @@ def apply_penalties(
     multiplied), then minus frequency * count and minus presence, both for output tokens.
 
     Args:
-        logits: float32 [n, vocabulary].
+        logits: float32 [n, vocabulary], rows may be strided.
         rows, count_rows: int64 [m], rows distinct.
         counts: int32 [any, vocabulary], of `count_tokens`.
         repetition, frequency, presence: float32 [m].
     Raises:
-        ValueError: wrong shapes.
+        ValueError: wrong shapes, strides or dtypes.
     """
     if logits.ndim != 2 or counts.ndim != 2 or logits.shape[1] != counts.shape[1]:
         raise ValueError(
             f"[n, vocabulary] twice, got {tuple(logits.shape)} and {tuple(counts.shape)}"
         )
-    if not rows.shape == count_rows.shape == repetition.shape == frequency.shape == presence.shape:
-        raise ValueError("rows, count_rows and the penalties differ in length")
-    apply_penalties_reference(logits, rows, counts, count_rows, repetition, frequency, presence)
+    if logits.dtype != torch.float32 or logits.stride(1) != 1 or counts.stride(1) != 1:
+        raise ValueError(f"float32 logits and contiguous rows expected, got {logits.dtype}")
+    columns = (rows, count_rows, repetition, frequency, presence)
+    if any(column.shape != rows.shape or not column.is_contiguous() for column in columns):
+        raise ValueError("rows, count_rows and the penalties differ in length, or are strided")
+    if device.uses_triton(logits):
+        apply_penalties_triton(logits, rows, counts, count_rows, repetition, frequency, presence)
+    else:
+        apply_penalties_reference(logits, rows, counts, count_rows, repetition, frequency, presence)
 
 
 def apply_penalties_reference(
@@ -58,6 +68,77 @@ def apply_penalties_reference(
     logits[rows] = penalised
 
 
+def apply_penalties_triton(
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    count_rows: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    vocabulary = logits.shape[1]
+    if rows.numel():
+        block = min(2048, triton.next_power_of_2(vocabulary))
+        # Without fused multiplication and addition: every bit as in the reference.
+        _apply_penalties_kernel[(len(rows), triton.cdiv(vocabulary, block))](
+            logits,
+            logits.stride(0),
+            rows,
+            counts,
+            counts.stride(0),
+            count_rows,
+            repetition,
+            frequency,
+            presence,
+            VOCABULARY=vocabulary,
+            IN_PROMPT=IN_PROMPT,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows_ptr",
+        "count_rows_ptr",
+        "repetition_ptr",
+        "frequency_ptr",
+        "presence_ptr",
+    ]
+)
+def _apply_penalties_kernel(
+    logits_ptr,
+    logits_stride,
+    rows_ptr,
+    counts_ptr,
+    counts_stride,
+    count_rows_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    VOCABULARY: tl.constexpr,
+    IN_PROMPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per penalised row and block of tokens. Touches only logits of tokens seen."""
+    place = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count_row = tl.load(count_rows_ptr + place).to(tl.int64)
+    seen = tl.load(
+        counts_ptr + count_row * counts_stride + tokens, mask=tokens < VOCABULARY, other=0
+    )
+    logits_ptr += tl.load(rows_ptr + place).to(tl.int64) * logits_stride
+    logits = tl.load(logits_ptr + tokens, mask=seen > 0, other=0.0)
+    repetition = tl.load(repetition_ptr + place)
+    logits = tl.where(logits > 0.0, tl.div_rn(logits, repetition), logits * repetition)
+    outputs = seen & (IN_PROMPT - 1)
+    logits -= tl.load(frequency_ptr + place) * outputs.to(tl.float32)
+    logits -= tl.where(outputs > 0, tl.load(presence_ptr + place), 0.0)
+    tl.store(logits_ptr + tokens, logits, mask=seen > 0)
+
+
 def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) -> None:
     """Counts tokens[i] in row rows[i], in place; pairs may repeat.
 
@@ -68,12 +149,60 @@ def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) 
         rows: int64 [n].
         tokens: int [n]; a negative one (no token) counts as token 0.
     Raises:
-        ValueError: wrong shapes.
+        ValueError: wrong shapes or strides.
     """
-    if counts.ndim != 2 or rows.shape != tokens.shape:
+    if counts.ndim != 2 or counts.stride(1) != 1 or rows.shape != tokens.shape:
         raise ValueError(
             f"rows and tokens [n] expected, got {tuple(rows.shape)} and {tuple(tokens.shape)}"
         )
+    if not rows.is_contiguous() or not tokens.is_contiguous():
+        raise ValueError("rows and tokens must be contiguous")
+    if device.uses_triton(counts):
+        count_tokens_triton(counts, rows, tokens, prompt=prompt)
+    else:
+        count_tokens_reference(counts, rows, tokens, prompt=prompt)
+
+
+def count_tokens_reference(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) -> None:
     tokens = tokens.long().clamp(min=0)
     value = torch.full((), IN_PROMPT if prompt else 1, dtype=torch.int32, device=counts.device)
     counts.index_put_((rows, tokens), value, accumulate=not prompt)
+
+
+def count_tokens_triton(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) -> None:
+    num_tokens = len(rows)
+    if num_tokens:
+        _count_tokens_kernel[(triton.cdiv(num_tokens, 128),)](
+            counts,
+            counts.stride(0),
+            rows,
+            tokens,
+            num_tokens,
+            VALUE=IN_PROMPT if prompt else 1,
+            ADD=not prompt,
+            BLOCK=128,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+@triton.jit(do_not_specialize=["rows_ptr", "tokens_ptr", "num_tokens"])
+def _count_tokens_kernel(
+    counts_ptr,
+    counts_stride,
+    rows_ptr,
+    tokens_ptr,
+    num_tokens,
+    VALUE: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < num_tokens
+    row = tl.load(rows_ptr + places, mask=inside, other=0).to(tl.int64)
+    token = tl.maximum(tl.load(tokens_ptr + places, mask=inside, other=0), 0)
+    targets = counts_ptr + row * counts_stride + token
+    if ADD:
+        tl.atomic_add(targets, VALUE, mask=inside, sem="relaxed")
+    else:
+        tl.store(targets, VALUE, mask=inside)

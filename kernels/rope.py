@@ -4,28 +4,43 @@ Knows nothing of RoPE variants: they differ in the inverse frequencies that the 
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from kernels import device
+
+BLOCK = 128  # angles per program, one per thread: cosines and sines are arithmetic, not memory
 
 
 def rope_angles(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Tensor:
     """Cosines and sines of every token's angles, once per step for all layers.
 
+    An angle is the product in float32, as Hugging Face's models round it.
+
     Args:
-        positions: int32 [num_tokens], token indices.
-        inverse_frequencies: float32 [head_dim / 2].
+        positions: contiguous int32 [num_tokens], token indices.
+        inverse_frequencies: contiguous float32 [head_dim / 2].
         scale: multiplies both (yarn's attention factor; 1.0 elsewhere).
     Returns:
         float32 [2, num_tokens, head_dim / 2]: cosines, sines.
     Raises:
-        ValueError: wrong shapes or dtypes.
+        ValueError: wrong shapes, strides or dtypes.
     """
-    if positions.ndim != 1 or inverse_frequencies.ndim != 1:
-        raise ValueError(
-            f"[n] and [d / 2] expected, got {tuple(positions.shape)} and "
-            f"{tuple(inverse_frequencies.shape)}"
-        )
-    if inverse_frequencies.dtype != torch.float32:
-        raise ValueError(f"inverse_frequencies: float32, got {inverse_frequencies.dtype}")
+    for name, tensor, dtype in (
+        ("positions", positions, torch.int32),
+        ("inverse_frequencies", inverse_frequencies, torch.float32),
+    ):
+        if tensor.ndim != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: contiguous {dtype} [n] expected, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if device.uses_triton(positions):
+        return rope_angles_triton(positions, inverse_frequencies, scale)
+    return rope_angles_reference(positions, inverse_frequencies, scale)
+
+
+def rope_angles_reference(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Tensor:
     angles = torch.outer(positions.float(), inverse_frequencies)
     return torch.stack((angles.cos(), angles.sin())).mul_(scale)
 
@@ -38,3 +53,33 @@ def rotate_reference(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = angles[0].unsqueeze(1), angles[1].unsqueeze(1)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def rope_angles_triton(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Tensor:
+    num_tokens, half = positions.shape[0], inverse_frequencies.shape[0]
+    angles = torch.empty(2, num_tokens, half, dtype=torch.float32, device=positions.device)
+    if num := num_tokens * half:
+        _rope_angles_kernel[(triton.cdiv(num, BLOCK),)](
+            positions, inverse_frequencies, angles, scale, num, half, BLOCK, num_warps=4
+        )
+    return angles
+
+
+@triton.jit(do_not_specialize=["positions_ptr", "num"])
+def _rope_angles_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    angles_ptr,
+    scale,
+    num,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`num` angles of all tokens, flat. tl.cos and tl.sin reduce their argument exactly: they
+    compile to the accurate functions of CUDA's library, not to the machine's approximations."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < num
+    position = tl.load(positions_ptr + place // HALF, mask=mask, other=0).to(tl.float32)
+    angle = position * tl.load(frequencies_ptr + place % HALF, mask=mask, other=0.0)
+    tl.store(angles_ptr + place, tl.cos(angle) * scale, mask=mask)
+    tl.store(angles_ptr + num + place, tl.sin(angle) * scale, mask=mask)

@@ -1,10 +1,15 @@
 """QK-norm, RoPE and the write of K and V into their pages, from one fused projection."""
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.rms_norm import rms_norm_reference
+from kernels import device
+from kernels.rms_norm import rms_norm_reference, weighted
 from kernels.rope import rotate_reference
+
+BLOCK = 1024  # elements per program: 16 bytes a thread of each half in 16-bit, in 2 warps
 
 
 def rope_and_store(
@@ -19,31 +24,41 @@ def rope_and_store(
 ) -> Tensor:
     """Norms (optionally) and rotates Q and K; writes K and V of each token to its location.
 
-    Order: norm, rounded, then rotation, rounded.
+    Order: norm, rounded as by `add_rms_norm`, then rotation in float32, rounded once.
 
     Args:
-        qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's.
-        angles: float32 [2, num_tokens, head_dim / 2], of `rope_angles`.
-        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim], any strides
-            (pages are addressed in int64); written in place.
-        locations: int64 [num_tokens], page * page_size + offset, all distinct.
-        q_norm, k_norm: [head_dim] weights of an RMSNorm over each head, both or neither.
+        qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's;
+            rows may be strided.
+        angles: contiguous float32 [2, num_tokens, head_dim / 2], of `rope_angles`.
+        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of qkv's dtype, any
+            strides but the last, which is 1 (pages are addressed in int64); written in place.
+        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
+            V of this token are written nowhere.
+        q_norm, k_norm: contiguous [head_dim] weights of an RMSNorm over each head, of qkv's dtype
+            or float32; both or neither.
     Returns:
         Q, [num_tokens, heads, head_dim].
     Raises:
-        ValueError: wrong shapes or dtypes.
+        ValueError: wrong shapes, strides or dtypes.
     """
-    kv_heads, head_dim = kv.shape[1], kv.shape[-1]
-    if kv.ndim != 5 or kv.shape[2] != 2:
+    if kv.ndim != 5 or kv.shape[2] != 2 or kv.shape[4] % 2:
         raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
+    kv_heads, head_dim = kv.shape[1], kv.shape[4]
     if qkv.ndim != 2 or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit kv {tuple(kv.shape)}")
-    if angles.shape != (2, qkv.shape[0], head_dim // 2) or head_dim % 2:
+    if qkv.dtype != kv.dtype or qkv.stride(1) != 1 or kv.stride(4) != 1:
+        raise ValueError(f"qkv {qkv.dtype} {qkv.stride()} does not fit kv {kv.dtype} {kv.stride()}")
+    if angles.shape != (2, qkv.shape[0], head_dim // 2) or not angles.is_contiguous():
         raise ValueError(f"angles {tuple(angles.shape)} do not fit qkv {tuple(qkv.shape)}")
     if locations.shape != qkv.shape[:1] or locations.dtype != torch.int64:
         raise ValueError(f"locations: int64 [n] expected, got {tuple(locations.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
+    for norm in (q_norm, k_norm):
+        if norm is not None and (norm.shape != (head_dim,) or norm.stride(0) != 1):
+            raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
+    if device.uses_triton(qkv):
+        return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps)
     return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps)
 
 
@@ -57,7 +72,7 @@ def rope_and_store_reference(
     eps: float,
 ) -> Tensor:
     kv_heads, page_size, head_dim = kv.shape[1], kv.shape[3], kv.shape[4]
-    packed = qkv.view(qkv.shape[0], -1, head_dim)
+    packed = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     heads = packed.shape[1] - 2 * kv_heads
     rotated = packed[:, : heads + kv_heads]
     if q_norm is not None and k_norm is not None:
@@ -65,9 +80,124 @@ def rope_and_store_reference(
         k = rms_norm_reference(packed[:, heads : heads + kv_heads], k_norm, eps)
         rotated = torch.cat((q, k), dim=1)
     rotated = rotate_reference(rotated, angles)
-    pages, offsets = locations // page_size, locations % page_size
+    stored = torch.stack((rotated[:, heads:], packed[:, heads + kv_heads :]), dim=1)
+    kept = locations >= 0
+    if not bool(kept.all()):
+        locations, stored = locations[kept], stored[kept]
     by_token = kv.permute(0, 3, 2, 1, 4)  # [num_pages, page_size, 2, kv_heads, head_dim]
-    by_token[pages, offsets] = torch.stack(
-        (rotated[:, heads:], packed[:, heads + kv_heads :]), dim=1
-    )
+    by_token[locations // page_size, locations % page_size] = stored
     return rotated[:, :heads]
+
+
+def rope_and_store_triton(
+    qkv: Tensor,
+    angles: Tensor,
+    kv: Tensor,
+    locations: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    num_tokens, kv_heads, page_size, head_dim = qkv.shape[0], kv.shape[1], kv.shape[3], kv.shape[4]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q = torch.empty(num_tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
+        block_half = triton.next_power_of_2(head_dim // 2)
+        block_heads = max(1, BLOCK // (2 * block_half))
+        num_blocks = triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads)
+        _rope_and_store_kernel[(num_tokens, num_blocks)](
+            qkv,
+            angles,
+            kv,
+            locations,
+            q_norm,
+            k_norm,
+            q,
+            qkv.stride(0),
+            *kv.stride()[:4],
+            eps,
+            heads,
+            kv_heads,
+            page_size,
+            head_dim // 2,
+            block_heads,
+            block_half,
+            num_warps=2,
+        )
+    return q
+
+
+@triton.jit(do_not_specialize=["locations_ptr"])
+def _rope_and_store_kernel(
+    qkv_ptr,
+    angles_ptr,
+    kv_ptr,
+    locations_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    qkv_stride,
+    page_stride,
+    head_stride,
+    kv_stride,
+    offset_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """One program per token and block of heads: first Q's, then those of K and V together."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_q = block < q_blocks
+    head = tl.where(is_q, block, block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = head[:, None]
+    # As wide as the heads: angles and weights are then loaded in the layout they are used in.
+    col = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
+    places = head * (2 * HALF) + col
+    cosines = angles_ptr + token * HALF + col
+    sines = cosines + tl.num_programs(0).to(tl.int64) * HALF
+    qkv_ptr += token * qkv_stride
+    if is_q:
+        mask = (head < HEADS) & (col < HALF)
+        source = qkv_ptr + places
+        low, high = _turned(source, q_norm_ptr, cosines, sines, col, mask, eps, HALF)
+        target = q_ptr + token * (HEADS * 2 * HALF) + places
+        tl.store(target, low, mask=mask)
+        tl.store(target + HALF, high, mask=mask)
+    else:
+        location = tl.load(locations_ptr + token)
+        mask = (head < tl.where(location < 0, 0, KV_HEADS)) & (col < HALF)
+        source = qkv_ptr + HEADS * 2 * HALF + places
+        low, high = _turned(source, k_norm_ptr, cosines, sines, col, mask, eps, HALF)
+        page, offset = location // PAGE_SIZE, location % PAGE_SIZE
+        target = kv_ptr + page * page_stride + offset * offset_stride + head * head_stride + col
+        tl.store(target, low, mask=mask)
+        tl.store(target + HALF, high, mask=mask)
+        source += KV_HEADS * 2 * HALF
+        target += kv_stride
+        tl.store(target, tl.load(source, mask=mask), mask=mask)
+        tl.store(target + HALF, tl.load(source + HALF, mask=mask), mask=mask)
+
+
+@triton.jit
+def _turned(source, norm_ptr, cosines, sines, col, mask, eps, HALF: tl.constexpr):
+    """The two halves of heads [heads, HALF], normed where there is a weight, rotated, rounded."""
+    low = tl.load(source, mask=mask, other=0.0)
+    high = tl.load(source + HALF, mask=mask, other=0.0)
+    cos = tl.load(cosines, mask=mask, other=0.0)
+    sin = tl.load(sines, mask=mask, other=0.0)
+    dtype: tl.constexpr = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    if norm_ptr is not None:
+        weight_low = tl.load(norm_ptr + col, mask=mask, other=0.0)
+        weight_high = tl.load(norm_ptr + HALF + col, mask=mask, other=0.0)
+        squares = tl.sum(low * low + high * high, axis=1, keep_dims=True)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)
+        low = weighted(low * scale, weight_low).to(dtype).to(tl.float32)
+        high = weighted(high * scale, weight_high).to(dtype).to(tl.float32)
+    return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)

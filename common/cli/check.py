@@ -76,7 +76,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         device = resolve_device(config.device)
         yield Finding("device", "ok", _device(device))
         # Weights first: what is left decides the size of the KV pool.
-        free = free_bytes(device)
+        free = free_bytes(device, config.cache.memory_fraction)
         shape = resolve_shape(config, spec, free=free)
         weights = weight_bytes(directory, spec, shape.dtype)
         shape = resolve_shape(config, spec, free=free - weights)

@@ -1,16 +1,21 @@
 """Builds an engine, part after part, in the order in which they need each other."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from common.config import EngineConfig
+from common.engine.footprint import largest_forward, measure_footprint
+from common.engine.graphs import CudaRecorder
 from common.engine.kv import HostPool, KVPool
 from common.engine.limits import RequestLimits
 from common.engine.models import (
     Model,
+    ModelSpec,
     fingerprint,
     load,
     read_spec,
@@ -22,11 +27,20 @@ from common.engine.radix import RadixCache
 from common.engine.request import Ints, Request
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler
-from common.engine.sizing import EngineShape, free_bytes, resolve_device, resolve_shape
+from common.engine.sizing import (
+    EngineShape,
+    free_bytes,
+    resolve_device,
+    resolve_shape,
+    weight_bytes,
+)
 from common.engine.stream import Stream, open_stream
 from common.engine.table import RequestTable
+from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
+
+PROGRESS_S = 1.0  # between two lines about captured graphs
 
 log = logging.getLogger(__name__)
 
@@ -75,16 +89,22 @@ def build(config: EngineConfig) -> Engine:
     device = resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
+    else:
+        torch.cuda.set_device(device)  # of this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)
     spec = read_spec(directory)
-    model = load(directory, device, resolve_dtype(config.dtype, device))
-    shape = resolve_shape(config, spec, free=free_bytes(device))
+    model = _load(directory, spec, device, config)
+    shape = _shape(config, model)
     pool = KVPool(shape.layout, shape.num_pages, device)
     host_pool = HostPool(shape.layout, shape.host_pages, device)
     page_size = shape.layout.page_size
     table = RequestTable(config.scheduler.max_running, shape.context_length, page_size)
     pages = PageAllocator(shape.num_pages)
     stream = open_stream(device)
+    recorder = CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
+    runner = ModelRunner(model, pool, host_pool, table, stream, recorder)
+    if device.type == "cuda":
+        _prepare(runner, largest_forward(shape, config.scheduler.max_running))
     log.info(
         "engine built %s",
         kv(
@@ -105,7 +125,7 @@ def build(config: EngineConfig) -> Engine:
         pages=pages,
         cache=RadixCache(page_size, pages, enabled=config.cache.prefix_cache),
         stream=stream,
-        runner=ModelRunner(model, pool, host_pool, table, stream),
+        runner=runner,
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=spec.vocabulary_size,
@@ -121,3 +141,45 @@ def build(config: EngineConfig) -> Engine:
         },
         tokenizer_hash=tokenizer_hash(directory),
     )
+
+
+def _load(directory: Path, spec: ModelSpec, device: torch.device, config: EngineConfig) -> Model:
+    dtype = resolve_dtype(config.dtype, device)
+    needed = weight_bytes(directory, spec, dtype)
+    free = free_bytes(device, config.cache.memory_fraction)
+    if needed > free:
+        raise ConfigError(
+            f"{directory}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB "
+            f"of {device} may be used (engine.cache.memory_fraction "
+            f"{config.cache.memory_fraction})"
+        )
+    return load(directory, device, dtype)
+
+
+def _shape(config: EngineConfig, model: Model) -> EngineShape:
+    fraction = config.cache.memory_fraction
+    shape = resolve_shape(config, model.spec, free=free_bytes(model.device, fraction))
+    if model.device.type == "cpu":
+        return shape
+    footprint = measure_footprint(
+        model, shape, max_running=config.scheduler.max_running, graphs=config.cuda_graphs
+    )
+    log.info(
+        "memory beside weights and pages %s",
+        kv(forward_mib=footprint.forward >> 20, graphs_mib=footprint.graphs >> 20),
+    )
+    free = free_bytes(model.device, fraction) - footprint.total
+    return resolve_shape(config, model.spec, free=free)
+
+
+def _prepare(runner: ModelRunner, num_tokens: int) -> None:
+    """All that would otherwise hold up the first requests: graphs, kernels, memory."""
+    sizes = runner.graph_sizes
+    told = time.monotonic()
+    for done, size in enumerate(sizes, start=1):
+        runner.capture(size)
+        if time.monotonic() - told > PROGRESS_S or done == len(sizes):
+            told = time.monotonic()
+            log.info("decode graphs captured %s", kv(done=done, of=len(sizes), rows=size))
+    # Last, because a capture gives unused memory back to the device.
+    runner.rehearse(num_tokens)

@@ -56,6 +56,7 @@ def drive(
     finally:
         watchdog.stop()
         engine.stream.close()
+        gc.unfreeze()  # or the libraries' own leak checks complain of what is frozen, at exit
 
 
 def _report(stuck_s: float, state: Mapping[str, object]) -> None:

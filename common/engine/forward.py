@@ -4,7 +4,7 @@ Built on the engine thread by column operations, a few per step whatever the num
 tensor is a copy, so that a launched forward never sees the table change.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -13,58 +13,83 @@ from torch import Tensor
 
 from common.engine.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.table import RequestTable
+from common.engine.upload import packed_bytes, upload
 from kernels.sampling import SamplingColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """Rows are consecutive ranges of tokens. Nothing of it is ever changed in place."""
+    """Rows are consecutive ranges of tokens. Nothing of it is ever changed in place.
+
+    Padding, which gives a captured graph its size, are decode rows of length 0 with token 0 at
+    location -1: they read and write no page, and nobody wants their logits.
+    """
 
     token_ids: Tensor  # int32 [num_tokens]; -(slot + 1): the last token sampled in that slot
     positions: Tensor  # int32 [num_tokens], token indices
     locations: Tensor  # int64 [num_tokens], page * page_size + offset: where its K and V go
-    page_table: Tensor  # int32 [num_rows, pages of the longest row]
-    query_starts: Tensor  # int32 [num_rows + 1], in tokens
     lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
+    page_starts: Tensor  # int32 [num_rows]: row i's pages are page_ids[page_starts[i] + j]
+    query_starts: Tensor  # int32 [num_rows + 1], in tokens
     sampled: Tensor  # int64 [num_sampled], the tokens whose logits are wanted
-    slots: Tensor  # int64 [num_sampled]
+    page_ids: Tensor  # int32 [any]
+    slots: Tensor  # int64 [num_sampled without padding]
     sampling: SamplingColumns | None  # None: every row takes its likeliest token
+    num_decodes: int  # of the last rows, how many have one token each
 
-    def to(self, device: torch.device) -> "ForwardBatch":
-        """On a CPU the batch itself, elsewhere an asynchronous copy on the current stream."""
-        if device.type == "cpu":
+    @property
+    def num_rows(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def packed_bytes(self) -> int:
+        """What `to` needs of its destination."""
+        return packed_bytes(self._tensors())
+
+    def padded(self, num_rows: int) -> "ForwardBatch":
+        """A decode step as one of so many rows. `slots` and `sampling` stay as they are."""
+        added = num_rows - self.num_rows
+        if not added:
             return self
-        return ForwardBatch(
-            token_ids=upload(self.token_ids, device),
-            positions=upload(self.positions, device),
-            locations=upload(self.locations, device),
-            page_table=upload(self.page_table, device),
-            query_starts=upload(self.query_starts, device),
-            lengths=upload(self.lengths, device),
-            sampled=upload(self.sampled, device),
-            slots=upload(self.slots, device),
-            sampling=None if self.sampling is None else _upload_sampling(self.sampling, device),
+        places = torch.arange(num_rows + 1)
+        return replace(
+            self,
+            token_ids=_grown(self.token_ids, added, 0),
+            positions=_grown(self.positions, added, 0),
+            locations=_grown(self.locations, added, -1),
+            lengths=_grown(self.lengths, added, 0),
+            page_starts=_grown(self.page_starts, added, 0),
+            query_starts=places.int(),
+            sampled=places[:-1],
+            num_decodes=num_rows,
         )
 
+    def to(self, device: torch.device, into: Tensor | None = None) -> "ForwardBatch":
+        """The batch on the device, see `upload`. What a graph reads comes first."""
+        uploaded = upload(self._tensors(), device, into)
+        sampling = None
+        if self.sampling is not None:
+            columns = uploaded[len(_TENSORS) :]
+            sampling = SamplingColumns(**dict(zip(_SAMPLING, columns, strict=True)))
+        return ForwardBatch(
+            **dict(zip(_TENSORS, uploaded, strict=False)),
+            sampling=sampling,
+            num_decodes=self.num_decodes,
+        )
 
-def _upload_sampling(columns: SamplingColumns, device: torch.device) -> SamplingColumns:
-    return SamplingColumns(
-        temperature=upload(columns.temperature, device),
-        top_k=upload(columns.top_k, device),
-        top_p=upload(columns.top_p, device),
-        min_p=upload(columns.min_p, device),
-        seeds=upload(columns.seeds, device),
-        positions=upload(columns.positions, device),
-        filtered=upload(columns.filtered, device),
-    )
+    def _tensors(self) -> list[Tensor]:
+        tensors = [getattr(self, name) for name in _TENSORS]
+        if self.sampling is not None:
+            tensors += [getattr(self.sampling, name) for name in _SAMPLING]
+        return tensors
 
 
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Onto a device through pinned memory, asynchronously on the current stream; torch keeps the
-    staging copy until the device has read it. On a CPU the tensor itself."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name not in ("sampling", "num_decodes"))
+_SAMPLING = tuple(f.name for f in fields(SamplingColumns))
+
+
+def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
+    return torch.cat((tensor, tensor.new_full((added,), filler)))
 
 
 class BatchBuilder:
@@ -74,7 +99,8 @@ class BatchBuilder:
         self._table = table
         # Where every row has one token the places of tokens are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
-        self._places_32 = torch.arange(table.num_slots + 1, dtype=torch.int32)
+        self._rows_32 = np.arange(table.num_slots + 1, dtype=np.int32)
+        self._places_32 = torch.from_numpy(self._rows_32)
         self._places_64 = torch.arange(table.num_slots + 1)
 
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
@@ -83,6 +109,8 @@ class BatchBuilder:
         num_rows = len(slots)
         num_pages = -(-int(ends.max()) // self._table.page_size)
         page_table = self._table.page_table[slots, :num_pages]
+        page_ids = torch.from_numpy(page_table.reshape(-1))
+        page_starts = torch.from_numpy(self._rows_32[:num_rows] * np.int32(num_pages))
         lengths = torch.from_numpy(ends)
         if batch.mode is ForwardMode.DECODE:
             token_ids, locations = self._tokens(slots, starts, self._places[:num_rows], page_table)
@@ -90,12 +118,14 @@ class BatchBuilder:
                 token_ids=token_ids,
                 positions=torch.from_numpy(starts),
                 locations=locations,
-                page_table=torch.from_numpy(page_table),
-                query_starts=self._places_32[: num_rows + 1],
                 lengths=lengths,
+                page_starts=page_starts,
+                query_starts=self._places_32[: num_rows + 1],
                 sampled=self._places_64[:num_rows],
+                page_ids=page_ids,
                 slots=torch.from_numpy(slots),
                 sampling=self._sampling(slots, ends),
+                num_decodes=num_rows,
             )
         counts = ends - starts
         query_starts = np.zeros(num_rows + 1, np.int32)
@@ -105,16 +135,19 @@ class BatchBuilder:
         positions = np.arange(len(rows), dtype=np.int32) - (first_places - starts)[rows]
         token_ids, locations = self._tokens(slots[rows], positions, rows, page_table)
         sampled_slots = slots[batch.samples]
+        long_rows = (counts != 1).nonzero()[0]
         return ForwardBatch(
             token_ids=token_ids,
             positions=torch.from_numpy(positions),
             locations=locations,
-            page_table=torch.from_numpy(page_table),
-            query_starts=torch.from_numpy(query_starts),
             lengths=lengths,
+            page_starts=page_starts,
+            query_starts=torch.from_numpy(query_starts),
             sampled=torch.from_numpy(query_starts[1:][batch.samples].astype(np.int64) - 1),
+            page_ids=page_ids,
             slots=torch.from_numpy(sampled_slots),
             sampling=self._sampling(sampled_slots, ends[batch.samples]),
+            num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
         )
 
     def _tokens(
@@ -140,14 +173,11 @@ class BatchBuilder:
         greedy = table.greedy[slots]
         if np.count_nonzero(greedy) == len(slots):
             return None
-        top_k, top_p, min_p = table.top_k[slots], table.top_p[slots], table.min_p[slots]
-        filtered = ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)) & ~greedy
         return SamplingColumns(
             temperature=torch.from_numpy(table.temperature[slots]),
-            top_k=torch.from_numpy(top_k),
-            top_p=torch.from_numpy(top_p),
-            min_p=torch.from_numpy(min_p),
+            top_k=torch.from_numpy(table.top_k[slots]),
+            top_p=torch.from_numpy(table.top_p[slots]),
+            min_p=torch.from_numpy(table.min_p[slots]),
             seeds=torch.from_numpy(table.seed[slots].view(np.int32).reshape(-1, 2)),
             positions=torch.from_numpy(positions),
-            filtered=torch.from_numpy(filtered.nonzero()[0]),
         )

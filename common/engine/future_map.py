@@ -13,6 +13,10 @@ class FutureMap:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
+    @property
+    def num_slots(self) -> int:
+        return self.tokens.shape[0]
+
     def store(self, slots: Tensor, tokens: Tensor) -> None:
         """Remembers tokens[i] as the last of slots[i] (int64, distinct).
 

@@ -4,7 +4,8 @@ Knows nothing of requests' lives: it reads the request table at launch, and the 
 does not know yet from the future map.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from common.engine.batch import NOT_SAMPLED, BatchResult, ScheduleBatch
 from common.engine.forward import BatchBuilder, ForwardBatch
 from common.engine.future_map import FutureMap
+from common.engine.graphs import DecodeGraphs, Recorder
 from common.engine.kv import HostPool, KVPool, swap_in, swap_out
 from common.engine.models import Model
 from common.engine.penalties import PenaltyBatch, PenaltyCounts
+from common.engine.rehearsal import decode_rehearsal, prompt_rehearsal
 from common.engine.stream import Event, Stream
 from common.engine.table import RequestTable
 from kernels.sampling import sample
@@ -51,10 +54,20 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs a model over a pool for the requests of a table. `launch`: engine thread only."""
+    """Runs a model over a pool for the requests of a table. Engine thread only.
+
+    Args:
+        recorder: of the graphs of decode steps; None: every step is launched kernel by kernel.
+    """
 
     def __init__(
-        self, model: Model, pool: KVPool, host_pool: HostPool, table: RequestTable, stream: Stream
+        self,
+        model: Model,
+        pool: KVPool,
+        host_pool: HostPool,
+        table: RequestTable,
+        stream: Stream,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -63,6 +76,39 @@ class ModelRunner:
         self._stream = stream
         self._future = FutureMap(table.num_slots, model.device)
         self._penalties = PenaltyCounts(table, model.spec.vocabulary_size, model.device)
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None:
+            self._graphs = DecodeGraphs(
+                self._eager,
+                recorder,
+                model.device,
+                max_rows=table.num_slots,
+                max_pages=table.page_table.shape[1],
+            )
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Rows of the graphs that `capture` is to be called for, descending."""
+        return self._graphs.sizes if self._graphs is not None else ()
+
+    def capture(self, size: int) -> None:
+        """Captures one of `graph_sizes`, and waits until it is done. Before that, steps that it
+        would fit take a larger graph, or none."""
+        graphs = self._graphs
+        assert graphs is not None
+        self._enqueue(lambda: graphs.capture(size)).wait()
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Runs the largest forward there will be, and all that follows a forward, over nobody's
+        tokens, and waits for it: kernels get compiled, and the memory they need allocated."""
+        prompt = prompt_rehearsal(num_tokens, self._pool.layout.page_size)
+        decode = decode_rehearsal(self._future.num_slots)
+
+        def work() -> None:
+            for inputs in (prompt, decode, replace(decode, sampling=None)):
+                self._sample(*self._forward(inputs), self._penalties.rehearsal())
+
+        self._enqueue(work).wait()
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Copies what the step needs of the table and enqueues: swap out, swap in, forward,
@@ -74,9 +120,15 @@ class ModelRunner:
         def work() -> None:
             output.tokens = self._run(batch, inputs, penalties)
 
-        return LaunchedStep(batch, output, self._stream.submit(work))
+        return LaunchedStep(batch, output, self._enqueue(work))
 
-    @torch.inference_mode()
+    def _enqueue(self, work: Callable[[], None]) -> Event:
+        def enqueue() -> None:
+            with torch.inference_mode():
+                work()
+
+        return self._stream.submit(enqueue)
+
     def _run(
         self, batch: ScheduleBatch, inputs: ForwardBatch, penalties: PenaltyBatch | None
     ) -> Tensor:
@@ -84,15 +136,34 @@ class ModelRunner:
             swap_out(self._pool, self._host_pool, batch.swap_out)
         if batch.swap_in is not None:
             swap_in(self._pool, self._host_pool, batch.swap_in)
-        inputs = inputs.to(self._model.device)
-        logits = self._model.forward(inputs, self._pool, self._future.tokens)
-        if penalties is not None:
-            self._penalties.apply(penalties, logits)
-        tokens = sample(logits, inputs.sampling)
-        if penalties is not None:
-            self._penalties.add(penalties, tokens)
-        self._future.store(inputs.slots, tokens)
+        uploaded, hidden = self._forward(inputs)
+        tokens = self._sample(uploaded, hidden, penalties)
         return _to_host(tokens)
+
+    def _forward(self, inputs: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
+        """The batch on the device, and the hidden states of its sampled tokens."""
+        if self._graphs is not None and (size := self._graphs.size_for(inputs)):
+            return self._graphs.run(inputs, size)
+        uploaded = inputs.to(self._model.device)
+        return uploaded, self._eager(uploaded)
+
+    def _eager(self, uploaded: ForwardBatch) -> Tensor:
+        return self._model.forward(uploaded, self._pool, self._future.tokens)
+
+    def _sample(
+        self, uploaded: ForwardBatch, hidden: Tensor, penalties: PenaltyBatch | None
+    ) -> Tensor:
+        logits = self._model.logits(hidden)
+        if penalties is None:
+            tokens = sample(logits, uploaded.sampling)
+        else:
+            penalties = penalties.to(self._model.device)
+            logits = logits.float()
+            self._penalties.apply(penalties, logits)
+            tokens = sample(logits, uploaded.sampling)
+            self._penalties.add(penalties, tokens)
+        self._future.store(uploaded.slots, tokens)
+        return tokens
 
 
 def _to_host(tokens: Tensor) -> Tensor:

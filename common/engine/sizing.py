@@ -3,6 +3,7 @@
 The configuration says what is wanted; an EngineShape says what is. Neither changes afterwards.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from common.errors import ConfigError
 
 CPU_POOL_BYTES = 1 << 30  # unless num_pages says otherwise: a CPU serves small models
 DEVICE_CHUNK_TOKENS = 2048
+CUDA_CONTEXT_BYTES = 1 << 29  # what driver and libraries take beside torch's allocator
+PINNED_FRACTION = 0.25  # of the host's available memory: retracted requests get no more on CUDA
 CPU_CHUNK_S = 0.4  # a chunk on a CPU takes at most so long: cancels wait for a chunk's edge
 
 
@@ -44,21 +47,45 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"engine.device: {name!r} is no device") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"engine.device: {device.type} is not supported, only cpu and cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.device: {name} is not there, this machine has "
             f"{torch.cuda.device_count()} CUDA devices"
         )
-    return device
+    return torch.device("cuda", index)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is free now."""
+def free_bytes(device: torch.device, fraction: float) -> int:
+    """Memory that this process may still take.
+
+    Args:
+        fraction: of a GPU's whole memory, this process's share of it, with all that it has taken
+            already; of a host's memory that is available now.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        taken = torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES
+        return min(free, int(fraction * total) - taken)
+    return int(fraction * min(_available_bytes(), container_bytes()))
+
+
+def _available_bytes() -> int:
     with Path("/proc/meminfo").open() as lines:
         available = next(line for line in lines if line.startswith("MemAvailable"))
     return int(available.split()[1]) * 1024
+
+
+def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """What this process's container leaves it (cgroup v2); infinite without a limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        taken = int((cgroup / "memory.current").read_text())
+    except OSError:
+        return math.inf
+    return math.inf if limit == "max" else max(0, int(limit) - taken)
 
 
 def weight_bytes(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -72,7 +99,8 @@ def resolve_shape(config: EngineConfig, spec: ModelSpec, *, free: int) -> Engine
     """What this machine gives the model.
 
     Args:
-        free: bytes of device memory left after the weights.
+        free: bytes of device memory for pages: what is left after the weights, the largest
+            forward and the graphs.
     Raises:
         ConfigError: with the numbers, where the model does not fit.
     """
@@ -86,25 +114,33 @@ def resolve_shape(config: EngineConfig, spec: ModelSpec, *, free: int) -> Engine
         )
     page_size = config.cache.page_size
     layout = KVLayout.of(spec.layers, page_size, dtype)
-    room = int(free * config.cache.memory_fraction)
-    if device.type == "cpu":
-        room = min(room, CPU_POOL_BYTES)
+    room = min(free, CPU_POOL_BYTES) if device.type == "cpu" else free
     num_pages = config.cache.num_pages or _pages_in(room, config, layout, context_length)
     if num_pages * layout.page_bytes > free:
         raise ConfigError(
             f"engine.cache.num_pages: {num_pages} pages of {layout.page_bytes} bytes take "
-            f"{_gib(num_pages * layout.page_bytes)}, {_gib(free)} are free after the weights"
+            f"{_gib(num_pages * layout.page_bytes)}, {_gib(free)} are left for them"
         )
-    host_pages = config.cache.host_pages
     return EngineShape(
         device=device,
         dtype=dtype,
         layout=layout,
         context_length=context_length,
         num_pages=num_pages,
-        host_pages=num_pages if host_pages < 0 else host_pages,
+        host_pages=_host_pages(config, layout, device, num_pages),
         chunk_tokens=_chunk_tokens(config, spec, device, context_length),
     )
+
+
+def _host_pages(
+    config: EngineConfig, layout: KVLayout, device: torch.device, num_pages: int
+) -> int:
+    if config.cache.host_pages >= 0:
+        return config.cache.host_pages
+    if device.type == "cpu":
+        return num_pages
+    room = free_bytes(torch.device("cpu"), PINNED_FRACTION)
+    return min(num_pages, room // layout.page_bytes)
 
 
 def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length: int) -> int:
@@ -112,7 +148,7 @@ def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length:
     num_pages = min(room // layout.page_bytes, pages_of_one * config.scheduler.max_running)
     if num_pages < 2:
         raise ConfigError(
-            f"no room for a KV pool: {_gib(room)} may be used after the weights, one page takes "
+            f"no room for a KV pool: {_gib(room)} are left for it, and one page takes "
             f"{_gib(layout.page_bytes)}"
         )
     return num_pages
@@ -149,4 +185,4 @@ def _cpu_flops() -> float:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**30:.3f} GiB"

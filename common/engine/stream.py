@@ -104,7 +104,7 @@ class CudaStream:
     def submit(self, work: Callable[[], None]) -> CudaEvent:
         with torch.cuda.stream(self._stream):
             work()
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return CudaEvent(event)
 

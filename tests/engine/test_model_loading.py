@@ -49,7 +49,7 @@ def load_error(directory):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama", "mistral", "qwen2", "qwen3"]),
+        ({"model_type": "gpt2"}, ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2"]),
         ({"model_type": ...}, ["model_type", "string"]),
         ({"hidden_size": ...}, ["hidden_size", "positive integer", "nothing"]),
         ({"hidden_size": "64"}, ["hidden_size", '"64"']),
@@ -57,7 +57,7 @@ def load_error(directory):
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "divisor"]),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
         ({"head_dim": 31}, ["head_dim", "31"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+        ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu, gelu, gelu_pytorch_tanh"]),
         ({"dtype": "float64"}, ["dtype", "float64", "bfloat16"]),
         ({"quantization_config": {"bits": 4}}, ["quantised"]),
         ({"rope_parameters": {"rope_type": "dynamic"}}, ["dynamic", "yarn", "llama3", "linear"]),
@@ -164,6 +164,15 @@ def test_a_generation_config_is_not_required(directory):
 
 
 @pytest.mark.parametrize(
+    "name, expected",
+    [(..., "silu"), ("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")],
+)
+def test_activations_have_their_names_from_transformers(directory, name, expected):
+    edit(directory, hidden_act=name)
+    assert read_spec(directory).activation == expected
+
+
+@pytest.mark.parametrize(
     "changes, expected",
     [
         ({}, 4096),  # what transformers fills in
@@ -175,6 +184,38 @@ def test_mistral_has_the_window_that_transformers_gives_it(tmp_path, changes, ex
     directory = make_checkpoint(tmp_path, "mistral")
     edit(directory, **({"sliding_window": ...} | changes))
     assert read_spec(directory).windows == (expected,) * 2
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, (4096, None, 4096)),
+        ({"sliding_window": 33}, (33, None, 33)),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, (None, None, 4096)),
+    ],
+)
+def test_gemma_alternates_windows_unless_it_says_otherwise(tmp_path, changes, expected):
+    directory = make_checkpoint(tmp_path, "gemma2", num_hidden_layers=3)
+    edit(directory, **({"sliding_window": ..., "layer_types": ...} | changes))
+    assert read_spec(directory).windows == expected
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "false"]),
+        ({"hidden_activation": "relu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ({"attn_logit_softcapping": 0.0}, ["attn_logit_softcapping", "positive", "null"]),
+        ({"final_logit_softcapping": -1.0}, ["final_logit_softcapping", "positive", "null"]),
+        ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "positive"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_configuration_of_gemma_is_named(tmp_path, changes, words):
+    directory = make_checkpoint(tmp_path, "gemma2")
+    edit(directory, **changes)
+    message = load_error(directory)
+    assert all(word in message for word in words), message
 
 
 def test_yarn_extends_the_context_from_its_original_length(directory):
@@ -222,6 +263,22 @@ def test_weights_do_not_change_with_the_file(directory):
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     assert torch.equal(weights.embedding, before)
+
+
+def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(tmp_path):
+    directory = make_checkpoint(tmp_path, "gemma2")
+    stored = load_file(directory / "model.safetensors")
+    weights = load_weights(Checkpoint(directory), read_spec(directory), CPU, torch.bfloat16)
+    layer, prefix = weights.layers[1], "model.layers.1."
+    for norm, name in (
+        (weights.norm, "model.norm"),
+        (layer.input_norm, f"{prefix}input_layernorm"),
+        (layer.attention_post_norm, f"{prefix}post_attention_layernorm"),
+        (layer.mlp_norm, f"{prefix}pre_feedforward_layernorm"),
+        (layer.mlp_post_norm, f"{prefix}post_feedforward_layernorm"),
+    ):
+        assert torch.equal(norm, 1 + stored[f"{name}.weight"])
+    assert weights.embedding.dtype == layer.qkv.dtype == torch.bfloat16
 
 
 def test_auto_means_float32_on_a_cpu_and_bfloat16_on_cuda():

@@ -41,6 +41,8 @@ VARIANTS = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}},
     ),
     "llama llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama tanh gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral window": ("mistral", {"sliding_window": 21}),
     "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen2 yarn, own scales": (
@@ -68,6 +70,24 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # These models' scores and logits are small: a cap of 3 bends them, one of 30 hardly does.
+    "gemma2 low caps": (
+        "gemma2",
+        {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2 without caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2 biased, untied, gelu, own windows": (
+        "gemma2",
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "hidden_activation": "gelu",
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
 }
 
 
@@ -81,12 +101,15 @@ class Recorder:
 
     def __init__(self, model: Model) -> None:
         self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
-        self.logits: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
         self._model = model
 
     def forward(self, batch, pool, future_tokens):
-        logits = self._model.forward(batch, pool, future_tokens)
-        self.logits.append(logits.clone())
+        return self._model.forward(batch, pool, future_tokens)
+
+    def logits(self, hidden):
+        logits = self._model.logits(hidden)
+        self.seen.append(logits.clone())
         return logits
 
 
@@ -105,7 +128,7 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, v
     for start, end in zip([0, *ends], ends, strict=False):
         steps.launch([(slot, start, end)])
     steps.close()
-    actual = torch.cat(model.logits)
+    actual = torch.cat(model.seen)
     assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
 
 
@@ -140,16 +163,18 @@ def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):
         for slot, (_, start, _) in zip(slots, rows, strict=True):
             if start:
                 steps.launch([(slot, 0, start)], samples=[False])
-        model.logits.clear()
+        model.seen.clear()
         for batch in batches:
             steps.launch([(slots[i], *rows[i][1:]) for i in batch])
         steps.close()
-        return torch.cat(model.logits)
+        return torch.cat(model.seen)
 
     torch.testing.assert_close(logits([0, 1, 2]), logits([0], [1], [2]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["llama llama3", "qwen2 yarn", "mistral window", "qwen3"])
+@pytest.mark.parametrize(
+    "variant", ["llama llama3", "qwen2 yarn", "mistral window", "qwen3", "gemma2"]
+)
 def test_a_transformers_4_config_gives_the_same_model(tmp_path, variant):
     architecture, overrides = VARIANTS[variant]
     directory = make_checkpoint(tmp_path, architecture, **overrides)
@@ -170,20 +195,21 @@ def test_shards_give_the_same_weights_as_one_file(tmp_path):
         steps = Steps(model, overlap=False)
         steps.prefill(steps.add(prompt(20)))
         steps.close()
-        outputs.append(torch.cat(model.logits))
+        outputs.append(torch.cat(model.seen))
     assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_float32(tmp_path, dtype):
-    directory = make_checkpoint(tmp_path, "qwen3")
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_half_precision_stays_near_float32(tmp_path, dtype, architecture):
+    directory = make_checkpoint(tmp_path, architecture)
     outputs = []
     for kind in (torch.float32, dtype):
         model = Recorder(load(directory, CPU, kind))
         steps = Steps(model, overlap=False)
         steps.prefill(steps.add(prompt(50)), chunk=20)
         steps.close()
-        outputs.append(torch.cat(model.logits))
+        outputs.append(torch.cat(model.seen))
     exact, rounded = outputs
-    assert rounded.dtype == torch.float32
+    assert rounded.dtype == (torch.float32 if architecture == "gemma2" else dtype)
     assert (exact - rounded).abs().max() < 0.05 * exact.std()

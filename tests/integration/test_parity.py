@@ -46,7 +46,7 @@ def _all_axes() -> list[Axes]:
     axes = []
     for number, architecture in enumerate(ARCHITECTURES):
         for c, path in enumerate(("nixl", "tcp")):
-            a, b = divmod(number, 2)
+            a, b = divmod(number % 4, 2)
             axes.append(
                 Axes(
                     architecture,

@@ -5,6 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels import device
+
+# In Triton's interpreter where there is no GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 @pytest.fixture(autouse=True)
 def _unwritten_memory_is_nan() -> Iterator[None]:
@@ -13,3 +18,11 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of an operation's two implementations runs, whatever the device."""
+    kind: str = request.param
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: kind == "triton")
+    return kind

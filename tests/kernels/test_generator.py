@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from kernels.generator import gumbel_noise, random_bits
+from kernels.generator import gumbel_noise, random_bits, row_keys, token_bits, token_noise
+from tests.kernels.conftest import DEVICE
 
 WORD = 2**32
 
@@ -83,6 +86,28 @@ def test_neighbours_are_not_correlated():
     ):
         pairs = torch.stack((one.flatten(), other.flatten()))
         assert pairs.corrcoef()[0, 1].abs() < 4 / math.sqrt(pairs.shape[1])
+
+
+@triton.jit
+def draw_kernel(seeds_ptr, positions_ptr, bits_ptr, noise_ptr, TOKENS: tl.constexpr):
+    row = tl.program_id(0)
+    first, second = row_keys(seeds_ptr, positions_ptr, row)
+    tokens = tl.arange(0, TOKENS)
+    bits = token_bits(first, second, tokens).to(tl.int32, bitcast=True)
+    tl.store(bits_ptr + row * TOKENS + tokens, bits)
+    tl.store(noise_ptr + row * TOKENS + tokens, token_noise(first, second, tokens))
+
+
+def test_a_kernel_draws_the_same_bits_and_the_same_noise():
+    seeds, positions = columns(
+        [0, 1, 2**31, 2**64 - 1, 0x123456789ABCDEF0], [0, 2**31 - 1, 7, 4096, 1]
+    )
+    bits = torch.empty(5, 1024, dtype=torch.int32, device=DEVICE)
+    noise = torch.empty(5, 1024, device=DEVICE)
+    draw_kernel[(5,)](seeds.to(DEVICE), positions.to(DEVICE), bits, noise, TOKENS=1024)
+    assert torch.equal(bits.cpu(), random_bits(seeds, positions, 1024))
+    expected = gumbel_noise(seeds, positions, 1024)
+    torch.testing.assert_close(noise.cpu(), expected, rtol=0.0, atol=2e-6)
 
 
 def test_wrong_shapes_and_dtypes_are_refused():

@@ -7,13 +7,21 @@ import torch
 
 from kernels.rope import rope_angles
 from kernels.rope_and_store import rope_and_store
+from tests.kernels.conftest import DEVICE
 
 PAGE_SIZE = 4
+NOWHERE = -1
+EPS = 0.03  # so large that it shows
 
 
-def kv_layer(kv_heads, head_dim, num_pages=6, num_layers=3, layer=1):
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def kv_layer(kv_heads, head_dim, num_pages=6, num_layers=3, layer=1, dtype=torch.float32):
     """One layer's strided view of a pool of NaN, and the pool."""
-    pool = torch.full((num_pages, kv_heads, num_layers, 2, PAGE_SIZE, head_dim), math.nan)
+    shape = (num_pages, kv_heads, num_layers, 2, PAGE_SIZE, head_dim)
+    pool = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     return pool[:, :, layer], pool
 
 
@@ -21,63 +29,122 @@ def rotated(x, position, frequencies):
     """[heads, head_dim] in float64: pairs (i, i + d/2) as complex numbers, turned."""
     half = x.shape[-1] // 2
     numbers = torch.complex(x[:, :half].double(), x[:, half:].double())
-    turned = numbers * torch.polar(torch.ones(half).double(), position * frequencies.double())
+    angles = (position * frequencies).double()
+    turned = numbers * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def normed(x, weight):
-    return x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    return x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 2), (4, 2, 6), (6, 1, 32)])
-@pytest.mark.parametrize("with_norm", [True, False])
-def test_q_comes_back_and_k_and_v_go_to_their_places(heads, kv_heads, head_dim, with_norm):
-    num_tokens = 5
-    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim)
-    frequencies = torch.rand(head_dim // 2)
-    positions = torch.tensor([7, 0, 900, 3, 4], dtype=torch.int32)
-    locations = torch.tensor([5 * PAGE_SIZE + 3, 0, 9, 2 * PAGE_SIZE, 17])
-    norms = {}
-    if with_norm:
-        norms = {"q_norm": torch.randn(head_dim), "k_norm": torch.randn(head_dim), "eps": 1e-6}
-    kv, pool = kv_layer(kv_heads, head_dim)
-    q = rope_and_store(qkv, rope_angles(positions, frequencies, 1.0), kv, locations, **norms)
-    packed = qkv.view(num_tokens, -1, head_dim)
-    for token in range(num_tokens):
-        own_q, own_k, own_v = packed[token].split((heads, kv_heads, kv_heads))
-        if with_norm:
+def check(qkv, kv_heads, head_dim, positions, locations, norms, tolerance):
+    """Q of every token, K and V at every location, and nothing else in the pool."""
+    num_tokens, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
+    frequencies = torch.rand(head_dim // 2, device=DEVICE)
+    positions = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+    kv, pool = kv_layer(kv_heads, head_dim, dtype=qkv.dtype)
+    q = rope_and_store(
+        qkv,
+        rope_angles(positions, frequencies, 1.0),
+        kv,
+        torch.tensor([0, *locations], device=DEVICE)[1:],
+        **norms,
+    )
+    assert q.shape == (num_tokens, heads, head_dim) and q.dtype == qkv.dtype
+    for token, (position, location) in enumerate(zip(positions.float(), locations, strict=True)):
+        own_q, own_k, own_v = qkv[token].view(-1, head_dim).split((heads, kv_heads, kv_heads))
+        if norms:
             own_q, own_k = normed(own_q, norms["q_norm"]), normed(own_k, norms["k_norm"])
-        position = int(positions[token])
-        page, offset = divmod(int(locations[token]), PAGE_SIZE)
-        for actual, expected in (
-            (q[token], rotated(own_q, position, frequencies)),
-            (kv[page, :, 0, offset], rotated(own_k, position, frequencies)),
-            (kv[page, :, 1, offset], own_v.double()),
-        ):
-            torch.testing.assert_close(actual.double(), expected, atol=2e-4, rtol=1e-4)
-    written = num_tokens * 2 * kv_heads * head_dim
+        pairs = [(q[token], rotated(own_q, position, frequencies))]
+        if location != NOWHERE:
+            page, offset = divmod(location, PAGE_SIZE)
+            pairs.append((kv[page, :, 0, offset], rotated(own_k, position, frequencies)))
+            assert torch.equal(kv[page, :, 1, offset], own_v)
+        for actual, expected in pairs:
+            torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+    written = sum(location != NOWHERE for location in locations) * 2 * kv_heads * head_dim
     assert int((~pool.isnan()).sum()) == written, "something else was written too"
 
 
-def test_the_scale_multiplies_cosines_and_sines():
-    positions, frequencies = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([1.0, 0.1])
-    plain = rope_angles(positions, frequencies, 1.0)
-    torch.testing.assert_close(rope_angles(positions, frequencies, 1.25), 1.25 * plain)
-    torch.testing.assert_close(plain[1, 1], torch.tensor([math.sin(5.0), math.sin(0.5)]))
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim", [(1, 1, 2), (4, 2, 6), (6, 1, 32), (18, 9, 64)]
+)
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_q_comes_back_and_k_and_v_go_to_their_places(
+    implementation, heads, kv_heads, head_dim, with_norm
+):
+    norms = {}
+    if with_norm:
+        norms = {"q_norm": randn(head_dim), "k_norm": randn(head_dim), "eps": EPS}
+    qkv = randn(5, (heads + 2 * kv_heads) * head_dim + 3)[:, 3:]
+    locations = [5 * PAGE_SIZE + 3, 0, 9, 2 * PAGE_SIZE, 17]
+    check(qkv, kv_heads, head_dim, [7, 0, 900, 3, 4], locations, norms, 1e-5)
 
 
-def test_wrong_shapes_are_refused():
-    kv, _ = kv_layer(2, 8)
-    angles = torch.zeros(2, 3, 4)
-    locations = torch.arange(3)
-    good = torch.zeros(3, 8 * 8)
+@pytest.mark.parametrize("locations", [[NOWHERE, 9, NOWHERE], [NOWHERE] * 3, []])
+def test_a_padding_token_has_a_query_and_its_k_and_v_go_nowhere(implementation, locations):
+    qkv = randn(len(locations), (2 + 2 * 2) * 8)
+    check(qkv, 2, 8, [0] * len(locations), locations, {}, 1e-5)
+
+
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
+def test_half_precision_is_rounded_after_the_norm_and_after_the_rotation(
+    implementation, norm_dtype
+):
+    """Against float32 with the roundings written out."""
+    heads, kv_heads, head_dim, num_tokens = 5, 2, 48, 4
+    qkv = randn(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=torch.float16)
+    weights = randn(2, head_dim, dtype=norm_dtype)
+    angles = torch.rand(2, num_tokens, head_dim // 2, device=DEVICE)
+    kv, _ = kv_layer(kv_heads, head_dim, dtype=torch.float16)
+    locations = torch.arange(num_tokens, device=DEVICE)
+    q = rope_and_store(qkv, angles, kv, locations, q_norm=weights[0], k_norm=weights[1], eps=EPS)
+    packed = qkv.view(num_tokens, -1, head_dim)[:, : heads + kv_heads].float()
+    scale = torch.rsqrt(packed.pow(2).mean(-1, keepdim=True) + EPS)
+    weight = weights.repeat_interleave(torch.tensor([heads, kv_heads], device=DEVICE), dim=0)
+    rounded = ((packed * scale).to(norm_dtype) * weight).half().float()
+    low, high = rounded.chunk(2, dim=-1)
+    cos, sin = angles.unsqueeze(2)
+    expected = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).half()
+    actual = torch.cat((q, kv[0, :, 0].transpose(0, 1)), dim=1)
+    # Sums in another order round differently, but seldom; another order of roundings, often.
+    assert (actual != expected).float().mean() < 0.01
+    torch.testing.assert_close(actual, expected)
+
+
+def test_wrong_shapes_strides_and_dtypes_are_refused():
+    kv = kv_layer(2, 8)[0].cpu()
+    angles, locations, good = torch.zeros(2, 3, 4), torch.arange(3), torch.zeros(3, 8 * 8)
     with pytest.raises(ValueError, match="does not fit"):
         rope_and_store(torch.zeros(3, 4 * 8), angles, kv, locations)
+    with pytest.raises(ValueError, match="does not fit"):
+        rope_and_store(good.half(), angles, kv, locations)
+    with pytest.raises(ValueError, match="does not fit"):
+        rope_and_store(good.t().contiguous().t(), angles, kv, locations)
     with pytest.raises(ValueError, match="angles"):
         rope_and_store(good, torch.zeros(2, 2, 4), kv, locations)
     with pytest.raises(ValueError, match="int64"):
         rope_and_store(good, angles, kv, locations.int())
     with pytest.raises(ValueError, match="together"):
         rope_and_store(good, angles, kv, locations, q_norm=torch.ones(8))
+    with pytest.raises(ValueError, match="norms"):
+        rope_and_store(good, angles, kv, locations, q_norm=torch.ones(8), k_norm=torch.ones(1))
     with pytest.raises(ValueError, match="kv"):
         rope_and_store(good, angles, kv[:, :, 0], locations)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2**-6), (torch.float16, 2**-9)])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(14, 2, 64), (32, 8, 128), (8, 4, 256)])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_agrees_with_float64_at_the_sizes_of_real_models(
+    dtype, tolerance, heads, kv_heads, head_dim, with_norm
+):
+    norms = {}
+    if with_norm:
+        weights = randn(2, head_dim, dtype=dtype)
+        norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": EPS}
+    qkv = randn(17, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    locations = [NOWHERE, *torch.randperm(6 * PAGE_SIZE)[:16].tolist()]
+    check(qkv, kv_heads, head_dim, [0, *range(1000, 1016)], locations, norms, tolerance)

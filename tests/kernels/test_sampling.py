@@ -5,36 +5,45 @@ import math
 import pytest
 import torch
 
-from kernels.sampling import NOT_FINITE, SamplingColumns, sample
+from kernels import device
+from kernels.sampling import (
+    NOT_FINITE,
+    SamplingColumns,
+    sample,
+    sample_reference,
+    sample_triton,
+)
+from tests.kernels.conftest import DEVICE
 
 VOCABULARY = 11
 
 
 def columns(n, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0, positions=None):
     """The same parameters for n rows, at positions 0, 1, 2, ..."""
-    filtered = temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
     return SamplingColumns(
-        temperature=torch.full((n,), float(temperature)),
-        top_k=torch.full((n,), top_k, dtype=torch.int32),
-        top_p=torch.full((n,), float(top_p)),
-        min_p=torch.full((n,), float(min_p)),
-        seeds=torch.tensor([[seed, 0]] * n, dtype=torch.int32),
-        positions=torch.arange(n, dtype=torch.int32) if positions is None else positions,
-        filtered=torch.arange(n if filtered else 0),
+        temperature=torch.full((n,), float(temperature), device=DEVICE),
+        top_k=torch.full((n,), top_k, dtype=torch.int32, device=DEVICE),
+        top_p=torch.full((n,), float(top_p), device=DEVICE),
+        min_p=torch.full((n,), float(min_p), device=DEVICE),
+        seeds=torch.tensor([seed, 0], dtype=torch.int32, device=DEVICE).repeat(n, 1),
+        positions=torch.arange(n, dtype=torch.int32, device=DEVICE)
+        if positions is None
+        else positions,
     )
 
 
 def stacked(*parts):
-    offsets = [sum(len(part.temperature) for part in parts[:i]) for i in range(len(parts))]
     return SamplingColumns(
         **{
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-        },
-        filtered=torch.cat(
-            [part.filtered + offset for part, offset in zip(parts, offsets, strict=True)]
-        ),
+        }
     )
+
+
+def few_or(many, implementation, *, few):
+    """Triton's interpreter takes some 30 ms a row."""
+    return few if implementation == "triton" and device.INTERPRETED else many
 
 
 def kept(logits, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
@@ -74,10 +83,10 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_tokens_come_as_often_as_their_probability_says(filters):
+def test_tokens_come_as_often_as_their_probability_says(filters, implementation):
     logits = torch.randn(VOCABULARY) * 1.5
-    n = 20_000
-    tokens = sample(logits.repeat(n, 1), columns(n, **filters))
+    n = few_or(20_000, implementation, few=8)
+    tokens = sample(logits.repeat(n, 1).to(DEVICE), columns(n, **filters)).cpu()
     expected = kept(logits.tolist(), **filters)
     counts = tokens.bincount(minlength=VOCABULARY)
     assert {token for token in range(VOCABULARY) if counts[token]} <= expected.keys()
@@ -88,28 +97,46 @@ def test_tokens_come_as_often_as_their_probability_says(filters):
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 37, 1000])
-def test_greedy_takes_the_likeliest_and_of_equals_the_lowest(vocabulary):
-    logits = torch.randint(0, 5, (64, vocabulary)).float()
+def test_greedy_takes_the_likeliest_and_of_equals_the_lowest(vocabulary, implementation):
+    n = few_or(64, implementation, few=5)
+    logits = torch.randint(0, 5, (n, vocabulary), device=DEVICE).float()
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert sample(logits.clone(), None).tolist() == expected
-    assert sample(logits.clone(), columns(64, temperature=0.0)).tolist() == expected
+    assert sample(logits.clone(), columns(n, temperature=0.0)).tolist() == expected
 
 
-def test_equal_logits_at_the_edge_of_top_k_keep_the_lower_token():
-    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]]).repeat(500, 1)
-    assert set(sample(logits, columns(500, top_k=2)).tolist()) == {0, 1}
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_of_equal_logits_at_the_edge_of_a_filter_the_lower_tokens_stay(filters, implementation):
+    n = few_or(500, implementation, few=10)
+    logits = torch.tensor([[1.0, 1.5, 1.0, 1.0]], device=DEVICE).repeat(n, 1)
+    assert set(sample(logits, columns(n, **filters)).tolist()) == {0, 1}
 
 
-def test_a_tiny_temperature_is_greedy():
-    logits = torch.randn(50, VOCABULARY) * 100
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_k": 3, "top_p": 0.99}], ids=str)
+def test_the_likeliest_tokens_come_wherever_they_are(filters, implementation):
+    n = few_or(500, implementation, few=12)
+    logits = torch.full((515,), -5.0, device=DEVICE)
+    logits[::100] = 5.0 - 0.01 * torch.arange(6, device=DEVICE)
+    assert set(sample(logits.repeat(n, 1), columns(n, **filters)).tolist()) == {0, 100, 200}
+
+
+def test_zeros_of_both_signs_are_equal(implementation):
+    logits = torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0]], device=DEVICE)
+    for parameters in (None, columns(2, top_k=1), columns(2, top_p=0.3), columns(2, top_p=0.0)):
+        assert sample(logits.clone(), parameters).tolist() == [1, 1]
+
+
+def test_a_tiny_temperature_is_greedy(implementation):
+    n = few_or(50, implementation, few=6)
+    logits = torch.randn(n, VOCABULARY, device=DEVICE) * 0.01
     expected = logits.argmax(-1)
-    assert torch.equal(sample(logits, columns(50, temperature=1e-30)), expected.int())
+    assert torch.equal(sample(logits, columns(n, temperature=1e-30)), expected.int())
 
 
-def test_a_token_depends_on_its_own_row_seed_and_position_alone():
-    logits = torch.randn(6, VOCABULARY)
+def test_a_token_depends_on_its_own_row_seed_and_position_alone(implementation):
+    logits = torch.randn(6, VOCABULARY, device=DEVICE)
     parts = [
-        columns(1, seed=4, positions=torch.tensor([70], dtype=torch.int32)),
+        columns(1, seed=4, positions=torch.tensor([70], dtype=torch.int32, device=DEVICE)),
         columns(1, temperature=0.0),
         columns(1, top_k=3, seed=9),
         columns(1, temperature=1.7, top_p=0.5, seed=-3),
@@ -123,34 +150,114 @@ def test_a_token_depends_on_its_own_row_seed_and_position_alone():
     assert mixed.tolist() == [alone[i] for i in order]
 
 
-def test_another_seed_or_position_gives_other_tokens():
-    logits = torch.zeros(64, 1000)
-    tokens = sample(logits.clone(), columns(64, seed=1))
-    assert torch.equal(tokens, sample(logits.clone(), columns(64, seed=1)))
-    others = (
-        columns(64, seed=2),
-        columns(64, seed=1, positions=torch.arange(64, 128, dtype=torch.int32)),
-    )
-    for other in others:
+def test_another_seed_or_position_gives_other_tokens(implementation):
+    n = few_or(64, implementation, few=6)
+    logits = torch.zeros(n, 1000, device=DEVICE)
+    tokens = sample(logits.clone(), columns(n, seed=1))
+    assert torch.equal(tokens, sample(logits.clone(), columns(n, seed=1)))
+    later = torch.arange(n, 2 * n, dtype=torch.int32, device=DEVICE)
+    for other in (columns(n, seed=2), columns(n, seed=1, positions=later)):
         assert (tokens != sample(logits.clone(), other)).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_says_so_and_harms_no_other(bad, temperature):
-    logits = torch.randn(3, VOCABULARY)
-    good = sample(logits.clone(), columns(3, temperature=temperature, top_k=5))
-    logits[1, 4] = bad
-    tokens = sample(logits, columns(3, temperature=temperature, top_k=5))
+@pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
+def test_a_row_that_is_not_finite_says_so_and_harms_no_other(bad, temperature, implementation):
+    logits = torch.randn(3, 100, device=DEVICE)
+    parameters = None if temperature is None else columns(3, temperature=temperature, top_p=0.5)
+    good = sample(logits.clone(), parameters)
+    logits[1, 70] = bad
+    tokens = sample(logits, parameters)
     assert tokens.tolist() == [int(good[0]), NOT_FINITE, int(good[2])]
 
 
-def test_no_rows_give_no_tokens():
-    assert sample(torch.empty(0, VOCABULARY), None).shape == (0,)
+def test_no_rows_give_no_tokens(implementation):
+    for parameters in (None, columns(0)):
+        assert sample(torch.empty(0, VOCABULARY, device=DEVICE), parameters).shape == (0,)
 
 
-def test_wrong_shapes_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_refused():
     with pytest.raises(ValueError, match="float32"):
         sample(torch.zeros(2, 5, dtype=torch.float64), None)
+    with pytest.raises(ValueError, match="strides"):
+        sample(torch.zeros(5, 2).T, None)
     with pytest.raises(ValueError, match="3 parameters for 2 rows"):
         sample(torch.zeros(2, 5), columns(3))
+    with pytest.raises(ValueError, match="positions"):
+        sample(torch.zeros(2, 5), columns(2, positions=torch.zeros(3, dtype=torch.int32)))
+
+
+def mixture(n):
+    """Rows of all kinds: every parameter off, usual and extreme, alone and combined."""
+
+    def choice(*values, dtype=torch.float32):
+        return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (n,))]
+
+    return SamplingColumns(
+        temperature=choice(1.0, 0.0, 0.6, 2.0, 1e-30, 50.0),
+        top_k=choice(-1, 0, 1, 3, 20, 100, 5000, dtype=torch.int32),
+        top_p=choice(1.0, 0.95, 0.5, 0.1, 1e-6, 0.9999),
+        min_p=choice(0.0, 0.0, 0.1, 1.0),
+        seeds=torch.randint(-(2**31), 2**31 - 1, (n, 2), dtype=torch.int32),
+        positions=torch.randint(0, 2**31 - 1, (n,), dtype=torch.int32),
+    )
+
+
+def on(target, parameters):
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    return SamplingColumns(**{name: getattr(parameters, name).to(target) for name in names})
+
+
+LOGITS = {
+    "usual": lambda n, vocabulary: torch.randn(n, vocabulary) * 3,
+    "flat": lambda n, vocabulary: torch.randn(n, vocabulary) * 0.01 - 100,
+    "ties": lambda n, vocabulary: torch.randint(-2, 3, (n, vocabulary)).float(),
+    "equal": lambda n, vocabulary: torch.zeros(n, vocabulary),
+    "float16": lambda n, vocabulary: (torch.randn(n, vocabulary) * 3).half(),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, n, vocabulary",
+    [
+        ("usual", 6, 1),
+        ("ties", 20, 11),
+        ("equal", 10, 37),
+        ("usual", 30, 1000),
+        ("float16", 20, 1000),
+        ("flat", 10, 1000),
+        ("usual", 20, 4099),  # two blocks of the outline, many groups, none of them full
+        ("ties", 8, 4099),
+        ("float16", 8, 9001),  # and two blocks of the race
+        ("equal", 4, 9001),
+    ],
+)
+def test_triton_chooses_the_tokens_of_the_reference(kind, n, vocabulary):
+    parameters = mixture(n)
+    logits = LOGITS[kind](n, vocabulary)
+    wide = torch.full((n, vocabulary + 3), torch.nan, dtype=logits.dtype, device=DEVICE)
+    wide[:, :vocabulary] = logits  # what lies between the rows is no logit
+    tokens = sample_triton(wide[:, :vocabulary], on(DEVICE, parameters))
+    assert tokens.tolist() == sample_reference(logits, parameters).tolist()
+
+
+def test_triton_races_over_all_blocks_of_a_large_vocabulary():
+    logits = torch.zeros(8, 20_000)
+    logits[4:] = -60.0
+    logits[4:, 19_000:] = 0.0  # only the last of three blocks has any hope
+    parameters = columns(8, seed=5)
+    tokens = sample_triton(logits.to(DEVICE), parameters)
+    assert tokens.tolist() == sample_reference(logits, on("cpu", parameters)).tolist()
+    assert len({token // 8192 for token in tokens.tolist()}) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_gpu_chooses_the_tokens_of_the_reference_on_a_cpu(dtype):
+    logits = (torch.randn(64, 151936) * 3).to(dtype)
+    logits[60:] = 1.0  # all equal: the most work there is
+    for parameters in (None, columns(64), mixture(64)):
+        here = None if parameters is None else on("cpu", parameters)
+        there = None if parameters is None else on("cuda", parameters)
+        tokens = sample(logits.cuda(), there)
+        assert tokens.tolist() == sample_reference(logits.clone(), here).tolist()

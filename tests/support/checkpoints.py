@@ -12,6 +12,7 @@ import transformers.utils.logging
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -22,7 +23,8 @@ from transformers import (
 
 transformers.utils.logging.disable_progress_bar()
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# What whole systems are tested with; `make_checkpoint` also makes gemma2.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 END_TOKEN_ID = 256  # after the 256 bytes
 VOCABULARY_SIZE = 320  # with ids that the tokenizer does not have, as real checkpoints do
@@ -37,6 +39,7 @@ _CONFIGS = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "gemma2": Gemma2Config,
 }
 _SIZES = {
     "vocab_size": VOCABULARY_SIZE,
@@ -73,6 +76,8 @@ def make_checkpoint(
         sizes["sliding_window"] = None
     if architecture == "qwen3":
         sizes["head_dim"] = 32
+    if architecture == "gemma2":
+        sizes |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
     config = _CONFIGS[architecture](**{**sizes, **overrides})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.engine.batch import ForwardMode, PageCopies, ScheduleBatch
+from common.engine.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
+from common.engine.graphs import Recorder
 from common.engine.kv import HostPool, KVLayout, KVPool
 from common.engine.models import Model
 from common.engine.request import Request
 from common.engine.runner import LaunchedStep, ModelRunner
-from common.engine.stream import WorkerStream
+from common.engine.stream import open_stream
 from common.engine.table import RequestTable
 from common.sampling import SamplingParams
 
@@ -35,16 +36,18 @@ class Steps:
         num_slots: int = 4,
         context_length: int = 256,
         overlap: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
-        cpu = torch.device("cpu")
         num_pages = num_slots * context_length // page_size
         layout = KVLayout.of(model.spec.layers, page_size, model.dtype)
-        self.pool = KVPool(layout, num_pages, cpu)
+        self.pool = KVPool(layout, num_pages, model.device)
         self.pool.tensor.fill_(torch.nan)
-        self.host_pool = HostPool(layout, num_pages, cpu)
+        self.host_pool = HostPool(layout, num_pages, model.device)
         self.table = RequestTable(num_slots, context_length, page_size)
-        self.stream = WorkerStream()
-        self.runner = ModelRunner(model, self.pool, self.host_pool, self.table, self.stream)
+        self.stream = open_stream(model.device)
+        self.runner = ModelRunner(
+            model, self.pool, self.host_pool, self.table, self.stream, recorder
+        )
         self.overlap = overlap
         self.in_flight: LaunchedStep | None = None
         self._free = random.Random(0).sample(range(num_pages), num_pages)
@@ -96,7 +99,7 @@ class Steps:
         slots, starts, ends = np.array(rows, np.int32).T
         batch = ScheduleBatch(
             step=next(self._numbers),
-            mode=ForwardMode.DECODE if (ends - starts == 1).all() else ForwardMode.MIXED,
+            mode=ForwardMode.MIXED if samples is not None else _mode(starts, ends),
             slots=slots.copy(),
             starts=starts.copy(),
             ends=ends.copy(),
@@ -143,3 +146,7 @@ class Steps:
         self.table.tokens[slots, self.table.known[slots]] = tokens[batch.samples]
         self.table.known[slots] += 1
         self.table.drop_step(batch.step)
+
+
+def _mode(starts: Ints, ends: Ints) -> ForwardMode:
+    return ForwardMode.DECODE if (ends - starts == 1).all() else ForwardMode.MIXED

@@ -40,6 +40,8 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor: ...
 
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Model:
     """Loads a checkpoint of any supported architecture.

@@ -4,6 +4,7 @@ A default here is the default of that architecture's configuration class in tran
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,11 +13,17 @@ from common.engine.models.fields import Fields
 from common.engine.models.rope import extended_context, parse_rope
 from common.engine.models.spec import ModelSpec
 from common.errors import ConfigError
+from kernels.act_and_mul import Activation
 
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
 
 
@@ -37,8 +44,6 @@ def read_spec(directory: Path) -> ModelSpec:
         )
     if "quantization_config" in config:
         raise ConfigError(f"{directory}: quantised checkpoints are not supported")
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.wrong("hidden_act", "silu")
     return parse(config, _eos_token_ids(directory, config))
 
 
@@ -92,11 +97,38 @@ def _qwen3(config: Fields, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
+def _gemma2(config: Fields, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+    if config.flag("use_bidirectional_attention", False):
+        raise config.wrong("use_bidirectional_attention", "false")
+    bias = config.flag("attention_bias", False)
+    spec = _spec(
+        config,
+        eos_token_ids,
+        architecture="gemma2",
+        head_dim=config.integer("head_dim", 256),
+        activation=_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        qkv_bias=bias,
+        output_bias=bias,
+        windows=_gemma_windows(config),
+    )
+    return replace(
+        spec,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        embedding_scale=spec.hidden_size**0.5,
+        attention_scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
+        soft_cap=_soft_cap(config, "attn_logit_softcapping", 50.0),
+        logit_soft_cap=_soft_cap(config, "final_logit_softcapping", 30.0),
+        post_norms=True,
+        norms_from_one=True,
+    )
+
+
 _PARSERS: dict[str, Callable[[Fields, tuple[int, ...]], ModelSpec]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "gemma2": _gemma2,
 }
 
 
@@ -106,6 +138,7 @@ def _spec(
     *,
     architecture: str,
     head_dim: int,
+    activation: Activation | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
@@ -133,14 +166,21 @@ def _spec(
         num_heads=num_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        embedding_scale=1.0,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=parse_rope(config, head_dim, context_length),
         windows=windows or (None,) * num_layers,
+        attention_scale=head_dim**-0.5,
+        soft_cap=None,
+        logit_soft_cap=None,
+        activation=activation or _activation(config, "hidden_act", "silu"),
         tied_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        post_norms=False,
+        norms_from_one=False,
         dtype=dtype,
         context_length=extended_context(config, context_length),
         eos_token_ids=eos_token_ids,
@@ -160,11 +200,40 @@ def _qwen_windows(config: Fields) -> tuple[int | None, ...]:
     if "layer_types" not in config:
         first = config.count("max_window_layers", 28)
         return tuple(None if layer < first else window for layer in range(num_layers))
+    return _typed_windows(config, window)
+
+
+def _gemma_windows(config: Fields) -> tuple[int | None, ...]:
+    window = config.integer("sliding_window", 4096)
+    if "layer_types" in config:
+        return _typed_windows(config, window)
+    layers = range(config.integer("num_hidden_layers"))
+    return tuple(None if layer % 2 else window for layer in layers)
+
+
+def _typed_windows(config: Fields, window: int) -> tuple[int | None, ...]:
     windows = {"full_attention": None, "sliding_attention": window}
-    kinds = config.texts("layer_types")
+    kinds, num_layers = config.texts("layer_types"), config.integer("num_hidden_layers")
     if len(kinds) != num_layers or not set(kinds) <= set(windows):
         raise config.wrong("layer_types", f"{num_layers} of {', '.join(windows)}")
     return tuple(windows[kind] for kind in kinds)
+
+
+def _activation(config: Fields, name: str, default: str) -> Activation:
+    activation = _ACTIVATIONS.get(config.text(name, default))
+    if activation is None:
+        raise config.wrong(name, "one of " + ", ".join(_ACTIVATIONS))
+    return activation
+
+
+def _soft_cap(config: Fields, name: str, default: float) -> float | None:
+    """An explicit null switches the cap off."""
+    if config.is_null(name):
+        return None
+    cap = config.number(name, default)
+    if cap <= 0:
+        raise config.wrong(name, "a positive number or null")
+    return cap
 
 
 def _eos_token_ids(directory: Path, config: Fields) -> tuple[int, ...]:

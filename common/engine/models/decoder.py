@@ -1,4 +1,4 @@
-"""The forward of a dense decoder: Llama, Mistral, Qwen2 and Qwen3 differ in a few flags."""
+"""The forward of a dense decoder: Llama, Mistral, Qwen and Gemma differ in a few numbers."""
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,12 @@ from common.engine.forward import ForwardBatch
 from common.engine.kv import KVPool
 from common.engine.models.spec import ModelSpec
 from common.engine.models.weights import LayerWeights, Weights
+from kernels.act_and_mul import act_and_mul
 from kernels.attention import AttentionPlan, paged_attention, plan_attention
 from kernels.embedding import embed
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_angles
 from kernels.rope_and_store import rope_and_store
-from kernels.silu_and_mul import silu_and_mul
 
 
 class DenseDecoder:
@@ -27,32 +27,39 @@ class DenseDecoder:
         self._inverse_frequencies = torch.tensor(
             spec.rope.inverse_frequencies, dtype=torch.float32, device=self.device
         )
-        self._attention_scale = spec.head_dim**-0.5
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
 
     def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor:
         """Computes a step and writes K and V of its tokens into their pages.
 
+        Never waits for the device, and launches the same kernels on the same addresses for
+        batches of the same shapes at the same addresses: it can be captured as a graph.
+
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
         Returns:
-            Logits of batch.sampled, float32 [num_sampled, vocabulary].
+            Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
         weights, eps = self._weights, self.spec.rms_norm_eps
         angles = rope_angles(batch.positions, self._inverse_frequencies, self.spec.rope.scale)
         plans = self._plans(batch, pool)
         x = embed(batch.token_ids, future_tokens, weights.embedding)
+        if self._embedding_scale != 1.0:
+            x *= self._embedding_scale
         residual: Tensor | None = None
         for layer, window, kv in zip(weights.layers, self.spec.windows, pool.layers, strict=True):
             x, residual = add_rms_norm(x, residual, layer.input_norm, eps)
             x = self._attention(x, layer, angles, kv, batch.locations, plans[window])
             x, residual = add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = silu_and_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
-            x = F.linear(x, layer.down, layer.down_bias)
-        x = x.index_select(0, batch.sampled)
-        if residual is not None:
-            residual = residual.index_select(0, batch.sampled)
-        x, _ = add_rms_norm(x, residual, weights.norm, eps)
-        return F.linear(x, weights.head).float()
+            x = self._mlp(x, layer)
+        x, _ = add_rms_norm(x, residual, weights.norm, eps, rows=batch.sampled)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocabulary] in the model's dtype, or in float32 where they are soft-capped."""
+        logits = F.linear(hidden, self._weights.head)
+        cap = self.spec.logit_soft_cap
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
     def _attention(
         self,
@@ -72,17 +79,30 @@ class DenseDecoder:
             k_norm=layer.k_norm,
             eps=self.spec.rms_norm_eps,
         )
-        x = paged_attention(q, kv, plan, scale=self._attention_scale)
-        return F.linear(x, layer.output, layer.output_bias)
+        spec = self.spec
+        x = paged_attention(q, kv, plan, scale=spec.attention_scale, soft_cap=spec.soft_cap)
+        x = F.linear(x, layer.output, layer.output_bias)
+        return self._normed(x, layer.attention_post_norm)
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        x = F.linear(x, layer.gate_up, layer.gate_up_bias)
+        x = F.linear(act_and_mul(x, self.spec.activation), layer.down, layer.down_bias)
+        return self._normed(x, layer.mlp_post_norm)
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else add_rms_norm(x, None, weight, self.spec.rms_norm_eps)[0]
 
     def _plans(self, batch: ForwardBatch, pool: KVPool) -> dict[int | None, AttentionPlan]:
         return {
             window: plan_attention(
-                batch.page_table,
+                batch.page_ids,
+                batch.page_starts,
                 batch.query_starts,
                 batch.lengths,
-                page_size=pool.layout.page_size,
-                page_bytes=pool.layout.layer_page_bytes,
+                pool.layers[0],
+                num_heads=self.spec.num_heads,
+                num_tokens=batch.token_ids.shape[0],
+                num_decodes=batch.num_decodes,
                 window=window,
             )
             for window in set(self.spec.windows)

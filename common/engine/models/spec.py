@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from common.engine.kv import PagedKV
+from kernels.act_and_mul import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,15 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One of Llama, Mistral, Qwen2 or Qwen3, as its configuration says.
+    """One of Llama, Mistral, Qwen2, Qwen3 or Gemma 2, as its configuration says.
 
+    embedding_scale: multiplies embeddings, rounded to the dtype that is computed in.
     windows: per layer, how many tokens back it sees, its own included; None: all.
+    attention_scale: multiplies the products of queries and keys.
+    soft_cap: attention scores are soft_cap * tanh(score / soft_cap); None: as they are.
+    logit_soft_cap: the same of logits.
+    post_norms: attention's and the MLP's outputs are normed too, before they are added.
+    norms_from_one: stored weights of norms are differences from 1.
     dtype: of the checkpoint.
     context_length: tokens that the model was made for.
     """
@@ -32,14 +39,21 @@ class ModelSpec:
     num_heads: int
     kv_heads: int
     head_dim: int
+    embedding_scale: float
     rms_norm_eps: float
     rope: Rope
     windows: tuple[int | None, ...]
+    attention_scale: float
+    soft_cap: float | None
+    logit_soft_cap: float | None
+    activation: Activation
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    post_norms: bool
+    norms_from_one: bool
     dtype: torch.dtype
     context_length: int
     eos_token_ids: tuple[int, ...]

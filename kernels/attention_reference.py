@@ -1,0 +1,226 @@
+"""Paged attention by torch's own: what CPU serving runs, and what the kernels are compared with.
+
+Decode rows share padded gathers of their pages, other rows have one each. Plans on the host, so it
+may wait for the device that its arguments are on.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROUP_BYTES = 2 << 20  # rows share a padded gather up to this size: it then stays in cache
+QUERY_BLOCK = 256  # queries of a chunk that share one mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Queries [start, end) of a row, and the keys [first, last) of its gathered pages they see.
+
+    mask: bool [queries, keys]; None where all see all, or square and causal where `causal`.
+    """
+
+    start: int
+    end: int
+    first: int
+    last: int
+    mask: Tensor | None = None
+    causal: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    pages: Tensor  # int32 [live pages]
+    chunks: tuple[_Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Decode rows whose pages are gathered together, padded to the longest."""
+
+    pages: Tensor  # int32 [rows * pages]
+    queries: Tensor  # int64 [rows], their places in q
+    visible: Tensor  # bool [rows, pages * page_size]
+    stale: Tensor  # int64: gathered keys that no token of the row has written
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferencePlan:
+    """Which keys each query sees. Source: `plan_reference`."""
+
+    rows: tuple[_Row, ...]
+    groups: tuple[_Group, ...]
+    blind: Tensor | None  # int64: places in q of queries that see no key
+    num_tokens: int
+
+    def attend(self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None) -> Tensor:
+        num_tokens, heads, head_dim = q.shape
+        kv_heads = kv.shape[1]
+        grouped = q.view(num_tokens, kv_heads, heads // kv_heads, head_dim)
+        by_head = kv.permute(1, 2, 0, 3, 4)  # gathered pages then have K and V contiguous by head
+        out = q.new_empty(grouped.shape)
+        if self.blind is not None:
+            out[self.blind] = 0
+        for row in self.rows:
+            k, v = by_head.index_select(2, row.pages).flatten(2, 3).unbind(1)
+            for chunk in row.chunks:
+                out[chunk.start : chunk.end] = _attend_chunk(
+                    grouped[chunk.start : chunk.end],
+                    k[:, chunk.first : chunk.last],
+                    v[:, chunk.first : chunk.last],
+                    chunk,
+                    scale,
+                    soft_cap,
+                )
+        for group in self.groups:
+            gathered = by_head.index_select(2, group.pages).flatten(2, 3)
+            # A stale key may be NaN, left by another request, and NaN times a weight of 0 is NaN.
+            gathered.index_fill_(2, group.stale, 0)
+            by_row = gathered.view(kv_heads, 2, *group.visible.shape, head_dim).transpose(0, 2)
+            k, v = by_row.unbind(1)  # [rows, kv_heads, keys, head_dim]
+            out[group.queries] = _softmax_attention(
+                grouped[group.queries], k, v, group.visible[:, None, None], False, scale, soft_cap
+            )
+        return out.flatten(1)
+
+
+def plan_reference(
+    page_ids: Tensor,
+    page_starts: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    kv: Tensor,
+    *,
+    num_tokens: int,
+    window: int | None,
+) -> ReferencePlan:
+    """See `plan_attention`, which has checked the arguments."""
+    page_size = kv.shape[3]
+    page_bytes = kv.shape[1:].numel() * kv.element_size()
+    starts = query_starts.tolist()
+    places = page_starts.tolist()
+    rows = []
+    decode: list[tuple[int, int, int, int]] = []  # live pages, first of them, its place, row
+    blind: list[int] = []
+    for row, length in enumerate(lengths.tolist()):
+        num_queries = starts[row + 1] - starts[row]
+        if length == 0:
+            blind += range(starts[row], starts[row + 1])
+            continue
+        oldest = length - num_queries
+        first_page = max(0, oldest - window + 1) // page_size if window else 0
+        place = places[row] + first_page
+        size = -(-length // page_size) - first_page
+        if num_queries == 1 and 2 * size * page_bytes <= GROUP_BYTES:
+            decode.append((size, first_page, place, row))
+            continue
+        chunks = _chunks(
+            starts[row], num_queries, oldest, first_page * page_size, window, kv.device
+        )
+        rows.append(_Row(page_ids[place : place + size], chunks))
+    decode.sort()
+    groups = []
+    while decode:
+        longest = decode[-1][0]
+        num_rows = GROUP_BYTES // (longest * page_bytes)  # at least 2
+        taken = torch.tensor(decode[-num_rows:], device=kv.device)
+        groups.append(_group(taken, longest, page_ids, query_starts, lengths, page_size, window))
+        del decode[-num_rows:]
+    nowhere = torch.tensor(blind, device=kv.device) if blind else None
+    return ReferencePlan(tuple(rows), tuple(groups), nowhere, num_tokens)
+
+
+def _chunks(
+    query: int,
+    num_queries: int,
+    oldest: int,
+    first_key: int,
+    window: int | None,
+    device: torch.device,
+) -> tuple[_Chunk, ...]:
+    length = oldest + num_queries
+    if oldest == 0 and (window is None or window >= length):
+        return (_Chunk(query, query + num_queries, 0, length, causal=True),)
+    chunks = []
+    for start in range(oldest, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        first = max(0, start - window + 1) if window else 0
+        tokens = torch.arange(start, end, device=device).unsqueeze(1)
+        keys = torch.arange(first, end, device=device)
+        visible = keys <= tokens
+        if window:
+            visible &= keys > tokens - window
+        mask = visible if end - start > 1 else None
+        place = query - oldest
+        chunks.append(_Chunk(place + start, place + end, first - first_key, end - first_key, mask))
+    return tuple(chunks)
+
+
+def _group(
+    taken: Tensor,
+    num_pages: int,
+    page_ids: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    window: int | None,
+) -> _Group:
+    _, first_pages, places, rows = taken.unbind(1)
+    ends = lengths[rows].unsqueeze(1)
+    offsets = torch.arange(num_pages, device=taken.device)
+    columns = first_pages.unsqueeze(1) + offsets
+    pages = page_ids[(places.unsqueeze(1) + offsets).clamp(max=page_ids.shape[0] - 1)]
+    live = columns * page_size < ends
+    pages = pages.where(live, pages[:, :1])  # entries past the end are noise
+    keys = columns.unsqueeze(2) * page_size + torch.arange(page_size, device=taken.device)
+    visible = keys.flatten(1) < ends
+    # A padding page is the row's first: it has a tail of its own where that is the last one too.
+    newest = (live.sum(1, keepdim=True) - 1).clamp(min=0)
+    tailed = pages == pages.gather(1, newest)
+    stale = (~visible & tailed.repeat_interleave(page_size, dim=1)).flatten().nonzero().flatten()
+    if window:
+        visible &= keys.flatten(1) >= ends - window
+    return _Group(pages.flatten(), query_starts[rows].long(), visible, stale)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk, scale: float, soft_cap: float | None
+) -> Tensor:
+    """q: [queries, kv_heads, group, head_dim]; k, v: [kv_heads, keys, head_dim]."""
+    if len(q) == 1:  # the group's heads as queries: keys are read once, not once per head
+        return _softmax_attention(q, k[None], v[None], None, False, scale, soft_cap)
+    group = q.shape[2]
+    attended = _softmax_attention(
+        q.permute(1, 2, 0, 3),
+        k.unsqueeze(1).expand(-1, group, -1, -1),
+        v.unsqueeze(1).expand(-1, group, -1, -1),
+        chunk.mask,
+        chunk.causal,
+        scale,
+        soft_cap,
+    )
+    return attended.permute(2, 0, 1, 3)
+
+
+def _softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    """[..., queries, head_dim] over [..., keys, head_dim]; causal: as many queries as keys."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale
+        )
+    scores = scale * (q.float() @ k.float().transpose(-1, -2))
+    scores = soft_cap * torch.tanh(scores / soft_cap)
+    if causal:
+        mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)

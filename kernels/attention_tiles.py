@@ -1,0 +1,142 @@
+"""What the attention kernels share: rows found on the device, and the loop over tiles of keys.
+
+Scores are base-2 logarithms: log2(e) is part of their scale, and exp2 does.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+SEARCH_BLOCK = 256  # rows that `last_at_most` looks at together
+
+
+def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """What `attend_tiles` takes as scale and soft_cap."""
+    log2_e = math.log2(math.e)
+    if soft_cap is None:
+        return scale * log2_e, 0.0
+    return 2 * log2_e * scale / soft_cap, log2_e * soft_cap
+
+
+@triton.jit
+def last_at_most(
+    starts_ptr,
+    num_rows,
+    value,
+    DIVISOR: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The last row r whose starts[r] // DIVISOR + BY_ROW * r is at most value; starts ascends.
+
+    Counts all rows at once: the steps of a binary search would wait for memory one by one.
+    """
+    count = 0
+    for first in range(0, num_rows, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
+        reached = (starts // DIVISOR + BY_ROW * rows <= value) & (rows < num_rows)
+        count += tl.sum(reached.to(tl.int32))
+    return count - 1
+
+
+@triton.jit
+def attend_tiles(
+    q,
+    acc,
+    top,
+    total,
+    newest,
+    kv_ptr,
+    page_ids_ptr,
+    first,
+    last,
+    end,
+    scale,
+    soft_cap,
+    PAGE_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One step of the online softmax for each tile of keys from `first`, a multiple of BLOCK_N, on.
+
+    q: [rows, BLOCK_D]; acc: float32 [rows, BLOCK_D], sum of weight * value; top, total: float32
+    [rows], the largest score and the sum of the weights exp2(score - top); newest: int32 [rows],
+    the last key that each row sees, before `end`; with WINDOW each sees so many keys. kv_ptr: of
+    the KV head; page_ids_ptr: of the row. Where not MASKED, all rows see all keys. Where MASKED,
+    keys from `end` on are not read. scale, soft_cap: of `score_scales`.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    # Read a tile ahead: a load that waits for another of its own tile is pipelined half as deep.
+    pages = _load_pages(page_ids_ptr, first, end, PAGE_SIZE, BLOCK_N)
+    for start in range(first, last, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        live = tokens < end
+        offsets = pages.to(tl.int64) * PAGE_STRIDE + tokens % PAGE_SIZE * TOKEN_STRIDE
+        pages = _load_pages(page_ids_ptr, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        k_ptr = kv_ptr + offsets[:, None] + dims[None, :]
+        k = _load_tile(k_ptr, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFT_CAP:
+            scores = _capped(scores, scale, soft_cap)
+            unit = 1.0
+        else:
+            unit = scale  # with the largest score alone, and within the subtraction below
+        if MASKED:
+            visible = tokens[None, :] <= newest[:, None]
+            if WINDOW:
+                visible = visible & (tokens[None, :] > newest[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+        # Of a row that has seen nothing yet: -inf - -inf would be NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+        weights = tl.exp2(scores * unit - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _load_pages(page_ids_ptr, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each token of a tile, or of all. Past the end there may be no entries."""
+    if PAGE_SIZE >= BLOCK_N:
+        return tl.load(page_ids_ptr + start // PAGE_SIZE, mask=start < end, other=0)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        return tl.load(page_ids_ptr + tokens // PAGE_SIZE, mask=tokens < end, other=0)
+
+
+@triton.jit
+def _load_tile(
+    ptr, live, dims, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
+    """Zeros for what is not live: 0 * NaN is NaN, so weights of 0 do not keep stale values out."""
+    if MASKED:
+        if HEAD_DIM < BLOCK_D:
+            return tl.load(ptr, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            return tl.load(ptr, mask=live[:, None], other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(ptr, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(ptr)
+
+
+@triton.jit
+def _capped(scores, scale, soft_cap):
+    """soft_cap * tanh(x), as 1 - 2 / (e^2x + 1)."""
+    return soft_cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))

@@ -1,0 +1,27 @@
+"""Where an operation runs, as Triton's kernel or as torch's reference, and how large that is."""
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+# Triton reads it once, where a kernel is decorated; the interpreter computes bfloat16 wrongly.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Every operation asks here which of its two implementations its arguments mean.
+
+    The one seam for tests: replaced, kernels run on a CPU in Triton's interpreter, or are compiled
+    and not run.
+    """
+    return tensor.is_cuda
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs the device runs at once; 4 on a CPU, where the number changes no result."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,131 @@
+"""The outline of rows of logits: the largest of every group and every block of consecutive tokens.
+
+One pass over the logits. Whoever looks for large ones, as sampling and logprobs do, then reads the
+outline and only those groups that can hold one. Knows nothing of what they look for. Triton only:
+the references need no outline.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUP = tl.constexpr(64)  # tokens; 128 bytes of the smallest dtype
+# Of a thread. Without a limit ptxas may spill a few of them, so that one more program fits.
+MAX_REGISTERS = 168
+LEAST_TEMPERATURE = 1e-37  # its reciprocal is finite
+_LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
+
+
+class Outline(NamedTuple):
+    """Of n rows. A maximum is +inf where a logit is not finite, and -inf where there is none."""
+
+    peaks: Tensor  # float32 [n, blocks], of `block_size(vocabulary)` tokens each
+    maxima: Tensor  # float32 [n, width], of GROUP tokens each; width: the groups of whole blocks
+    sums: Tensor | None  # float32 [n, width] of exp((logit - maximum) / temperature), if wanted
+
+
+def block_size(vocabulary: int) -> int:
+    """Tokens that one program reads, a power of two. A starting point: see bench/gpu."""
+    block: int = min(4096, max(GROUP.value, triton.next_power_of_2(vocabulary)))
+    return block
+
+
+def draw_outline(
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_p: Tensor | None = None,
+    with_sums: bool,
+) -> Outline:
+    """Reads every logit once.
+
+    Args:
+        logits: float32, bfloat16 or float16 [n, vocabulary], rows may be strided.
+        temperature, top_p: float32 [n]; where given, only rows that are not greedy and have a
+            top_p below 1 get sums. None: every row, at temperature 1.
+        with_sums: False: no row gets sums.
+    """
+    num_rows, vocabulary = logits.shape
+    block = block_size(vocabulary)
+    num_blocks = triton.cdiv(vocabulary, block)
+    peaks = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    maxima = peaks.new_empty(num_rows, num_blocks * block // GROUP.value)
+    sums = torch.empty_like(maxima) if with_sums else None
+    if num_rows:
+        _outline_kernel[(num_rows, num_blocks)](
+            logits,
+            logits.stride(0),
+            peaks,
+            maxima,
+            sums,
+            temperature,
+            top_p,
+            VOCABULARY=vocabulary,
+            BLOCK=block,
+            num_warps=4,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=False,
+        )
+    return Outline(peaks, maxima, sums)
+
+
+@triton.jit(do_not_specialize=["temperature_ptr", "top_p_ptr"])
+def _outline_kernel(
+    logits_ptr,
+    logits_stride,
+    peaks_ptr,
+    maxima_ptr,
+    sums_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row and block of groups."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    groups = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = tokens < VOCABULARY
+    logits = tl.load(logits_ptr + row * logits_stride + tokens, mask=inside, other=0.0)
+    logits = logits.to(tl.float32)
+    logits = tl.where(tl.abs(logits) < float("inf"), logits, float("inf"))
+    logits = tl.where(inside, logits, float("-inf"))
+    maxima = tl.max(logits, axis=1)
+    place = row * tl.num_programs(1) + block
+    tl.store(peaks_ptr + place, tl.max(maxima))
+    places = row * tl.num_programs(1) * (BLOCK // GROUP) + groups
+    tl.store(maxima_ptr + places, maxima)
+    if sums_ptr is not None:
+        wanted = True
+        inverse = 1.0
+        if temperature_ptr is not None:
+            temperature = tl.load(temperature_ptr + row)
+            inverse = inverse_temperature(temperature)
+            wanted = (temperature > 0.0) & (tl.load(top_p_ptr + row) < 1.0)
+        if wanted:
+            highest = tl.where(tl.abs(maxima) < float("inf"), maxima, 0.0)
+            sums = tl.sum(tl.exp((logits - highest[:, None]) * inverse), axis=1)
+            tl.store(sums_ptr + places, sums)
+
+
+@triton.jit
+def inverse_temperature(temperature):
+    """1 / temperature as the reference rounds it; finite, whatever the temperature."""
+    return tl.div_rn(1.0, tl.maximum(temperature, _LEAST_TEMPERATURE))
+
+
+@triton.jit
+def outline_row(values_ptr, row, other, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """float32 [LANES]: a row of peaks, maxima or sums of such a width, and `other` beyond it."""
+    lanes = tl.arange(0, LANES)
+    return tl.load(values_ptr + row * WIDTH + lanes, mask=lanes < WIDTH, other=other)
+
+
+@triton.jit
+def first_among(chosen, values):
+    """The smallest of the chosen int32 values; 2**31 - 1 where none is chosen."""
+    return tl.min(tl.where(chosen, values, 0x7FFFFFFF))

@@ -1,0 +1,59 @@
+"""What an engine takes of a machine: by what is free, by what is asked for, by its container."""
+
+import math
+
+import pytest
+import torch
+
+from common.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.engine.models import read_spec
+from common.engine.sizing import container_bytes, free_bytes, resolve_device, resolve_shape
+from common.errors import ConfigError
+from tests.support.checkpoints import make_checkpoint
+
+
+def shape(tmp_path, *, free, **cache):
+    config = EngineConfig(
+        model=str(tmp_path),
+        device="cpu",
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(chunk_tokens=64, max_running=4),
+    )
+    return resolve_shape(config, read_spec(make_checkpoint(tmp_path)), free=free)
+
+
+def test_pages_take_what_is_free_but_no_more_than_requests_can_use(tmp_path):
+    page_bytes = shape(tmp_path, free=1 << 30).layout.page_bytes
+    assert shape(tmp_path, free=10 * page_bytes).num_pages == 10
+    assert shape(tmp_path, free=1 << 30).num_pages == 4 * 1024 // 16
+
+
+def test_what_does_not_fit_is_told_in_numbers(tmp_path):
+    with pytest.raises(ConfigError, match=r"no room for a KV pool: 0\.000 GiB"):
+        shape(tmp_path, free=100)
+    with pytest.raises(ConfigError, match="1000 pages"):
+        shape(tmp_path, free=1 << 20, num_pages=1000)
+
+
+def test_retracted_requests_get_as_many_pages_in_host_memory_unless_told_otherwise(tmp_path):
+    assert shape(tmp_path, free=1 << 30, num_pages=7).host_pages == 7
+    assert shape(tmp_path, free=1 << 30, num_pages=7, host_pages=3).host_pages == 3
+
+
+def test_a_container_leaves_what_its_limit_says(tmp_path):
+    assert container_bytes(tmp_path / "no such directory") == math.inf
+    (tmp_path / "memory.current").write_text("400\n")
+    for limit, left in (("max", math.inf), ("1000", 600), ("300", 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert container_bytes(tmp_path) == left
+
+
+def test_a_share_of_the_host_is_a_share():
+    cpu = torch.device("cpu")
+    assert 0 < free_bytes(cpu, 0.1) < free_bytes(cpu, 0.9)
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "mps", "gpu"])
+def test_a_device_that_is_not_there_is_named(name):
+    with pytest.raises(ConfigError, match=name):
+        resolve_device(name)

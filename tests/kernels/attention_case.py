@@ -1,0 +1,112 @@
+"""Batches for paged attention over a pool in which everything but their own keys is NaN."""
+
+import math
+import random
+
+import torch
+
+from kernels.attention import paged_attention, plan_attention
+from tests.kernels.conftest import DEVICE
+
+NUM_LAYERS = 2
+SCALE = 0.3
+
+
+class Case:
+    """A batch of (queries, length) rows, of which the last with one query each are decodes."""
+
+    def __init__(
+        self,
+        rows,
+        *,
+        page_size=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        enveloped=True,
+    ):
+        self.rows = rows
+        needed = [-(-length // page_size) for _, length in rows]
+        self.kv = _layer(sum(needed) + 3, kv_heads, page_size, head_dim, dtype, enveloped)
+        order = random.Random(0).sample(range(sum(needed) + 3), sum(needed))
+        # Entries between the rows' pages are noise that nobody may follow.
+        noise = [10**9]
+        entries, self.page_starts = [], []
+        self.keys, self.values = [], []
+        for num_pages, (_, length) in zip(needed, rows, strict=True):
+            pages = [order.pop() for _ in range(num_pages)]
+            self.page_starts.append(len(entries))
+            entries += pages + noise
+            k, v = torch.randn(2, length, kv_heads, head_dim, device=DEVICE).to(dtype)
+            places = torch.arange(length)
+            where = torch.tensor(pages, dtype=torch.int64)[places // page_size].to(DEVICE)
+            self.kv[where, :, 0, places.to(DEVICE) % page_size] = k
+            self.kv[where, :, 1, places.to(DEVICE) % page_size] = v
+            self.keys.append(k)
+            self.values.append(v)
+        counts = [queries for queries, _ in rows]
+        self.num_decodes = 0
+        while self.num_decodes < len(rows) and counts[-1 - self.num_decodes] == 1:
+            self.num_decodes += 1
+        self.page_ids, self.page_starts = _ints(entries), _ints(self.page_starts)
+        self.query_starts = _ints([sum(counts[:row]) for row in range(len(rows) + 1)])
+        self.lengths = _ints([length for _, length in rows])
+        # Strided as the fused projection leaves it.
+        q = torch.randn(sum(counts), heads + 3, head_dim, device=DEVICE).to(dtype)
+        self.q = q[:, :heads]
+
+    def plan(self, **changes):
+        arguments = {
+            "page_ids": self.page_ids,
+            "page_starts": self.page_starts,
+            "query_starts": self.query_starts,
+            "lengths": self.lengths,
+            "kv": self.kv,
+            "num_heads": self.q.shape[1],
+            "num_tokens": self.q.shape[0],
+            "num_decodes": self.num_decodes,
+        }
+        return plan_attention(**arguments | changes)
+
+    def attend(self, window=None, soft_cap=None):
+        plan = self.plan(window=window)
+        return paged_attention(self.q, self.kv, plan, scale=SCALE, soft_cap=soft_cap)
+
+    def expected(self, window=None, soft_cap=None):
+        """In float64, every row by itself."""
+        group = self.q.shape[1] // self.kv.shape[1]
+        counts = [queries for queries, _ in self.rows]
+        out = []
+        for q, k, v in zip(self.q.split(counts), self.keys, self.values, strict=True):
+            k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+            scores = SCALE * torch.einsum("qhd,khd->hqk", q.double(), k)
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            keys = torch.arange(len(k), device=DEVICE)
+            tokens = torch.arange(len(k) - len(q), len(k), device=DEVICE).unsqueeze(1)
+            hidden = keys > tokens
+            if window is not None:
+                hidden |= keys <= tokens - window
+            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            out.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+        return torch.cat(out)
+
+    def check(self, window=None, soft_cap=None, *, atol=2e-6, rtol=1e-5):
+        actual = self.attend(window, soft_cap)
+        assert actual.dtype == self.q.dtype
+        expected = self.expected(window, soft_cap)
+        torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=rtol)
+
+
+def _layer(num_pages, kv_heads, page_size, head_dim, dtype, enveloped):
+    """One layer of a pool of page envelopes, or of one that keeps every layer, K and V apart."""
+    if enveloped:
+        shape = (num_pages, kv_heads, NUM_LAYERS, 2, page_size, head_dim)
+        return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)[:, :, 1]
+    shape = (NUM_LAYERS, 2, num_pages, page_size, kv_heads, head_dim)
+    return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)[1].permute(1, 3, 0, 2, 4)
+
+
+def _ints(numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)

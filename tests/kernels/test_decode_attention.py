@@ -1,0 +1,100 @@
+"""The decode kernel's division of work: it decides who computes what, never what comes out."""
+
+import pytest
+import torch
+from triton.runtime.jit import KernelInterface
+
+from kernels import decode_attention, decode_plan, device
+from kernels.attention import paged_attention
+from tests.kernels.attention_case import SCALE, Case
+
+# A long row among short ones, lengths around tiles of 64 keys, padding.
+SKEWED = [(1, 3), (1, 0), (1, 700), (1, 64), (1, 65), (1, 0), (1, 130)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+
+
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize("multiprocessors, min_tiles", [(1, 1), (3, 1), (3, 4), (40, 1), (40, 2)])
+def test_rows_are_split_among_any_number_of_programs(
+    monkeypatch, multiprocessors, min_tiles, window
+):
+    """From every row in one program to a program per tile."""
+    monkeypatch.setattr(device, "num_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(decode_plan, "MIN_TILES", min_tiles)
+    Case(SKEWED, heads=3, kv_heads=1, page_size=64).check(window)
+
+
+def test_rows_of_many_partial_results_are_combined_block_by_block(monkeypatch):
+    monkeypatch.setattr(device, "num_multiprocessors", lambda device: 40)
+    monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
+    monkeypatch.setattr(decode_attention, "COMBINE_BLOCK", 4)
+    case = Case(SKEWED, heads=2, kv_heads=1, head_dim=24)
+    case.q *= 20  # so that one key in some block outweighs all others
+    case.check()
+
+
+def test_plans_and_searches_go_through_the_rows_block_by_block(monkeypatch):
+    monkeypatch.setattr(decode_plan, "PLAN_BLOCK", 4)
+    monkeypatch.setattr(decode_attention, "SEARCH_BLOCK", 2)
+    Case([(9, 9), *SKEWED, (1, 1), (1, 66)], heads=1, kv_heads=1).check()
+
+
+def test_a_long_row_is_spread_over_all_programs(monkeypatch):
+    """22 tiles by twos, although the long row has 20 of them: 11 programs, two of which meet two
+    rows and leave two results."""
+    monkeypatch.setattr(device, "num_multiprocessors", lambda device: 12)
+    monkeypatch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    case = Case([(1, 64), (1, 64 * 20), (1, 64)], heads=1, kv_heads=1)
+    plan = case.plan()
+    paged_attention(case.q, case.kv, plan, scale=SCALE)
+    results = ~plan.decode.logs.isnan()
+    assert results.sum() == 13
+
+
+def test_a_window_drops_the_tiles_before_it():
+    plan = Case([(1, 64), (1, 65), (1, 640), (1, 0)], page_size=32).plan(window=64).decode
+    assert plan.tile_starts.tolist() == [0, 1, 3, 4, 4]
+
+
+def test_the_host_never_reads_what_the_device_holds(monkeypatch):
+    """Or it would wait for the device, and a captured graph would be wrong for other lengths."""
+    launches = []
+
+    def launch(kernel, grid):
+        return lambda *args, **kwargs: launches.append(grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    case = Case([(5, 9), (1, 40), (1, 3)])
+    for name in ("q", "kv", "page_ids", "page_starts", "query_starts", "lengths"):
+        setattr(case, name, getattr(case, name).to("meta"))  # has shapes and no numbers
+    assert case.attend().shape == case.q.flatten(1).shape
+    assert len(launches) == 4  # plan, extend, decode, combine
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_right_for_other_lengths_and_pages():
+    cases = [
+        Case([(1, length) for length in lengths], head_dim=128, dtype=torch.float16)
+        for lengths in ([1, 1, 1, 0, 0], [5000, 3, 64, 65, 1], [130, 129, 2000, 0, 0])
+    ]
+    num_pages = max(len(case.kv) for case in cases)
+    num_ids = max(len(case.page_ids) for case in cases)
+    static = cases[0]
+    static.kv = static.kv.new_empty(num_pages, *static.kv.shape[1:])
+    static.page_ids = static.page_ids.new_zeros(num_ids)
+    static.attend()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = static.attend()
+    for case in cases[1:]:
+        static.kv[: len(case.kv)] = case.kv
+        static.page_ids[: len(case.page_ids)] = case.page_ids
+        for name in ("q", "page_starts", "lengths"):
+            getattr(static, name).copy_(getattr(case, name))
+        graph.replay()
+        torch.testing.assert_close(out.double(), case.expected(), atol=2e-3, rtol=2e-3)

@@ -1,0 +1,39 @@
+"""The extend kernel's tiles: of queries and their heads, of keys, and which of them need a mask."""
+
+import pytest
+import torch
+
+from kernels import device, extend_attention
+from tests.kernels.attention_case import Case
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+@pytest.mark.parametrize("group", [1, 3])
+def test_tiles_of_queries_and_keys_meet_in_every_way(monkeypatch, group, window):
+    """Tiles of 16 lanes and 16 keys; rows of one query less and more than a tile or two, with
+    prefixes that end before, on and after the edge of a page and of a tile."""
+    monkeypatch.setattr(extend_attention, "_tile", lambda *sizes: (16, 16, 4, 2))
+    rows = [(31, 31), (17, 48), (16, 33), (15, 30), (1, 40), (5, 5), (4, 37)]
+    Case(rows, heads=group, kv_heads=1, page_size=32).check(window)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_a_tile_of_keys_spans_pages_or_is_part_of_one(page_size):
+    case = Case([(100, 230), (2, 129)], head_dim=16, page_size=page_size, dtype=torch.float16)
+    case.check(atol=2e-3, rtol=2e-3)
+    case.check(70, atol=2e-3, rtol=2e-3)
+
+
+def test_searches_go_through_the_rows_block_by_block(monkeypatch):
+    monkeypatch.setattr(extend_attention, "SEARCH_BLOCK", 2)
+    Case([(9, 9), (40, 50), (2, 2), (3, 20), (7, 7)], heads=2, kv_heads=1).check()
+
+
+def test_more_query_heads_to_a_kv_head_than_lanes_are_refused():
+    with pytest.raises(ValueError, match="at most 32 query heads"):
+        Case([(2, 2)], heads=33, kv_heads=1).attend()
