@@ -34,4 +34,5 @@ def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dic
             reasons.append(f"{name}: {error}")
     if not owners:
         raise ConfigError(f"transfer.path: no data path can be served here: {'; '.join(reasons)}")
+    log.info("pages on %s are served over %s", pool.device, ", ".join(owners))
     return owners

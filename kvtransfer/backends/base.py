@@ -32,7 +32,8 @@ class PagePool:
     """Registered memory in this process: page i is [base + i * page_bytes, + page_bytes).
 
     The memory stays mapped for as long as any owner or connection made with it is open.
-    device is "cpu" or "cuda:N".
+    device is "cpu" or "cuda:N"; all of a device's memory is one allocation that other processes
+    may map, as cudaMalloc makes it.
     """
 
     base: int
@@ -67,12 +68,6 @@ def check_pool(remote: RemotePool, pool: PagePool) -> None:
         raise LayoutMismatch(
             f"a page is {remote.page_bytes} bytes at the owner and {pool.page_bytes} here"
         )
-
-
-def check_host_memory(backend: str, pool: PagePool) -> None:
-    """Raises TransferError where the pool is a device's."""
-    if pool.device != "cpu":
-        raise TransferError(f"{backend} moves host memory only, and this pool is on {pool.device}")
 
 
 def check_pages(source: Ints, num_source: int, destination: Ints, num_destination: int) -> None:

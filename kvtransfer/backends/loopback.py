@@ -17,7 +17,6 @@ from kvtransfer.backends.base import (
     PagePool,
     ReadRefused,
     RemotePool,
-    check_host_memory,
     check_pages,
     check_pool,
 )
@@ -192,7 +191,7 @@ class LoopbackBackend:
         self._connections: dict[int, list[LoopbackConnection]] = {}
 
     def serve(self, pool: PagePool, instance: int) -> LoopbackOwner:
-        check_host_memory(self.name, pool)
+        _check_host_memory(pool)
         owner = LoopbackOwner(self, pool, instance)
         with self._lock:
             self._owners[instance] = owner
@@ -202,7 +201,7 @@ class LoopbackBackend:
     def connect(
         self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
     ) -> LoopbackConnection:
-        check_host_memory(self.name, pool)
+        _check_host_memory(pool)
         if len(description) != _INSTANCE_BYTES:
             raise TransferError("not a description of loopback")
         owner_instance = int.from_bytes(description, "little")
@@ -226,6 +225,11 @@ class LoopbackBackend:
             connections = self._connections.pop(instance, [])
         for connection in connections:
             connection.end()
+
+
+def _check_host_memory(pool: PagePool) -> None:
+    if pool.device != "cpu":
+        raise TransferError(f"loopback moves host memory only, and this pool is on {pool.device}")
 
 
 def _memory(pool: PagePool) -> NDArray[np.uint8]:  # [num_pages, page_bytes]

@@ -10,19 +10,28 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import Ints, PagePool
 
+# tcp is for making contact only, which UCX cannot do without: the proofs of nixl_paths.py keep KV
+# off it. Nixl refuses an agent that could not tell a GPU's memory where the machine has one.
+HOST_TRANSPORTS = "cma,tcp,cuda_copy"
+
+_TRANSPORTS = "UCX_TLS"
 _ENVIRONMENT = {
-    # tcp is for making contact only, which UCX cannot do without: path_proof.py keeps KV off it.
-    "UCX_TLS": "cma,tcp",
+    _TRANSPORTS: HOST_TRANSPORTS,  # of agents that others make; Agent sets its own
     # Without it, reads between GPUs that have no NVLink go over tcp at a hundredth of the rate.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
+    # Or UCX keeps the memory of every owner mapped for as long as this process lives, that of dead
+    # ones too, which nobody can use then. device_proof.py keeps it mapped while it is wanted.
+    "UCX_CUDA_IPC_CACHE": "n",
     # Every 20 s the reader's UCX would ask the owner's for a sign of life over tcp and hold all
     # reads back until it polls. The pair stream notices a death, and so does the next read.
     "UCX_KEEPALIVE_INTERVAL": "inf",
@@ -37,15 +46,17 @@ _log = logging.getLogger(__name__)
 class Agent:
     """For one thread at a time. Every method but `destroy` may raise TransferError."""
 
-    def __init__(self) -> None:
-        """Takes 20 ms, the first one of a process 2 s."""
+    def __init__(self, transports: str = HOST_TRANSPORTS) -> None:
+        """Takes 20 ms, the first one of a process 2 s. `transports` are UCX's names of all that
+        the agent may use, whatever the user's environment says: a path is proved for these."""
         self._lists: list[Any] = []
         self._reading: Any = None
-        self._agent = _call(_new_agent)
+        self._agent = _call(_new_agent, transports)
 
     def register(self, pool: PagePool) -> None:
-        region = np.array([[pool.base, pool.num_pages * pool.page_bytes, 0]], np.uint64)
-        _call(self._agent.register_memory, region, "DRAM")
+        """Memory of a device must be that of the calling thread's device."""
+        whole = PagePool(pool.base, pool.num_pages * pool.page_bytes, 1, pool.device)
+        _call(self._agent.register_memory, descriptors(whole), segment(pool.device)[0])
 
     def metadata(self) -> bytes:
         """What `meet` of another agent needs, of all memory registered so far."""
@@ -60,12 +71,9 @@ class Agent:
     def prepare(self, pool: PagePool, remote: Any = "NIXL_INIT_AGENT") -> int:
         """Makes one descriptor per page, of this process or of the agent of that name. The
         number it returns is for `post_read`."""
-        descriptors = np.zeros((pool.num_pages, 3), np.uint64)  # address, bytes, device
-        descriptors[:, 0] = np.arange(pool.num_pages, dtype=np.uint64)
-        descriptors[:, 0] *= np.uint64(pool.page_bytes)
-        descriptors[:, 0] += np.uint64(pool.base)
-        descriptors[:, 1] = pool.page_bytes
-        self._lists.append(_call(self._agent.prep_xfer_dlist, remote, descriptors, "DRAM"))
+        kind, _ = segment(pool.device)
+        made = _call(self._agent.prep_xfer_dlist, remote, descriptors(pool), kind)
+        self._lists.append(made)
         return len(self._lists) - 1
 
     def post_read(self, local: int, local_pages: Ints, remote: int, remote_pages: Ints) -> bool:
@@ -117,22 +125,53 @@ class Agent:
                 raise TransferError(f"nixl: the read ended as {state}")
 
 
+def segment(device: str) -> tuple[str, int]:
+    """Nixl's word for the memory of a PagePool's device, and the device's number."""
+    if device == "cpu":
+        return "DRAM", 0
+    return "VRAM", int(device.partition(":")[2] or 0)
+
+
+def descriptors(pool: PagePool) -> NDArray[np.uint64]:
+    """[num_pages, 3]: address, bytes and device of each page."""
+    made = np.empty((pool.num_pages, 3), np.uint64)
+    made[:, 0] = np.arange(pool.num_pages, dtype=np.uint64)
+    made[:, 0] *= np.uint64(pool.page_bytes)
+    made[:, 0] += np.uint64(pool.base)
+    made[:, 1] = pool.page_bytes
+    made[:, 2] = segment(pool.device)[1]
+    return made
+
+
 def load() -> Any:
     """The Python API of nixl, loaded with our defaults where the user's environment has none."""
     with _import_lock:
         for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)  # UCX reads them when it is loaded
+            os.environ.setdefault(name, value)  # UCX reads most of them when it is loaded
         import nixl._api as api
     return api
 
 
-def _new_agent() -> Any:
+def _new_agent(transports: str) -> Any:
     api = load()
     config = api.nixl_agent_config(enable_prog_thread=False)
-    agent = api.nixl_agent(uuid.uuid4().hex, config)
+    with _set(_TRANSPORTS, transports):
+        agent = api.nixl_agent(uuid.uuid4().hex, config)
     if "UCX" not in agent.backends:
         raise TransferError("its UCX plugin is missing")
     return agent
+
+
+@contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    """UCX reads this one for every agent anew. The variable exists already: the C library replaces
+    its value in place, which disturbs no other thread that reads the environment."""
+    with _import_lock:
+        before, os.environ[name] = os.environ[name], value
+        try:
+            yield
+        finally:
+            os.environ[name] = before
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Proof that two processes can copy each other's memory, before a byte of KV depends on it.
+"""Proof that one process can copy another's host memory, before a byte of KV depends on it.
 
 The owner keeps random bytes in its memory and tells them, with their address, over the pair
 stream. A reader that finds the same bytes there with process_vm_readv is on the same host, means
@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from common.errors import TransferError
+from kvtransfer.backends.base import PagePool, parse_description
 
 _NONCE_BYTES = 32
 _MAX_ADDRESS = (1 << 57) - 1
@@ -42,10 +43,31 @@ class Nonce:
         )
 
 
+class HostEvidence:
+    """An owner's. It counts for as long as the object lives."""
+
+    def __init__(self, pool: PagePool, scratch: PagePool) -> None:
+        self._nonce = Nonce()
+        self.told = msgspec.msgpack.encode(self._nonce.place())
+
+
+class SameHost:
+    """A reader's finding that the owner's memory can be read directly."""
+
+    path = "cma"
+
+    def __init__(self, told: bytes, pool: PagePool) -> None:
+        """Raises TransferError where it cannot."""
+        prove_same_host(parse_description("cma", told, Place))
+
+    def close(self) -> None:
+        """Nothing to do: it holds nothing."""
+
+
 def prove_same_host(place: Place) -> None:
-    """Raises TransferError("no one-sided path: ...") where that memory cannot be read directly."""
+    """Raises TransferError where that memory cannot be read directly."""
     if place.boot_id != _boot_id():
-        raise TransferError("no one-sided path: the owner is on another host")
+        raise TransferError("the owner is on another host")
     found = ctypes.create_string_buffer(_NONCE_BYTES)
     local = _Vector(ctypes.addressof(found), _NONCE_BYTES)
     remote = _Vector(place.address, _NONCE_BYTES)
@@ -54,9 +76,9 @@ def prove_same_host(place: Place) -> None:
     )
     if count < 0:
         error = os.strerror(ctypes.get_errno())
-        raise TransferError(f"no one-sided path: reading process {place.pid}: {error}")
+        raise TransferError(f"reading process {place.pid}: {error}")
     if found.raw != place.nonce:
-        raise TransferError(f"no one-sided path: process {place.pid} is not the owner")
+        raise TransferError(f"process {place.pid} is not the owner")
 
 
 class _Vector(ctypes.Structure):

@@ -37,12 +37,12 @@ class PageTable:
         """Of `head` and then these pages, in their order. The pages must be in the pool's range,
         and `head` must live for as long as the vectors are used."""
         vectors = np.empty((len(pages) + 1, 2), np.uint64)
-        vectors[0] = _address(head), len(head)
+        vectors[0] = address_of(head), len(head)
         self._vectors.take(pages, axis=0, out=vectors[1:], mode="clip")
         return vectors
 
 
-def _address(memory: Any) -> int:
+def address_of(memory: Any) -> int:
     """Of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
@@ -114,7 +114,7 @@ def _transfer(
 ) -> None:
     header = _MessageHeader()
     while True:
-        header.vectors = _address(vectors)
+        header.vectors = address_of(vectors)
         header.num_vectors = min(len(vectors), MAX_VECTORS)
         count = call(connection.fileno(), ctypes.byref(header), flags)
         if count == num_bytes:

@@ -1,4 +1,8 @@
-"""Memory of a backend's own that has the shape of a pool: what probes read from and into."""
+"""Memory of a backend's own that has the shape of a pool: what probes read from and into.
+
+A probe of a device's pool reads scratch of that device (device_memory.py), or it would measure
+another path than the pages take.
+"""
 
 import mmap
 import time
@@ -11,11 +15,16 @@ from kvtransfer.backends.base import PROBE_BYTES, Ints, PagePool
 _GIB = 1 << 30
 
 
+def scratch_pages(page_bytes: int) -> int:
+    """How many pages make about PROBE_BYTES."""
+    return max(1, PROBE_BYTES // page_bytes)
+
+
 class Scratch:
     """About PROBE_BYTES of zeroed host pages of `page_bytes`; freed with the object."""
 
     def __init__(self, page_bytes: int) -> None:
-        num_pages = max(1, PROBE_BYTES // page_bytes)
+        num_pages = scratch_pages(page_bytes)
         self._memory = np.frombuffer(mmap.mmap(-1, num_pages * page_bytes), np.uint8)
         self._memory[:] = 0  # page faults belong here, not into the measurement
         self.pool = PagePool(self._memory.ctypes.data, page_bytes, num_pages, "cpu")

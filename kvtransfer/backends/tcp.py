@@ -1,9 +1,22 @@
-"""The data path that works everywhere: sockets of our own, host memory at both ends."""
+"""The data path that works everywhere: sockets of our own, memory of any kind at either end."""
 
-from kvtransfer.backends.base import PagePool, RemotePool, check_host_memory, parse_description
+from collections.abc import Callable
+
+from kvtransfer.backends.base import PagePool, RemotePool, parse_description
+from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.backends.tcp_connection import TcpConnection
+from kvtransfer.backends.tcp_memory import HostMemory, Memory
 from kvtransfer.backends.tcp_owner import TcpOwner
+from kvtransfer.backends.tcp_staging import StagedMemory
 from kvtransfer.backends.tcp_wire import Description
+
+
+def memory_of(pool: PagePool) -> Memory:
+    """Straight from and into host memory, staged where it is a device's. Raises TransferError
+    where the pool is not where it says."""
+    if pool.device == "cpu":
+        return HostMemory(pool)
+    return StagedMemory(pool, cuda_device(pool.device))
 
 
 class TcpBackend:
@@ -11,16 +24,15 @@ class TcpBackend:
 
     name = "tcp"
 
-    def __init__(self, data_host: str) -> None:
+    def __init__(self, data_host: str, memory_of: Callable[[PagePool], Memory] = memory_of) -> None:
         self._data_host = data_host
+        self._memory_of = memory_of
 
     def serve(self, pool: PagePool, instance: int) -> TcpOwner:
-        check_host_memory(self.name, pool)
-        return TcpOwner(self._data_host, pool)
+        return TcpOwner(self._data_host, pool, self._memory_of(pool))
 
     def connect(
         self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
     ) -> TcpConnection:
-        check_host_memory(self.name, pool)
         parsed = parse_description(self.name, description, Description)
-        return TcpConnection(parsed, remote, pool, instance)
+        return TcpConnection(parsed, remote, pool, self._memory_of(pool), instance)

@@ -1,7 +1,8 @@
-"""The reader's end of the tcp backend: page ids up, raw pages down, straight into the pool.
+"""The reader's end of the tcp backend: page ids up, raw pages down, into the pool.
 
 The fence is `stop` (shutdown of the socket) plus the user thread out of `copy`: closing alone
-lets a blocked receive land what the kernel has already, so `close` belongs to the user thread.
+lets a blocked receive land what the kernel has already, so `close` belongs to the user thread. It
+then waits for what a device still copies out of the staging memory.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 
-from common.errors import TransferError
+from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import (
     CONNECT_S,
     Ints,
@@ -21,18 +22,15 @@ from kvtransfer.backends.base import (
     check_pages,
     check_pool,
 )
-from kvtransfer.backends.scatter import (
-    PageTable,
-    receive_before,
-    receive_vectors,
-)
-from kvtransfer.backends.scratch import Scratch, measure
+from kvtransfer.backends.device_memory import DeviceFailure
+from kvtransfer.backends.scatter import receive_before, receive_vectors
+from kvtransfer.backends.scratch import measure
+from kvtransfer.backends.tcp_memory import Memory
 from kvtransfer.backends.tcp_wire import (
     GREETING,
     INTRODUCTION,
     KEY_BYTES,
     MAGIC,
-    MAX_REQUEST_PAGES,
     NONCE_BYTES,
     REPLY,
     REQUEST,
@@ -44,7 +42,6 @@ from kvtransfer.backends.tcp_wire import (
     set_options,
 )
 
-_REQUEST_BYTES = 1 << 20
 _REQUESTS_AHEAD = 4
 
 
@@ -54,18 +51,21 @@ class TcpConnection:
     path = "tcp"
 
     def __init__(
-        self, description: Description, remote: RemotePool, pool: PagePool, instance: int
+        self,
+        description: Description,
+        remote: RemotePool,
+        pool: PagePool,
+        memory: Memory,
+        instance: int,
     ) -> None:
         """Blocks for CONNECT_S at most. Raises TransferError where that owner is not there."""
         check_pool(remote, pool)
         self._peer = f"{description.host}:{description.port}"
         self._num_source = remote.num_pages
         self._pool = pool
-        self._scratch = Scratch(pool.page_bytes)
-        self._table = PageTable(pool)
-        self._scratch_table = PageTable(self._scratch.pool)
-        self._scratch_pages = min(description.scratch_pages, self._scratch.pool.num_pages)
-        self._pages_per_request = min(MAX_REQUEST_PAGES, max(1, _REQUEST_BYTES // pool.page_bytes))
+        self._arrivals = memory.arrivals()
+        self._scratch_pages = min(description.scratch_pages, memory.scratch_pages)
+        self._memory = memory  # its scratch pages live as long as it does
         self._lock = threading.Lock()
         self._stopped = False
         try:
@@ -74,16 +74,15 @@ class TcpConnection:
             raise TransferError(f"tcp to {self._peer}: {error}") from None
 
     def probe(self) -> float:
-        scratch = self._scratch.pool
         return measure(
             self._scratch_pages,
-            scratch.page_bytes,
-            lambda pages: self._read(Kind.SCRATCH, pages, pages, self._scratch_table),
+            self._pool.page_bytes,
+            lambda pages: self._read(Kind.SCRATCH, pages, pages),
         )
 
     def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
         check_pages(source_pages, self._num_source, destination_pages, self._pool.num_pages)
-        self._read(Kind.POOL, source_pages, destination_pages, self._table)
+        self._read(Kind.POOL, source_pages, destination_pages)
 
     def stop(self) -> None:
         with self._lock:  # or the descriptor may be another file's by now
@@ -95,31 +94,35 @@ class TcpConnection:
         with self._lock:
             self._stopped = True
             self._socket.close()
-
-    def _read(self, kind: Kind, source: Ints, destination: Ints, table: PageTable) -> None:
         try:
-            refused = self._exchange(kind, source, destination, table)
+            self._arrivals.settle()
+        except DeviceFailure as error:
+            raise EngineFault(f"bytes from {self._peer} may yet land: {error}") from None
+
+    def _read(self, kind: Kind, source: Ints, destination: Ints) -> None:
+        try:
+            refused = self._exchange(kind, source, destination)
+            self._arrivals.settle()
         except (OSError, TransferError) as error:
             self.stop()  # where the next frame begins is unknown now
             raise TransferError(f"tcp from {self._peer}: {error}") from None
         if refused is not None:
             raise ReadRefused(f"the owner does not publish page {refused} to this reader")
 
-    def _exchange(
-        self, kind: Kind, source: Ints, destination: Ints, table: PageTable
-    ) -> int | None:
+    def _exchange(self, kind: Kind, source: Ints, destination: Ints) -> int | None:
         """Asks for all pages, a few requests ahead of the answers. Returns the first page that
         was refused; no answer is outstanding then."""
-        starts = range(0, len(source), self._pages_per_request)
+        num_pages = self._arrivals.request_pages
+        starts = range(0, len(source), num_pages)
         num_asked = 0
         refused = None
         for num_answered, start in enumerate(starts):
             while refused is None and num_asked < min(num_answered + _REQUESTS_AHEAD, len(starts)):
-                self._ask(kind, source[starts[num_asked] :][: self._pages_per_request])
+                self._ask(kind, source[starts[num_asked] :][:num_pages])
                 num_asked += 1
             if num_answered == num_asked:
                 break
-            answer = self._receive(table, destination[start : start + self._pages_per_request])
+            answer = self._receive(kind, destination[start : start + num_pages])
             refused = answer if refused is None else refused
         return refused
 
@@ -127,16 +130,17 @@ class TcpConnection:
         ids = pages.astype("<i4", copy=False).tobytes()
         self._socket.sendall(REQUEST.pack(kind, len(pages)) + ids)
 
-    def _receive(self, table: PageTable, pages: Ints) -> int | None:
+    def _receive(self, kind: Kind, pages: Ints) -> int | None:
         """Lands the next answer in these pages, or returns the page that was refused."""
         if self._stopped:
             raise TransferError("stopped")
         head = bytearray(REPLY.size)
         num_bytes = len(head) + len(pages) * self._pool.page_bytes
-        receive_vectors(self._socket, table.vectors(pages, head), num_bytes)
+        receive_vectors(self._socket, self._arrivals.vectors(pages, head, kind), num_bytes)
         status, refused = REPLY.unpack(head)
         match status:
             case Status.DATA:
+                self._arrivals.landed(pages, kind)
                 return None
             case Status.REFUSED:
                 return int(refused)

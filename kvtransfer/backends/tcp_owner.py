@@ -1,4 +1,4 @@
-"""The owner's end of the tcp backend: serves pages straight from the pool, on threads of its own.
+"""The owner's end of the tcp backend: serves pages on threads of its own.
 
 One thread accepts, one thread per reader answers its requests in order. Only pages published to
 that reader are served; a reader that asks for others, or lies, harms its own connection alone.
@@ -11,32 +11,31 @@ import os
 import socket
 import threading
 import time
+from collections import deque
+from contextlib import closing
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation, TransferError
 from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside
+from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import Publications
-from kvtransfer.backends.scatter import (
-    PageTable,
-    receive_before,
-    receive_exactly,
-    send_vectors,
-)
-from kvtransfer.backends.scratch import Scratch
+from kvtransfer.backends.scatter import receive_before, receive_exactly, send_vectors
+from kvtransfer.backends.tcp_memory import Departures, Load, Memory
 from kvtransfer.backends.tcp_wire import (
     GREETING,
     INTRODUCTION,
     KEY_BYTES,
     MAGIC,
-    MAX_REQUEST_PAGES,
     NONCE_BYTES,
     REPLY,
     REQUEST,
     Description,
     Kind,
     Status,
+    max_request_pages,
     owner_proof,
     reader_key,
     reader_proof,
@@ -47,18 +46,24 @@ _MAX_CONNECTIONS = 256
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One that has been begun, and not sent."""
+
+    head: bytearray
+    load: Load
+    num_bytes: int  # of head and pages
+
+
 class TcpOwner:
     """Listens on an ephemeral port of `host` until closed."""
 
-    def __init__(self, host: str, pool: PagePool) -> None:
+    def __init__(self, host: str, pool: PagePool, memory: Memory) -> None:
         """Raises TransferError where the host cannot be bound."""
         self._host = host
         self._pool = pool
-        self._scratch = Scratch(pool.page_bytes)
-        self._tables = {
-            Kind.POOL: PageTable(pool),
-            Kind.SCRATCH: PageTable(self._scratch.pool),
-        }
+        self._memory = memory
+        self._max_pages = max_request_pages(pool.page_bytes)
         self._publications = Publications(pool.num_pages)
         self._secret = os.urandom(KEY_BYTES)
         self._lock = threading.Lock()
@@ -75,7 +80,7 @@ class TcpOwner:
                 host=self._host,
                 port=self._port,
                 key=reader_key(self._secret, reader),
-                scratch_pages=self._scratch.pool.num_pages,
+                scratch_pages=self._memory.scratch_pages,
             )
         )
 
@@ -127,9 +132,9 @@ class TcpOwner:
     def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
         try:
             reader = self._greet(connection)
-            while True:
-                self._answer(connection, reader)
-        except ProtocolViolation as error:
+            with closing(self._memory.departures()) as departures:
+                self._answer_all(connection, reader, departures)
+        except (ProtocolViolation, DeviceFailure) as error:
             _log.warning("data connection from %s ended: %s", address[0], error)
         except (OSError, TransferError):
             pass  # the reader has gone, or never was one
@@ -154,28 +159,49 @@ class TcpOwner:
         connection.sendall(owner_proof(key, challenge, nonce))
         return int(reader)
 
-    def _answer(self, connection: socket.socket, reader: int) -> None:
-        """Takes one request and sends its pages, or as many zeros where one is refused."""
+    def _answer_all(self, connection: socket.socket, reader: int, departures: Departures) -> None:
+        """Until the reader goes. Begins the next answer before it sends one, where pages have
+        somewhere to wait and the reader has asked for more."""
+        answers = deque([self._begin(connection, reader, departures)])
+        while True:
+            answer = answers.popleft()
+            vectors = answer.load(answer.head)
+            while len(answers) < departures.num_ahead and _asks(connection):
+                answers.append(self._begin(connection, reader, departures))
+            send_vectors(connection, vectors, answer.num_bytes)
+            if not answers:
+                answers.append(self._begin(connection, reader, departures))
+
+    def _begin(self, connection: socket.socket, reader: int, departures: Departures) -> _Answer:
+        """Takes one request. Its answer brings the pages, or as many zeros where one is refused."""
         kind, num_pages = REQUEST.unpack(receive_exactly(connection, REQUEST.size))
-        if not 1 <= num_pages <= MAX_REQUEST_PAGES:
+        if not 1 <= num_pages <= self._max_pages:
             raise ProtocolViolation(f"a request for {num_pages} pages")
         pages = np.frombuffer(receive_exactly(connection, 4 * num_pages), np.int32)
         match kind:
             case Kind.POOL:
                 refused = self._publications.first_refused(reader, pages)
             case Kind.SCRATCH:
-                refused = first_outside(pages, self._scratch.pool.num_pages)
+                refused = first_outside(pages, self._memory.scratch_pages)
             case _:
                 raise ProtocolViolation(f"a request of kind {kind}")
-        table = self._tables[kind]
         head = bytearray(REPLY.size)
         if refused is None:
             REPLY.pack_into(head, 0, Status.DATA, 0)
+            load = departures.begin(kind, pages)
         else:
             REPLY.pack_into(head, 0, Status.REFUSED, refused)
-            table, pages = self._tables[Kind.SCRATCH], np.zeros_like(pages)
-        num_bytes = len(head) + num_pages * self._pool.page_bytes
-        send_vectors(connection, table.vectors(pages, head), num_bytes)
+            load = departures.begin(Kind.SCRATCH, np.zeros_like(pages))
+        return _Answer(head, load, len(head) + num_pages * self._pool.page_bytes)
+
+
+def _asks(connection: socket.socket) -> bool:
+    """Whether there is something to receive, were it the end."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _listen(host: str) -> socket.socket:

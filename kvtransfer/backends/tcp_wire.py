@@ -7,7 +7,8 @@
     owner   REPLY: DATA, then the raw pages in that order                         in the same order)
                  | REFUSED and a page id, then zeros
 
-A reply is as long as its request says, so that a reader lands head and pages in one call.
+A reply is as long as its request says, so that a reader lands head and pages in one call. A request
+asks for as much as an owner can be expected to stage, and always for one page at least.
 
 The key is made for one reader of one owner process, and told in the owner's Hello: a connection
 to a process that took over the port, or from anyone but that reader, proves nothing.
@@ -32,6 +33,7 @@ REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<Ii")
 
 MAX_REQUEST_PAGES = 1023  # and the head of the reply: the vectors of one sendmsg
+MAX_REQUEST_BYTES = 4 << 20
 
 _KEEPALIVE_IDLE_S = 5
 _KEEPALIVE_EVERY_S = 2
@@ -58,6 +60,11 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     scratch_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+def max_request_pages(page_bytes: int) -> int:
+    """How many pages one request may ask for."""
+    return min(MAX_REQUEST_PAGES, max(1, MAX_REQUEST_BYTES // page_bytes))
 
 
 def reader_key(secret: bytes, reader: int) -> bytes:

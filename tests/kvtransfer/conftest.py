@@ -20,20 +20,25 @@ def one_sided(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(f"THE NIXL PATH IS NOT TESTED, this machine forbids it: {refusal}")
 
 
-@pytest.fixture(params=["nixl", "tcp", "loopback"])
+ON_GPU = [
+    pytest.param("nixl-cuda", marks=pytest.mark.gpu),
+    pytest.param("tcp-cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=["nixl", "tcp", "tcp-staged", "loopback", *ON_GPU])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    match request.param:
-        case "loopback":
-            return LoopbackBackend()
-        case "nixl":
-            request.getfixturevalue("one_sided")
+    if request.param == "loopback":
+        return LoopbackBackend()
+    if request.param.startswith("nixl"):
+        request.getfixturevalue("one_sided")
     return make_backend(request.param)
 
 
-@pytest.fixture(params=["nixl", "tcp"])
+@pytest.fixture(params=["nixl", "tcp", "tcp-staged", *ON_GPU])
 def far_backend(request: pytest.FixtureRequest) -> str:
     """The name of a backend that joins processes."""
-    if request.param == "nixl":
+    if request.param.startswith("nixl"):
         request.getfixturevalue("one_sided")
     return str(request.param)
 

@@ -24,7 +24,7 @@ def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
 ) -> None:
     owner = ends.owner(backend, num_pages, page_bytes)
     owner.publish_all()
-    memory = Memory(num_pages, page_bytes)
+    memory = ends.memory(backend, num_pages, page_bytes)
     connection = ends.connect(backend, owner, memory)
     expected = memory.pages.copy()
     for seed in range(3):
@@ -36,13 +36,13 @@ def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
 
 def test_a_copy_of_no_pages_is_done_at_once(ends: Ends, backend: Backend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, Memory(NUM_PAGES, PAGE_BYTES))
+    connection = ends.connect(backend, owner, ends.memory(backend, NUM_PAGES, PAGE_BYTES))
     connection.copy(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 def test_connections_to_several_owners_copy_at_once(ends: Ends, backend: Backend) -> None:
     owners = [ends.owner(backend, NUM_PAGES, PAGE_BYTES) for _ in range(2)]
-    memories = [Memory(NUM_PAGES, PAGE_BYTES) for _ in range(4)]
+    memories = [ends.memory(backend, NUM_PAGES, PAGE_BYTES) for _ in range(4)]
     pairs = []
     for reader, memory in enumerate(memories):
         owner = owners[reader % 2]
@@ -68,7 +68,7 @@ def test_a_page_that_the_owner_has_not_is_refused_and_the_connection_lives(
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
-    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, owner, memory)
     for wrong in (NUM_PAGES, -1, 2**31 - 1):
         with pytest.raises(ReadRefused, match=str(wrong)):
@@ -80,7 +80,7 @@ def test_a_page_that_the_owner_has_not_is_refused_and_the_connection_lives(
 def test_pages_of_another_size_are_refused(ends: Ends, backend: Backend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     with pytest.raises(LayoutMismatch, match=r"16384.*32768"):
-        ends.connect(backend, owner, Memory(NUM_PAGES, 2 * PAGE_BYTES))
+        ends.connect(backend, owner, ends.memory(backend, NUM_PAGES, 2 * PAGE_BYTES))
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,14 @@ def test_memory_that_cannot_be_is_refused(
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     lie = RemotePool(base, PAGE_BYTES, num_pages)
     with pytest.raises(LayoutMismatch):
-        backend.connect(owner.describe(), lie, Memory(NUM_PAGES, PAGE_BYTES).pool, READER)
+        backend.connect(
+            owner.describe(), lie, ends.memory(backend, NUM_PAGES, PAGE_BYTES).pool, READER
+        )
 
 
 def test_a_description_of_rubbish_is_an_error_and_no_more(ends: Ends, backend: Backend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     good = owner.describe()
     rng = np.random.default_rng(0)
     for rubbish in (b"", good[:-1], good + b"x", b"\x80", *(rng.bytes(80) for _ in range(50))):
@@ -107,7 +109,7 @@ def test_a_description_of_rubbish_is_an_error_and_no_more(ends: Ends, backend: B
 
 def test_a_probe_measures_without_touching_a_page(ends: Ends, backend: Backend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, owner, memory)
     assert connection.probe() > 0.01
     assert (memory.pages == CANARY).all()
@@ -116,7 +118,7 @@ def test_a_probe_measures_without_touching_a_page(ends: Ends, backend: Backend) 
 def test_a_stopped_connection_copies_no_more(ends: Ends, backend: Backend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
-    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, owner, memory)
     connection.stop()
     for _ in range(2):
@@ -135,14 +137,14 @@ def test_stop_ends_a_copy_under_way(ends: Ends, backend: Backend) -> None:
     num_pages, page_bytes = 64, 1 << 20
     owner = ends.owner(backend, num_pages, page_bytes)
     owner.publish_all()
-    memory = Memory(num_pages, page_bytes)
+    memory = ends.memory(backend, num_pages, page_bytes)
     connection = ends.connect(backend, owner, memory)
-    source, destination = (np.tile(ids, 400) for ids in scattered(0, num_pages, num_pages))
+    source, destination = (np.tile(ids, 4000) for ids in scattered(0, num_pages, num_pages))
     ended = threading.Event()
 
     def copy() -> None:
         with pytest.raises(TransferError):
-            connection.copy(source, destination)  # 25 GiB: seconds
+            connection.copy(source, destination)  # 250 GiB: seconds on any path
         ended.set()
 
     thread = threading.Thread(target=copy)
@@ -158,7 +160,7 @@ def test_an_owner_that_has_died_is_an_error_within_two_seconds(
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
-    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, owner, memory)
     connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
     description = owner.describe()
@@ -171,7 +173,10 @@ def test_an_owner_that_has_died_is_an_error_within_two_seconds(
     assert time.monotonic() - died_at < 2.0
 
 
-def test_memory_of_a_device_is_refused_with_a_reason(ends: Ends, backend: Backend) -> None:
+@pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
+def test_memory_that_is_not_the_devices_is_refused_with_a_reason(
+    ends: Ends, backend: Backend
+) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     pool = Memory(NUM_PAGES, PAGE_BYTES).pool
     elsewhere = PagePool(pool.base, pool.page_bytes, pool.num_pages, "cuda:0")

@@ -114,7 +114,10 @@ def test_a_path_that_is_not_proved_is_not_taken(
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=f"no one-sided path: .*{reason}"):
         NixlBackend().connect(
-            _forged(owner, place=change), owner.remote, Memory(NUM_PAGES, PAGE_BYTES).pool, READER
+            _forged(owner, evidence=change),
+            owner.remote,
+            Memory(NUM_PAGES, PAGE_BYTES).pool,
+            READER,
         )
 
 
@@ -130,12 +133,14 @@ def test_metadata_of_nobody_is_an_error(ends: Ends) -> None:
 
 
 def _forged(
-    owner: FarOwner, place: dict[str, object] | None = None, metadata: bytes | None = None
+    owner: FarOwner, evidence: dict[str, object] | None = None, metadata: bytes | None = None
 ) -> bytes:
     """The owner's description with some of it replaced."""
     description = msgspec.msgpack.decode(owner.describe())
-    description["place"] |= place or {}
-    description["metadata"] = metadata or description["metadata"]
+    (offer,) = description["offers"]
+    told = msgspec.msgpack.decode(offer["evidence"]) | (evidence or {})
+    offer["evidence"] = msgspec.msgpack.encode(told)
+    offer["metadata"] = metadata or offer["metadata"]
     return msgspec.msgpack.encode(description)
 
 

@@ -25,21 +25,20 @@ from kvtransfer.backends.tcp_wire import (
     REQUEST,
     Description,
     Status,
-    reader_proof,
 )
 from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp
 from kvtransfer.messages import HandoffId
-from tests.support.data_children import CANARY, READER, Memory, scattered
-from tests.support.data_ends import Ends, FarOwner, wait_for
+from tests.support.data_children import CANARY, READER, Memory, make_backend, scattered
+from tests.support.data_ends import Ends, introduced, wait_for
 
-NUM_PAGES, PAGE_BYTES = 2048, 4096  # several requests for all of them
+NUM_PAGES, PAGE_BYTES = 2048, 4112  # several requests for all of them
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
 
 
-@pytest.fixture(params=["tcp", "loopback"])
+@pytest.fixture(params=["tcp", "tcp-staged", "loopback"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Those whose owner knows what it has published."""
-    return TcpBackend("127.0.0.1") if request.param == "tcp" else LoopbackBackend()
+    return LoopbackBackend() if request.param == "loopback" else make_backend(request.param)
 
 
 # Seen failing with the look into the publications taken out of `TcpOwner._answer`.
@@ -132,23 +131,12 @@ def test_a_reader_does_not_trust_whoever_listens_there() -> None:
         thread.join()
 
 
-def _introduced(owner: FarOwner) -> socket.socket:
-    """A raw connection that has proved to be READER."""
-    description = msgspec.msgpack.decode(owner.describe(), type=Description)
-    raw = socket.create_connection((description.host, description.port), 5)
-    _, challenge = GREETING.unpack(raw.recv(GREETING.size, socket.MSG_WAITALL))
-    nonce = bytes(NONCE_BYTES)
-    proof = reader_proof(description.key, challenge, nonce)
-    raw.sendall(INTRODUCTION.pack(READER, nonce, proof))
-    assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == KEY_BYTES
-    return raw
-
-
 @pytest.mark.parametrize(
     "frame",
     [
         pytest.param(REQUEST.pack(0, 0), id="no pages"),
         pytest.param(REQUEST.pack(0, 2**32 - 1), id="endless pages"),
+        pytest.param(REQUEST.pack(0, 1023), id="no more pages than vectors, but too many bytes"),
         pytest.param(REQUEST.pack(9, 1) + bytes(4), id="unknown kind"),
         pytest.param(b"\xff" * 4096, id="noise"),
     ],
@@ -160,7 +148,7 @@ def test_a_reader_that_breaks_the_frames_loses_its_connection_and_nobody_else_do
     owner.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(TcpBackend("127.0.0.1"), owner, memory)
-    with _introduced(owner) as raw:
+    with introduced(owner.describe()) as raw:
         raw.sendall(frame)
         with contextlib.suppress(ConnectionResetError):  # it had not read all of the frame
             assert raw.recv(1) == b""
@@ -171,7 +159,7 @@ def test_a_reader_that_breaks_the_frames_loses_its_connection_and_nobody_else_do
 def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends: Ends) -> None:
     owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, ALL[:4])
-    with _introduced(owner) as raw:
+    with introduced(owner.describe()) as raw:
         for pages, refused in (((0, 5, 1), 5), ((-1,), -1), ((0, 2**31 - 1), 2**31 - 1)):
             raw.sendall(REQUEST.pack(0, len(pages)) + struct.pack(f"<{len(pages)}i", *pages))
             answer = REPLY.unpack(raw.recv(REPLY.size, socket.MSG_WAITALL))
@@ -191,7 +179,7 @@ def test_strangers_and_sleepers_delay_nobody(ends: Ends) -> None:
     with (
         socket.create_connection(("127.0.0.1", port)),
         socket.create_connection(("127.0.0.1", port)) as liar,
-        _introduced(owner) as sleeper,
+        introduced(owner.describe()) as sleeper,
     ):
         liar.sendall(bytes(INTRODUCTION.size))
         for _ in range(64):  # far more than the buffers between us take, and it never reads

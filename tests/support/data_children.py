@@ -1,8 +1,9 @@
 """What runs in processes of their own in tests of the data paths: an owner, a reader, a nonce.
 
 Children are forked from a server that has loaded nixl once (a start costs 10 ms instead of 2 s)
-and has no agent. Each writes its stdout and stderr into a file, so that a test can say that
-nothing was printed.
+and has no agent. Those that use a GPU are programs of their own, started ahead: a forked process
+cannot use the GPU of its parent. Each writes its stdout and stderr into a file, so that a test can
+say that nothing was printed.
 """
 
 import multiprocessing
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -21,19 +23,70 @@ from numpy.typing import NDArray
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Ints, PagePool, RemotePool
 from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.path_proof import Nonce
+from kvtransfer.backends.nixl_agent import Agent
+from kvtransfer.backends.nixl_paths import PATHS, PathKind
+from kvtransfer.backends.path_proof import HostEvidence, Nonce, SameHost
 from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.backends.tcp_staging import StagedMemory
+from tests.support.cuda_pages import CudaPages
+from tests.support.device_twin import DeviceTwin
 
 READER = 0xD0D0
 REPLY_S = 20.0
 CANARY = 0xA5
+CUDA = "cuda:0"
 
+_NUM_SPARES = 4
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.data_children", "tests.support.preload_nixl"])
 
 
+class StagedTcp(TcpBackend):
+    """As between GPUs, where there is none."""
+
+    name = "tcp-staged"
+
+    def __init__(self) -> None:
+        twin = DeviceTwin()
+        super().__init__("127.0.0.1", lambda pool: StagedMemory(pool, twin))
+
+
+# Whatever the proof says, UCX has sockets only, and the owner's help to read over them.
+SOCKETS = PathKind("sockets", "cpu", "tcp,self,cuda_copy", HostEvidence, SameHost, 4 << 20, 2.0)
+
+
+class TwoPathNixl(NixlBackend):
+    """As on a machine whose better path turns out to be none."""
+
+    name = "nixl-two-paths"
+
+    def __init__(self) -> None:
+        super().__init__((SOCKETS, PATHS[0]))
+
+
+class CudaTcp(TcpBackend):
+    name = "tcp-cuda"
+
+
+class CudaNixl(NixlBackend):
+    name = "nixl-cuda"
+
+
 def make_backend(name: str) -> Backend:
-    return NixlBackend() if name == "nixl" else TcpBackend("127.0.0.1")
+    """By the name that the backend then has; what ends in -cuda is for memory of a GPU."""
+    match name:
+        case "nixl":
+            return NixlBackend()
+        case "nixl-two-paths":
+            return TwoPathNixl()
+        case "nixl-cuda":
+            return CudaNixl()
+        case "tcp-cuda":
+            return CudaTcp("127.0.0.1")
+        case "tcp-staged":
+            return StagedTcp()
+        case _:
+            return TcpBackend("127.0.0.1")
 
 
 class Memory:
@@ -43,6 +96,23 @@ class Memory:
         self.pages: NDArray[np.uint8] = np.full((num_pages, page_bytes), fill, np.uint8)
         self.pool = PagePool(self.pages.ctypes.data, page_bytes, num_pages, "cpu")
         self.remote = RemotePool(self.pool.base, page_bytes, num_pages)
+
+
+class CudaMemory(Memory):
+    """The same on a GPU. `pages` gives and takes arrays of host memory."""
+
+    def __init__(self, num_pages: int, page_bytes: int, device: str = CUDA) -> None:
+        pages = CudaPages(num_pages, page_bytes, device)
+        self.pages = pages  # type: ignore[assignment]
+        self.pages[:] = CANARY
+        self.pool = PagePool(pages.address, page_bytes, num_pages, device)
+        self.remote = RemotePool(self.pool.base, page_bytes, num_pages)
+
+
+def make_memory(backend: str, num_pages: int, page_bytes: int) -> Memory:
+    """Where the backend of that name wants it."""
+    kind = CudaMemory if backend.endswith("-cuda") else Memory
+    return kind(num_pages, page_bytes)
 
 
 def content(seed: int, num_pages: int, page_bytes: int) -> NDArray[np.uint8]:
@@ -58,16 +128,13 @@ def scattered(seed: int, num_pages: int, count: int) -> tuple[Ints, Ints]:
 
 
 class Child:
-    """A forked process with a pipe. Its program answers every message with one message."""
+    """A process with a pipe. Its program answers every message with one message."""
 
-    def __init__(self, program: Callable[..., None], *arguments: Any, log: Path) -> None:
-        ours, theirs = _context.Pipe()
-        self._pipe: Pipe = ours
-        self._process = _context.Process(
-            target=_run, args=(program, theirs, str(log), *arguments), daemon=True
-        )
-        self._process.start()
-        theirs.close()
+    def __init__(
+        self, program: Callable[..., None], *arguments: Any, log: Path, on_gpu: bool = False
+    ) -> None:
+        start = _start_on_gpu if on_gpu else _start
+        self._process, self._pipe = start(program, str(log), *arguments)
 
     def receive(self, timeout_s: float = REPLY_S) -> Any:
         assert self._pipe.poll(timeout_s), "the other process does not answer"
@@ -96,6 +163,30 @@ class Child:
         os.kill(self._process.pid, number)
 
 
+def _start(program: Callable[..., None], log: str, *arguments: Any) -> tuple[Any, Pipe]:
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_run, args=(program, theirs, log, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+_spares: deque[tuple[Any, Pipe]] = deque()
+
+
+def _start_on_gpu(program: Callable[..., None], log: str, *arguments: Any) -> tuple[Any, Pipe]:
+    while len(_spares) <= _NUM_SPARES:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_wait_on_gpu, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _spares.append((process, ours))
+    process, ours = _spares.popleft()
+    ours.send((program, log, arguments))
+    return process, ours
+
+
 # In the child -----------------------------------------------------------------------------------
 
 
@@ -109,6 +200,13 @@ def _run(program: Callable[..., None], pipe: Pipe, log: str, *arguments: Any) ->
         os._exit(0)  # the test has ended
 
 
+def _wait_on_gpu(pipe: Pipe) -> None:
+    CudaMemory(1, 16)  # before the first agent, which looks whether there is a CUDA context
+    Agent().destroy()  # loads the plugins
+    program, log, arguments = pipe.recv()
+    _run(program, pipe, log, *arguments)
+
+
 def nonce_program(pipe: Pipe) -> None:
     nonce = Nonce()
     pipe.send(nonce.place())
@@ -116,7 +214,7 @@ def nonce_program(pipe: Pipe) -> None:
 
 
 def owner_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int, seed: int) -> None:
-    memory = Memory(num_pages, page_bytes)
+    memory = make_memory(backend, num_pages, page_bytes)
     memory.pages[:] = content(seed, num_pages, page_bytes)
     owner = make_backend(backend).serve(memory.pool, seed)
     pipe.send(memory.remote)
@@ -138,7 +236,7 @@ def owner_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int, see
 
 
 def reader_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int) -> None:
-    memory = Memory(num_pages, page_bytes)
+    memory = make_memory(backend, num_pages, page_bytes)
     path = make_backend(backend)
     rng = np.random.default_rng()
     pipe.send("started")

@@ -1,22 +1,33 @@
 """Owners and readers of pages as tests of the data paths use them: far (in another process) or,
 of loopback, near. `Ends` makes them and ends them all."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Connection, Ints, RemotePool
 from kvtransfer.backends.path_proof import prove_same_host
+from kvtransfer.backends.tcp_wire import (
+    GREETING,
+    INTRODUCTION,
+    KEY_BYTES,
+    NONCE_BYTES,
+    Description,
+    reader_proof,
+)
 from tests.support.data_children import (
     READER,
     REPLY_S,
     Child,
     Memory,
     content,
+    make_memory,
     nonce_program,
     owner_program,
     reader_program,
@@ -31,12 +42,32 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
         time.sleep(0.0005)
 
 
+def introduced(description: bytes) -> socket.socket:
+    """A raw connection to an owner of tcp, that has proved to be READER."""
+    told = msgspec.msgpack.decode(description, type=Description)
+    raw = socket.create_connection((told.host, told.port), 5)
+    raw.settimeout(None)
+    _, challenge = GREETING.unpack(raw.recv(GREETING.size, socket.MSG_WAITALL))
+    nonce = bytes(NONCE_BYTES)
+    raw.sendall(INTRODUCTION.pack(READER, nonce, reader_proof(told.key, challenge, nonce)))
+    assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == KEY_BYTES
+    return raw
+
+
 class FarOwner:
     """An owner in another process."""
 
     def __init__(self, backend: str, num_pages: int, page_bytes: int, *, seed: int, log: Path):
         self.content = content(seed, num_pages, page_bytes)
-        self.child = Child(owner_program, backend, num_pages, page_bytes, seed, log=log)
+        self.child = Child(
+            owner_program,
+            backend,
+            num_pages,
+            page_bytes,
+            seed,
+            log=log,
+            on_gpu=backend.endswith("-cuda"),
+        )
         self._remote: RemotePool | None = None
 
     @property
@@ -101,7 +132,14 @@ class FarReader:
     order, and reports what it meets."""
 
     def __init__(self, backend: str, num_pages: int, page_bytes: int, *, log: Path) -> None:
-        self.child = Child(reader_program, backend, num_pages, page_bytes, log=log)
+        self.child = Child(
+            reader_program,
+            backend,
+            num_pages,
+            page_bytes,
+            log=log,
+            on_gpu=backend.endswith("-cuda"),
+        )
         assert self.child.receive() == "started"
 
     def read_from(self, owner: FarOwner) -> None:
@@ -160,6 +198,12 @@ class Ends:
         owner = FarOwner(backend, num_pages, page_bytes, seed=self._num_owners, log=self.log)
         self._exits.callback(owner.end)
         return owner
+
+    def memory(self, backend: Backend, num_pages: int, page_bytes: int) -> Memory:
+        """For a reader of that backend. It lives until the test has ended."""
+        memory = make_memory(backend.name, num_pages, page_bytes)
+        self._memories.append(memory)
+        return memory
 
     def far_reader(self, backend: str, num_pages: int, page_bytes: int) -> FarReader:
         reader = FarReader(backend, num_pages, page_bytes, log=self.log)

@@ -1,5 +1,9 @@
 """Loads nixl where it is imported: into the server that the tests' processes are forked from."""
 
-from kvtransfer.backends.nixl_agent import Agent
+from pathlib import Path
 
-Agent().destroy()  # the first one of a process loads the plugins
+from kvtransfer.backends.nixl_agent import Agent, load
+
+load()
+if not Path("/dev/nvidiactl").exists():  # or forked processes would inherit a CUDA they cannot use
+    Agent().destroy()  # the first one of a process loads the plugins

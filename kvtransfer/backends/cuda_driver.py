@@ -1,0 +1,141 @@
+"""What torch does not offer of a GPU: memory shared between processes, and what joins two devices.
+
+Straight to the driver's library and to NVML's, which are wherever a GPU is. Knows addresses and
+ordinals, not whose memory it is. Every function may raise TransferError with the driver's words.
+"""
+
+import ctypes
+import functools
+import uuid
+from typing import Any
+
+from common.errors import TransferError
+
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+
+_LAZY_ENABLE_PEER_ACCESS = 1
+_P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+def use(index: int) -> None:
+    """Makes the calling thread one whose calls are for that device, as torch's own calls do only
+    when they need it and UCX's do not at all."""
+    _call("cuCtxSetCurrent", ctypes.c_void_p(_primary_context(index)))
+
+
+def device_uuid(index: int) -> bytes:
+    """UUID_BYTES that name the device on this host and on every other."""
+    found = (ctypes.c_ubyte * UUID_BYTES)()
+    _call("cuDeviceGetUuid", found, _device(index))
+    return bytes(found)
+
+
+def share(address: int) -> tuple[bytes, int]:
+    """Lets other processes of this host map the allocation that this address is in.
+
+    Returns:
+        (HANDLE_BYTES for `map_shared`, the address' offset in the allocation).
+    """
+    base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+    _call(
+        "cuMemGetAddressRange_v2",
+        ctypes.byref(base),
+        ctypes.byref(num_bytes),
+        ctypes.c_uint64(address),
+    )
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return bytes(handle.bytes), address - base.value
+
+
+def map_shared(handle: bytes) -> int:
+    """Maps another process' allocation for the device in use, and returns its address. It stays
+    allocated, even if that process ends, until it is unmapped as often as it was mapped."""
+    address = ctypes.c_uint64()
+    _call(
+        "cuIpcOpenMemHandle_v2",
+        ctypes.byref(address),
+        _Handle.from_buffer_copy(handle),
+        ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
+    )
+    return address.value
+
+
+def unmap_shared(address: int) -> None:
+    """Takes one `map_shared` back."""
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def read(address: int, num_bytes: int, stream: int) -> bytes:
+    """Of any memory that the device in use reaches. On that stream; blocks."""
+    found = ctypes.create_string_buffer(num_bytes)
+    _call(
+        "cuMemcpyDtoHAsync_v2",
+        found,
+        ctypes.c_uint64(address),
+        ctypes.c_size_t(num_bytes),
+        ctypes.c_void_p(stream),
+    )
+    _call("cuStreamSynchronize", ctypes.c_void_p(stream))
+    return found.raw
+
+
+def joined_by_nvlink(one: bytes, other: bytes) -> bool:
+    """Whether NVML says of two devices, by their UUIDs, that they reach each other over NVLink.
+    False where it cannot tell."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    if nvml.nvmlInit_v2():
+        return False
+    devices = []
+    for name in (one, other):
+        device = ctypes.c_void_p()
+        text = f"GPU-{uuid.UUID(bytes=name)}".encode()
+        if nvml.nvmlDeviceGetHandleByUUID(text, ctypes.byref(device)):
+            return False
+        devices.append(device)
+    status = ctypes.c_int(-1)
+    failed = nvml.nvmlDeviceGetP2PStatus(*devices, _P2P_NVLINK, ctypes.byref(status))
+    return not failed and status.value == 0
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TransferError(f"no CUDA driver: {error}") from None
+
+
+@functools.cache
+def _device(index: int) -> ctypes.c_int:
+    _call("cuInit", ctypes.c_uint(0))
+    device = ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    return device
+
+
+@functools.cache
+def _primary_context(index: int) -> int | None:
+    """torch's own. Kept for as long as the process lives."""
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
+    return context.value
+
+
+def _call(function: str, *arguments: Any) -> None:
+    driver = _driver()
+    result = driver[function](*arguments)
+    if result:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(result, ctypes.byref(name))
+        raise TransferError(f"{function}: {(name.value or b'?').decode()}")

@@ -1,0 +1,105 @@
+"""Proof that a reader's device reaches the memory of an owner's, and the hold on that memory.
+
+The owner writes random bytes into its scratch pages and tells them, with handles of its memory,
+over the pair stream. A reader that maps the memory behind the handles and finds the same bytes
+there is on the same host, may map it, and its device reaches it.
+
+The mappings are kept for as long as the connection: UCX maps memory for each of its reads and
+keeps nothing mapped (nixl_agent.py), which costs little only where it is mapped already. When the
+connection closes nothing is left of it, so that the memory of an owner that died is free again.
+"""
+
+import contextlib
+import os
+from typing import Annotated
+
+import msgspec
+import torch
+
+from common.errors import TransferError
+from kvtransfer.backends import cuda_driver
+from kvtransfer.backends.base import PagePool, parse_description
+from kvtransfer.backends.device_memory import cuda_device
+from kvtransfer.backends.path_proof import Nonce, Place, prove_same_host
+
+_NONCE_BYTES = 32
+
+
+class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An address that other processes of the host may map."""
+
+    handle: Annotated[
+        bytes,
+        msgspec.Meta(min_length=cuda_driver.HANDLE_BYTES, max_length=cuda_driver.HANDLE_BYTES),
+    ]
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+
+    @classmethod
+    def at(cls, address: int) -> "SharedMemory":
+        """Of this process' device in use. Raises TransferError where it cannot be shared."""
+        handle, offset = cuda_driver.share(address)
+        return cls(handle, offset)
+
+
+class DevicePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the owner's pool and scratch pages lie, and what the scratch pages begin with."""
+
+    process: Place
+    device_uuid: Annotated[
+        bytes, msgspec.Meta(min_length=cuda_driver.UUID_BYTES, max_length=cuda_driver.UUID_BYTES)
+    ]
+    pool: SharedMemory
+    scratch: SharedMemory
+    nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+
+
+class DeviceEvidence:
+    """An owner's. It counts for as long as the object and both memories live."""
+
+    def __init__(self, pool: PagePool, scratch: PagePool) -> None:
+        """Raises TransferError where the memory cannot be shared."""
+        device = cuda_device(pool.device)
+        device.use()
+        nonce = os.urandom(_NONCE_BYTES)
+        device.write(scratch, torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
+        self._process = Nonce()
+        self.told = msgspec.msgpack.encode(
+            DevicePlace(
+                process=self._process.place(),
+                device_uuid=cuda_driver.device_uuid(device.index),
+                pool=SharedMemory.at(pool.base),
+                scratch=SharedMemory.at(scratch.base),
+                nonce=nonce,
+            )
+        )
+
+
+class MappedMemory:
+    """A reader's hold on an owner's pool and scratch pages. For one thread."""
+
+    def __init__(self, told: bytes, pool: PagePool) -> None:
+        """Raises TransferError where that memory cannot be reached from the pool's device."""
+        place = parse_description("cuda_ipc", told, DevicePlace)
+        prove_same_host(place.process)
+        self._device = cuda_device(pool.device)
+        self._device.use()
+        self._mapped: list[int] = []
+        try:
+            self._mapped.append(cuda_driver.map_shared(place.pool.handle))
+            self._mapped.append(cuda_driver.map_shared(place.scratch.handle))
+            found = self._device.read(self._mapped[-1] + place.scratch.offset, _NONCE_BYTES)
+            if found != place.nonce:
+                raise TransferError("the memory behind its handle is not the owner's")
+        except BaseException:
+            self.close()
+            raise
+        ours = cuda_driver.device_uuid(self._device.index)
+        nvlink = ours != place.device_uuid and cuda_driver.joined_by_nvlink(ours, place.device_uuid)
+        self.path = "nvlink" if nvlink else "cuda_ipc"
+
+    def close(self) -> None:
+        """Lets the memory go. Nothing may read it any more. Idempotent."""
+        while self._mapped:
+            # What a dead owner has left cannot always be unmapped, and harms nobody.
+            with contextlib.suppress(TransferError):
+                cuda_driver.unmap_shared(self._mapped.pop())

@@ -1,0 +1,168 @@
+"""The reader's end of one nixl path: an agent made for one owner process, which copies alone.
+
+The fence is the user thread out of `copy`, then the agent destroyed, because nothing else ends a
+read that nixl has begun. What it has had a device copy is waited for twice: before, so that no
+mapping goes away under a copy, and after, for what the agent may have begun as it went.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from common.errors import EngineFault, TransferError
+from kvtransfer.backends.base import Ints, PagePool, RemotePool, check_pages
+from kvtransfer.backends.device_memory import DeviceFailure
+from kvtransfer.backends.nixl_agent import Agent
+from kvtransfer.backends.nixl_memory import Memory
+from kvtransfer.backends.nixl_paths import PathKind
+from kvtransfer.backends.scratch import measure
+
+_GIB = 1 << 30
+_POLL_S = 20e-6
+_TRIES = 8  # at a rate: where two processes share a device, each runs a few ms at a time
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One path to the owner."""
+
+    path: Annotated[str, msgspec.Meta(max_length=16)]
+    evidence: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What Owner.describe holds."""
+
+    device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
+    scratch_base: Annotated[int, msgspec.Meta(ge=1, lt=1 << 57)]
+    scratch_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    offers: Annotated[tuple[Offer, ...], msgspec.Meta(min_length=1, max_length=8)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Pages here and the owner's pages they are read from: numbers of prepared lists."""
+
+    source: int
+    destination: int
+
+
+class NixlConnection:
+    """Reads over one path that has been proved."""
+
+    def __init__(
+        self,
+        kind: PathKind,
+        offer: Offer,
+        description: Description,
+        remote: RemotePool,
+        memory: Memory,
+        late: float,
+    ) -> None:
+        """Blocks until `late` by time.monotonic() at most, in which time the owner must poll."""
+        pool = memory.pool
+        self._num_source = remote.num_pages
+        self._num_destination = pool.num_pages
+        self._page_bytes = pool.page_bytes
+        self._scratch_pages = min(description.scratch_pages, memory.scratch.num_pages)
+        self._pages_per_part = max(1, kind.part_bytes // pool.page_bytes)
+        self._stopped = False
+        self._memory = memory
+        memory.use()
+        self._proved = kind.prove(offer.evidence, pool)
+        try:
+            self._agent = Agent(kind.transports)
+        except BaseException:
+            self._proved.close()
+            raise
+        try:
+            self._meet(offer, description, remote)
+            self._make_contact(kind, late)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        return self._proved.path
+
+    def probe(self) -> float:
+        return measure(
+            self._scratch_pages,
+            self._page_bytes,
+            lambda pages: self._read(self._scratch, pages, pages),
+        )
+
+    def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
+        check_pages(source_pages, self._num_source, destination_pages, self._num_destination)
+        for start in range(0, len(source_pages), self._pages_per_part):
+            part = slice(start, start + self._pages_per_part)
+            self._read(self._pool, source_pages[part], destination_pages[part])
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def close(self) -> None:
+        self._stopped = True
+        self._memory.use()
+        try:
+            self._memory.settle()
+            self._agent.destroy()
+            self._memory.settle()
+        except DeviceFailure as error:
+            self._agent.destroy()
+            raise EngineFault(f"bytes over {self.path} may yet land: {error}") from None
+        self._proved.close()
+
+    def _meet(self, offer: Offer, description: Description, remote: RemotePool) -> None:
+        """Has the agent know both sides' memory."""
+        pool, scratch = self._memory.pool, self._memory.scratch
+        self._agent.register(pool)
+        self._agent.register(scratch)
+        owner = self._agent.meet(offer.metadata)
+
+        def route(base: int, here: int, page_bytes: int, num_pages: int) -> _Route:
+            source = PagePool(base, page_bytes, num_pages, description.device)
+            destination = PagePool(here, page_bytes, num_pages, pool.device)
+            return _Route(self._agent.prepare(source, owner), self._agent.prepare(destination))
+
+        num_pages, num_bytes = self._scratch_pages, self._scratch_pages * pool.page_bytes
+        source = PagePool(remote.base, remote.page_bytes, remote.num_pages, description.device)
+        self._pool = _Route(self._agent.prepare(source, owner), self._agent.prepare(pool))
+        self._scratch = route(description.scratch_base, scratch.base, pool.page_bytes, num_pages)
+        self._block = route(description.scratch_base, scratch.base, num_bytes, 1)
+        self._block_bytes = num_bytes
+
+    def _make_contact(self, kind: PathKind, late: float) -> None:
+        """Reads scratch pages: the owner has been reached, and reads are as fast as on this path
+        alone. The rate is that of one block, whatever the size of a page."""
+        page = np.zeros(1, np.int32)
+        self._read(self._scratch, page, page, late)
+        best = 0.0
+        for _ in range(_TRIES):
+            if best >= kind.min_gib_per_s:
+                return
+            started = time.perf_counter()
+            self._read(self._block, page, page, late)
+            best = max(best, self._block_bytes / _GIB / (time.perf_counter() - started))
+        if best < kind.min_gib_per_s:
+            raise TransferError(f"reads go another way: they reach {best:.2f} GiB/s only")
+
+    def _read(
+        self, route: _Route, source_pages: Ints, destination_pages: Ints, late: float = math.inf
+    ) -> None:
+        """Until `late` by time.monotonic()."""
+        if self._stopped:
+            raise TransferError("the nixl connection has been stopped")
+        landed = self._agent.post_read(
+            route.destination, destination_pages, route.source, source_pages
+        )
+        while not landed:
+            if self._stopped or time.monotonic() > late:
+                raise TransferError("the owner's agent did not answer in time")
+            time.sleep(_POLL_S)
+            landed = self._agent.read_has_landed()

@@ -1,0 +1,165 @@
+"""A device's pages on their way through host memory, a few megabytes ahead of the socket.
+
+Each connection has two slots of pinned memory: while the socket empties or fills the one, the
+device fills or empties the other, on a stream that is for such copies only. A slot holds as much
+as one request may ask for, so that nothing here grows with the size of a hand-off.
+
+Large pages are copied one by one. Of small ones a copy costs more than its bytes: they are packed
+on the device, and one copy takes them all.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.page_copy import copy_pages
+from kernels.page_pack import pack_pages, unpack_pages
+from kvtransfer.backends.base import Ints, PagePool
+from kvtransfer.backends.device_memory import CopyQueue, Device, Mark
+from kvtransfer.backends.scatter import Vectors, address_of
+from kvtransfer.backends.tcp_memory import Load
+from kvtransfer.backends.tcp_wire import Kind, max_request_pages
+
+_NUM_SLOTS = 2
+_LARGE_PAGE_BYTES = 1 << 20  # 20 us at 50 GB/s: several times what it costs to enqueue a copy
+_PACK_BYTES = 16  # what pack_pages asks of sizes and addresses
+
+
+class StagedMemory:
+    """The pool of a device, and scratch pages on it, for connections over tcp."""
+
+    def __init__(self, pool: PagePool, device: Device) -> None:
+        """Raises TransferError where the pool is not on that device, or its memory is short."""
+        self._device = device
+        self._scratch = device.scratch(pool.page_bytes)
+        self._pages = {
+            Kind.POOL: device.view(pool),
+            Kind.SCRATCH: device.view(self._scratch.pool),
+        }
+        self.scratch_pages = self._scratch.pool.num_pages
+
+    def departures(self) -> "_StagedDepartures":
+        return _StagedDepartures(self._pages, self._slots(), self._device.queue("to host"))
+
+    def arrivals(self) -> "_StagedArrivals":
+        return _StagedArrivals(self._pages, self._slots(), self._device.queue("to device"))
+
+    def _slots(self) -> "list[_Slot]":
+        """For one connection."""
+        pool = self._pages[Kind.POOL]
+        packs = not (pool.data_ptr() % _PACK_BYTES or pool.shape[1] % _PACK_BYTES)
+        slot = _PackingSlot if packs and pool.shape[1] < _LARGE_PAGE_BYTES else _Slot
+        return [slot(self._device, pool.shape[1]) for _ in range(_NUM_SLOTS)]
+
+
+class _Slot:
+    """Host memory for the pages of one request, and the copies between it and the device."""
+
+    def __init__(self, device: Device, page_bytes: int) -> None:
+        self.num_pages = max_request_pages(page_bytes)
+        self.host = device.empty_host(self.num_pages, page_bytes, dtype=torch.uint8)
+        self._mark: Mark | None = None
+
+    def fetch(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
+        """Begins to bring these pages here. What was here must not be wanted any more."""
+        here = torch.arange(len(pages))
+        self._begin(queue, partial(copy_pages, pool, torch.tensor(pages), self.host, here))
+
+    def bring(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
+        """Begins to bring what is here into these pages."""
+        here = torch.arange(len(pages))
+        self._begin(queue, partial(copy_pages, self.host, here, pool, torch.tensor(pages)))
+
+    def wait(self) -> None:
+        """Until no copy from or into this slot is under way. Raises DeviceFailure."""
+        if self._mark is not None:
+            self._mark.wait()
+            self._mark = None
+
+    def vectors(self, num_pages: int, head: bytearray) -> Vectors:
+        """Of `head` and then of so many pages here, one behind the other. Raises DeviceFailure."""
+        self.wait()
+        num_bytes = num_pages * self.host.shape[1]
+        return np.array(
+            [[address_of(head), len(head)], [self.host.data_ptr(), num_bytes]], np.uint64
+        )
+
+    def _begin(self, queue: CopyQueue, copies: "partial[None]") -> None:
+        try:
+            queue.add(copies)
+        finally:
+            self._mark = queue.mark()  # also of those that were enqueued before one failed
+
+
+class _PackingSlot(_Slot):
+    """The same for small pages, with as much memory on the device."""
+
+    def __init__(self, device: Device, page_bytes: int) -> None:
+        super().__init__(device, page_bytes)
+        self._packed = device.empty(*self.host.shape, dtype=torch.uint8)
+        self._host_ids = device.empty_host(self.num_pages, dtype=torch.int32)
+        self._ids = device.empty(self.num_pages, dtype=torch.int32)
+
+    def fetch(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
+        self._host_ids.numpy()[: len(pages)] = pages
+        self._begin(queue, partial(self._fetch, pool, len(pages)))
+
+    def bring(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
+        self._host_ids.numpy()[: len(pages)] = pages
+        self._begin(queue, partial(self._bring, pool, len(pages)))
+
+    def _fetch(self, pool: Tensor, n: int) -> None:
+        self._ids[:n].copy_(self._host_ids[:n], non_blocking=True)
+        pack_pages(pool, self._ids[:n], self._packed[:n])
+        self.host[:n].copy_(self._packed[:n], non_blocking=True)
+
+    def _bring(self, pool: Tensor, n: int) -> None:
+        self._ids[:n].copy_(self._host_ids[:n], non_blocking=True)
+        self._packed[:n].copy_(self.host[:n], non_blocking=True)
+        unpack_pages(self._packed[:n], pool, self._ids[:n])
+
+
+class _StagedDepartures:
+    """A page is published only after the forward that wrote it, so its copy waits for nothing."""
+
+    num_ahead = _NUM_SLOTS - 1  # the last one is what is being sent
+
+    def __init__(self, pages: dict[Kind, Tensor], slots: list[_Slot], queue: CopyQueue) -> None:
+        self._pages = pages
+        self._slots = slots
+        self._queue = queue
+
+    def begin(self, kind: Kind, pages: Ints) -> Load:
+        slot = self._slots.pop(0)  # whose bytes have been sent
+        self._slots.append(slot)
+        slot.fetch(self._pages[kind], pages, self._queue)
+        return partial(slot.vectors, len(pages))
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.wait()
+
+
+class _StagedArrivals:
+    """A copy that has landed is seen by every forward that is launched later: the device orders
+    work behind what the host has seen done."""
+
+    def __init__(self, pages: dict[Kind, Tensor], slots: list[_Slot], queue: CopyQueue) -> None:
+        self._pages = pages
+        self._slots = slots
+        self._queue = queue
+        self.request_pages = slots[0].num_pages
+
+    def vectors(self, pages: Ints, head: bytearray, kind: Kind) -> Vectors:
+        return self._slots[0].vectors(len(pages), head)
+
+    def landed(self, pages: Ints, kind: Kind) -> None:
+        slot = self._slots.pop(0)
+        self._slots.append(slot)
+        slot.bring(self._pages[kind], pages, self._queue)
+
+    def settle(self) -> None:
+        for slot in self._slots:
+            slot.wait()

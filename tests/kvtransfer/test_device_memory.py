@@ -1,0 +1,242 @@
+"""Pages of a device over tcp: staged in host memory, and landed only when the device has them."""
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from common.errors import EngineFault, TransferError
+from kvtransfer.backends.base import Connection, ReadRefused
+from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.backends.tcp_owner import TcpOwner
+from kvtransfer.backends.tcp_staging import StagedMemory
+from kvtransfer.backends.tcp_wire import REPLY, REQUEST
+from tests.support.data_children import CANARY, READER, Memory, content, scattered
+from tests.support.data_ends import Ends, introduced, wait_for
+from tests.support.device_twin import DeviceTwin
+
+NUM_PAGES, PAGE_BYTES = 600, 16384  # several requests for all of them
+ALL = np.arange(NUM_PAGES, dtype=np.int32)
+
+
+class Rig:
+    """An owner and a reader in this process, each with a device of its own."""
+
+    def __init__(self, num_pages: int = NUM_PAGES, page_bytes: int = PAGE_BYTES) -> None:
+        self.there, self.here = DeviceTwin(), DeviceTwin()
+        self.source, self.memory = Memory(num_pages, page_bytes), Memory(num_pages, page_bytes)
+        self.source.pages[:] = content(0, num_pages, page_bytes)
+        self.owner: TcpOwner = staged(self.there).serve(self.source.pool, 1)
+        self.owner.publish(READER, np.arange(num_pages, dtype=np.int32))
+        self.connections: list[Connection] = []
+
+    def connect(self) -> Connection:
+        connection = staged(self.here).connect(
+            self.owner.describe(READER), self.source.remote, self.memory.pool, READER
+        )
+        self.connections.append(connection)
+        return connection
+
+    def end(self) -> None:
+        for device in (self.there, self.here):
+            for queue in device.queues.values():
+                queue.release()
+        for connection in self.connections:
+            connection.stop()
+            with contextlib.suppress(EngineFault):
+                connection.close()
+        self.owner.close()
+        for device in (self.there, self.here):
+            device.end()
+
+
+def staged(device: DeviceTwin) -> TcpBackend:
+    return TcpBackend("127.0.0.1", lambda pool: StagedMemory(pool, device))
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(*sizes: int) -> Rig:
+        rigs.append(Rig(*sizes))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.end()
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig()
+
+
+# Seen failing with the `settle` taken out of `TcpConnection._read`.
+def test_a_copy_is_over_only_when_the_device_has_every_byte(rig: Rig) -> None:
+    connection = rig.connect()
+    source, destination = scattered(0, NUM_PAGES, 200)  # less than one request
+    rig.here.queues["to device"].hold()
+    thread = threading.Thread(target=connection.copy, args=(source, destination))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert (rig.memory.pages == CANARY).all()
+    rig.here.queues["to device"].release()
+    thread.join()
+    assert (rig.memory.pages[destination] == rig.source.pages[source]).all()
+
+
+# Seen failing with the wait taken out of `_Slot.vectors`: bytes are sent before they are fetched,
+# and overwritten before they are brought.
+def test_copies_of_many_requests_bring_the_bytes_of_each(rig: Rig) -> None:
+    connection = rig.connect()
+    for seed in range(5):
+        source, destination = scattered(seed, NUM_PAGES, NUM_PAGES)
+        connection.copy(np.tile(source, 5), np.tile(destination, 5))
+        assert (rig.memory.pages[destination] == rig.source.pages[source]).all()
+        rig.memory.pages[:] = CANARY
+
+
+@pytest.mark.parametrize(
+    "num_pages, page_bytes",
+    [
+        pytest.param(3000, 24, id="no vectors to pack"),
+        pytest.param(2000, 16, id="more pages than a request"),
+        pytest.param(9, 1 << 20, id="large pages"),
+        pytest.param(3, (4 << 20) + 16, id="pages larger than a request"),
+    ],
+)
+def test_pages_of_any_size_are_staged(
+    make_rig: Callable[..., Rig], num_pages: int, page_bytes: int
+) -> None:
+    rig = make_rig(num_pages, page_bytes)
+    connection = rig.connect()
+    source, destination = scattered(0, num_pages, num_pages - 1)
+    connection.copy(source, destination)
+    assert (rig.memory.pages[destination] == rig.source.pages[source]).all()
+    assert (np.delete(rig.memory.pages, destination, axis=0) == CANARY).all()
+
+
+def test_large_pages_in_a_row_are_copied_at_once(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(9, 1 << 20)
+    rig.connect().copy(ALL[2:9], ALL[:7])
+    assert (rig.memory.pages[:7] == rig.source.pages[2:]).all()
+
+
+# Seen failing with the pool's own pages in the place of the scratch pages.
+def test_a_probe_goes_the_way_that_pages_go(rig: Rig) -> None:
+    connection = rig.connect()
+    before = rig.there.queues["to host"].num_added, rig.here.queues["to device"].num_added
+    connection.probe()
+    assert rig.there.queues["to host"].num_added > before[0]
+    assert rig.here.queues["to device"].num_added > before[1]
+    assert (rig.memory.pages == CANARY).all()
+
+
+# Seen failing with the `settle` taken out of `TcpConnection._read`.
+def test_a_refused_copy_lands_nothing_more(rig: Rig) -> None:
+    connection = rig.connect()
+    rig.owner.withdraw(READER, ALL[500:501])
+    for _ in range(5):
+        with pytest.raises(ReadRefused, match="page 500 "):
+            connection.copy(ALL, ALL)
+        rig.memory.pages[:] = CANARY
+        threading.Event().wait(0.02)
+        assert (rig.memory.pages == CANARY).all()
+    connection.copy(ALL[:500], ALL[100:])
+    assert (rig.memory.pages[100:] == rig.source.pages[:500]).all()
+    assert (rig.memory.pages[:100] == CANARY).all()
+
+
+# Seen failing with the `settle` taken out of `TcpConnection.close`.
+def test_no_byte_lands_after_close(rig: Rig) -> None:
+    for _ in range(10):
+        connection = rig.connect()
+        copying = threading.Thread(target=_copy_until_it_ends, args=(connection,))
+        copying.start()
+        wait_for(lambda: bool((rig.memory.pages != CANARY).any()))
+        connection.stop()
+        copying.join()
+        rig.memory.pages[:] = CANARY
+        threading.Event().wait(0.02)
+        assert (rig.memory.pages == CANARY).all()
+
+
+def _copy_until_it_ends(connection: Connection) -> None:
+    with contextlib.suppress(TransferError):
+        while True:
+            connection.copy(ALL, ALL)
+    connection.close()
+
+
+# Seen failing with `num_ahead` 0, and with the bound on it taken out of `_answer_all`.
+def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(4, 32 << 20)  # the sockets hold less than a page: the owner blocks
+    fetched = rig.there.queues["to host"]
+    with introduced(rig.owner.describe(READER)) as raw:
+        raw.sendall(b"".join(REQUEST.pack(0, 1) + struct.pack("<i", page) for page in range(4)))
+        wait_for(lambda: fetched.num_added == 2)
+        threading.Event().wait(0.1)
+        assert fetched.num_added == 2
+        for page in range(4):
+            raw.recv(REPLY.size, socket.MSG_WAITALL)
+            found = raw.recv(32 << 20, socket.MSG_WAITALL)
+            assert found == rig.source.pages[page].tobytes()
+
+
+# Seen failing with the departures not closed in `TcpOwner._serve`.
+def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(4, 32 << 20)
+    fetched = rig.there.queues["to host"]
+    fetched.hold(after=1)
+    with introduced(rig.owner.describe(READER)) as raw:
+        raw.sendall(2 * (REQUEST.pack(0, 1) + bytes(4)))
+        wait_for(lambda: fetched.num_added == 2)  # the first is being sent
+    closing = threading.Thread(target=rig.owner.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    fetched.release()
+    closing.join()
+
+
+def test_a_reader_whose_device_fails_says_so_and_cannot_promise_the_fence(rig: Rig) -> None:
+    connection = rig.connect()
+    rig.here.queues["to device"].fail("an illegal memory access was encountered")
+    with pytest.raises(TransferError, match="illegal memory access"):
+        connection.copy(ALL, ALL)
+    with pytest.raises(EngineFault, match=r"may yet land.*illegal memory access"):
+        connection.close()
+
+
+def test_an_owner_whose_device_fails_says_so_and_ends_the_connection(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = rig.connect()
+    rig.there.queues["to host"].fail("an illegal memory access was encountered")
+    with caplog.at_level(logging.WARNING), pytest.raises(TransferError):
+        connection.copy(ALL, ALL)
+    wait_for(lambda: "illegal memory access" in caplog.text)
+
+
+@pytest.mark.parametrize("there, here", [("tcp", "tcp-staged"), ("tcp-staged", "tcp")])
+def test_one_end_may_be_a_device_and_the_other_not(ends: Ends, there: str, here: str) -> None:
+    owner = ends.far_owner(there, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    twin = DeviceTwin()
+    backend = staged(twin) if here == "tcp-staged" else TcpBackend("127.0.0.1")
+    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    connection = ends.connect(backend, owner, memory)
+    source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
+    connection.copy(source, destination)
+    assert (memory.pages[destination] == owner.content[source]).all()
+    connection.close()
+    twin.end()

@@ -1,0 +1,153 @@
+"""What only a GPU shows of pages in its memory. The suites of all backends run there as well."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import TransferError
+from kvtransfer.backends.base import Connection, PagePool
+from kvtransfer.backends.device_memory import cuda_device
+from tests.support.data_children import CANARY, CUDA, READER, CudaMemory, make_backend, scattered
+from tests.support.data_ends import Ends, closing, wait_for
+
+pytestmark = pytest.mark.gpu
+
+NUM_PAGES, PAGE_BYTES = 512, 65536
+ALL = np.arange(NUM_PAGES, dtype=np.int32)
+GIB = 1 << 30
+
+
+@pytest.fixture(params=["nixl-cuda", "tcp-cuda"])
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl-cuda":
+        request.getfixturevalue("one_sided")
+    return str(request.param)
+
+
+def test_a_pool_is_seen_where_it_is() -> None:
+    tensor = torch.arange(48, dtype=torch.uint8, device=CUDA).view(3, 16)
+    view = cuda_device(CUDA).view(PagePool(tensor.data_ptr(), 16, 3, CUDA))
+    view[1] = 7
+    torch.cuda.synchronize()
+    assert torch.equal(tensor[1], torch.full((16,), 7, dtype=torch.uint8, device=CUDA))
+    assert view.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.usefixtures("one_sided")
+def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends: Ends) -> None:
+    owner = ends.far_owner("nixl-cuda", 64, 4 << 20)
+    connection = ends.connect(make_backend("nixl-cuda"), owner, CudaMemory(64, 4 << 20))
+    assert connection.path == "cuda_ipc"
+    assert connection.probe() > 2.0
+
+
+@pytest.mark.two_gpu
+@pytest.mark.usefixtures("one_sided")
+def test_pages_cross_between_two_devices(ends: Ends, name: str) -> None:
+    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    memory = CudaMemory(NUM_PAGES, PAGE_BYTES, "cuda:1")
+    connection = ends.connect(make_backend(name), owner, memory)
+    assert connection.path in ("nvlink", "cuda_ipc", "tcp")
+    source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
+    connection.copy(source, destination)
+    assert (memory.pages[destination] == owner.content[source]).all()
+
+
+def test_a_forward_that_is_launched_after_a_copy_sees_its_pages(ends: Ends, name: str) -> None:
+    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
+    connection = ends.connect(make_backend(name), owner, memory)
+    pages = cuda_device(CUDA).view(memory.pool)
+    expected = torch.from_numpy(owner.content).to(CUDA)
+    torch.cuda.synchronize()
+    forward = torch.cuda.Stream(CUDA)
+    for seed in range(50):
+        source, destination = scattered(seed, NUM_PAGES, 256)
+        there, here = (torch.from_numpy(ids).long().to(CUDA) for ids in (source, destination))
+        torch.cuda.synchronize()
+        connection.copy(source, destination)
+        with torch.cuda.stream(forward):
+            right = (pages[here] == expected[there]).all()
+        forward.synchronize()
+        assert bool(right)
+
+
+# A staged copy on the default stream would wait for the sleep.
+def test_copies_wait_for_no_forward(ends: Ends, name: str) -> None:
+    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    connection = ends.connect(make_backend(name), owner, CudaMemory(NUM_PAGES, PAGE_BYTES))
+    connection.copy(ALL, ALL)
+    started = time.monotonic()
+    with torch.cuda.stream(torch.cuda.Stream(CUDA)):
+        torch.cuda._sleep(4_000_000_000)  # about 2 s
+    torch.cuda._sleep(4_000_000_000)
+    connection.copy(ALL, ALL)
+    copied_s = time.monotonic() - started
+    torch.cuda.synchronize()
+    slept_s = time.monotonic() - started
+    assert copied_s < slept_s / 2
+
+
+def test_no_byte_lands_after_close_at_any_moment(ends: Ends, name: str) -> None:
+    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    description = owner.describe()
+    memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
+    pages = cuda_device(CUDA).view(memory.pool)
+    backend = make_backend(name)
+    rng = np.random.default_rng(0)
+    for _ in range(25):
+        memory.pages[:] = CANARY
+        connection = backend.connect(description, owner.remote, memory.pool, READER)
+        thread = threading.Thread(target=_copy_until_it_ends, args=(connection,))
+        thread.start()
+        wait_for(lambda: bool((pages != CANARY).any()))
+        threading.Event().wait(rng.uniform(0, 0.01))  # the random moment
+        connection.stop()
+        thread.join(5)
+        assert not thread.is_alive()
+        memory.pages[:] = CANARY
+        threading.Event().wait(0.02)
+        assert (memory.pages == CANARY).all()
+
+
+def _copy_until_it_ends(connection: Connection) -> None:
+    with contextlib.suppress(TransferError):
+        while True:
+            connection.copy(ALL, ALL)
+    connection.close()
+
+
+# Without `MappedMemory` and UCX's cache switched off, it stays taken until the reader ends.
+@pytest.mark.usefixtures("one_sided")
+def test_the_memory_of_a_dead_owner_is_free_again_once_its_connection_has_closed(
+    ends: Ends,
+) -> None:
+    owner = ends.far_owner("nixl-cuda", 2048, 1 << 20)
+    memory = CudaMemory(2048, 1 << 20)
+    backend = make_backend("nixl-cuda")
+    with closing(
+        backend.connect(owner.describe(), owner.remote, memory.pool, READER)
+    ) as connection:
+        connection.copy(*scattered(0, 2048, 2048))
+        taken, _ = torch.cuda.mem_get_info(0)
+        owner.end()
+    # Of the 2 GiB a process that is starting meanwhile may have taken some.
+    wait_for(lambda: torch.cuda.mem_get_info(0)[0] - taken > 1.2 * GIB)
+
+
+@pytest.mark.usefixtures("one_sided")
+def test_nothing_is_printed_by_either_end(ends: Ends) -> None:
+    owner = ends.far_owner("nixl-cuda", NUM_PAGES, PAGE_BYTES)
+    reader = ends.far_reader("nixl-cuda", NUM_PAGES, PAGE_BYTES)
+    reader.read_from(owner)
+    owner.end()
+    reader.failed(5.0)
+    assert ends.log.read_text() == ""

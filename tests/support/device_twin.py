@@ -1,0 +1,123 @@
+"""A device that is a thread and host memory: its copies run later than they were asked for.
+
+In the place of a CudaDevice: who forgets to wait, or touches what a copy still needs, gets wrong
+bytes. A test may hold its copies, count them, and make it fail.
+"""
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.device_memory import DeviceFailure, Direction
+from kvtransfer.backends.scratch import Scratch
+
+WAIT_S = 20.0
+
+
+class TwinMark:
+    def __init__(self, queue: "TwinQueue", number: int) -> None:
+        self._queue = queue
+        self._number = number
+
+    def wait(self) -> None:
+        self._queue.wait_until_done(self._number)
+
+
+class TwinQueue:
+    """Runs what is added on a thread of its own, each a moment late."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+        self._changed = threading.Condition()
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._held_from: float = math.inf  # copies done
+        self._failure = ""
+        self._num_done = 0
+        self.num_added = 0
+        threading.Thread(target=self._run, name="device-twin", daemon=True).start()
+
+    def add(self, copies: Callable[[], object]) -> None:
+        with self._changed:
+            self.num_added += 1
+        self._work.put(copies)
+
+    def mark(self) -> TwinMark:
+        return TwinMark(self, self.num_added)
+
+    def hold(self, after: int = 0) -> None:
+        """All copies but that many stay where they are until `release`."""
+        with self._changed:
+            self._held_from = self._num_done + after
+
+    def release(self) -> None:
+        with self._changed:
+            self._held_from = math.inf
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """From now on no copy is made, and all who wait are told."""
+        with self._changed:
+            self._failure = reason
+            self._held_from = math.inf
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """After what has been added."""
+        self._work.put(None)
+
+    def wait_until_done(self, number: int) -> None:
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._num_done >= number or bool(self._failure), WAIT_S
+            )
+            if self._failure:
+                raise DeviceFailure(self._failure)
+            assert done, "held for ever"
+
+    def _run(self) -> None:
+        while (copies := self._work.get()) is not None:
+            threading.Event().wait(self._delay_s)
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_done < self._held_from)
+                if self._failure:
+                    continue
+            copies()
+            with self._changed:
+                self._num_done += 1
+                self._changed.notify_all()
+
+
+class DeviceTwin:
+    """A Device. Pools on it are in host memory."""
+
+    def __init__(self, delay_s: float = 0.001) -> None:
+        self.queues: dict[Direction, TwinQueue] = {
+            "to host": TwinQueue(delay_s),
+            "to device": TwinQueue(delay_s),
+        }
+
+    def end(self) -> None:
+        for queue in self.queues.values():
+            queue.end()
+
+    def view(self, pool: PagePool) -> Tensor:
+        memory = (ctypes.c_uint8 * (pool.num_pages * pool.page_bytes)).from_address(pool.base)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(pool.num_pages, pool.page_bytes)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def scratch(self, page_bytes: int) -> Scratch:
+        return Scratch(page_bytes)
+
+    def queue(self, direction: Direction) -> TwinQueue:
+        return self.queues[direction]
