@@ -68,7 +68,10 @@ def machine() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:  # a machine to measure on need not have it
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

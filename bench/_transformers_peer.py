@@ -29,7 +29,7 @@ RESULT_S = 60.0  # longest wait for any answer
 def main() -> None:
     spec = json.load(sys.stdin)
     warm_up = [Job(*job) for job in spec["warm_up"]]
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"]))
     model = model.to(spec["device"]).eval()
     rows: list[dict[str, Any]] = []
     tokens: list[list[int]] = []

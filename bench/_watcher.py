@@ -69,6 +69,7 @@ class Watcher:
         self._transfer = transfer
         self._events = events
         self.owner = owner
+        self.page_bytes = engine.pool.page_bytes
         self._handoffs = 0
 
     async def take(self, token_ids: Ints) -> Watched:

@@ -183,6 +183,7 @@ def _peer(model: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]
     spec = {
         "model": str(model),
         "device": options.device,
+        "dtype": "float32",
         "threads": sorted({1, len(os.sched_getaffinity(0))}),
         "warm_up": [dataclasses.astuple(job) for job in _warm_up(vocabulary, options)],
         "loads": [

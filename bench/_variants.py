@@ -1,0 +1,247 @@
+"""Which kernels serving launches: every operation of a forward, on the shapes of models it serves.
+
+Operations are called as the engine calls them, on host tensors of true widths, strides, dtypes and
+alignment whose memory nobody touches: for callers that record launches and let none run.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from common.engine.kv import KVLayout, KVPool
+from kernels.act_and_mul import Activation, act_and_mul
+from kernels.attention import paged_attention, plan_attention
+from kernels.bitmask import apply_bitmask
+from kernels.embedding import embed
+from kernels.logprobs import logprobs
+from kernels.page_pack import pack_pages, unpack_pages
+from kernels.penalties import apply_penalties, count_tokens
+from kernels.rms_norm import add_rms_norm
+from kernels.rope import rope_angles
+from kernels.rope_and_store import rope_and_store
+from kernels.sampling import SamplingColumns, sample
+
+COUNTS = (1, 2, 16, 33, 256, 1000)  # of rows or tokens: none may lead to a kernel of its own
+PAGE_SIZES = (16, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PROMPT_TOKENS = 300  # of the row that a mixed batch has besides its decode rows
+NUM_PAGES = 4
+NUM_SLOTS = 1024
+NUM_TOP = 20  # logprobs a request may ask for at most
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model as far as kernels can tell it from others."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    layers: int
+    qk_norm: bool = False
+    activation: Activation = "silu"
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+QWEN3_06B = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, 28, qk_norm=True)
+LLAMA3_8B = Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256, 32)
+QWEN3_8B = Shape("qwen3-8b", 4096, 32, 8, 128, 12288, 151936, 36, qk_norm=True)
+QWEN2_05B = Shape("qwen2-0.5b", 896, 14, 2, 64, 4864, 151936, 24)
+WIDE_HEAD = Shape(
+    "gemma2-2b",
+    2304,
+    8,
+    4,
+    256,
+    9216,
+    256000,
+    26,
+    activation="gelu_tanh",
+    window=4096,
+    soft_cap=50.0,
+)
+SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One operation of one model. `launch` calls it for a batch of so many rows or tokens."""
+
+    name: str
+    launch: Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Tensors as a forward of the model has them."""
+
+    shape: Shape
+    dtype: torch.dtype
+    page_size: int
+
+    @cached_property
+    def kv(self) -> Tensor:
+        """One layer of a pool, as the engine makes it."""
+        return self.pool.layers[1]
+
+    @cached_property
+    def pool(self) -> KVPool:
+        shape = self.shape
+        layout = KVLayout(self.page_size, shape.layers, shape.kv_heads, shape.head_dim, self.dtype)
+        return KVPool(layout, NUM_PAGES, torch.device("cpu"))
+
+    def tensor(self, *sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=self.dtype)
+
+    def embed(self, n: int) -> None:
+        embed(_ints(n), _ints(NUM_SLOTS), self.tensor(self.shape.vocabulary, self.shape.hidden))
+
+    def angles(self, n: int) -> None:
+        rope_angles(_ints(n), _floats(self.shape.head_dim // 2), 1.0)
+
+    def first_norm(self, n: int) -> None:
+        add_rms_norm(self.tensor(n, self.shape.hidden), None, self.tensor(self.shape.hidden), 1e-6)
+
+    def norm(self, n: int) -> None:
+        x = self.tensor(n, self.shape.hidden)
+        add_rms_norm(x, x, self.tensor(self.shape.hidden), 1e-6)
+
+    def last_norm(self, n: int) -> None:
+        x = self.tensor(n, self.shape.hidden)
+        add_rms_norm(x, x, self.tensor(self.shape.hidden), 1e-6, rows=_longs(n))
+
+    def act(self, n: int) -> None:
+        act_and_mul(self.tensor(n, 2 * self.shape.intermediate), self.shape.activation)
+
+    def store(self, n: int) -> Tensor:
+        shape = self.shape
+        norm = self.tensor(shape.head_dim) if shape.qk_norm else None
+        return rope_and_store(
+            self.tensor(n, (shape.heads + 2 * shape.kv_heads) * shape.head_dim),
+            _floats(2, n, shape.head_dim // 2),
+            self.kv,
+            _longs(n),
+            q_norm=norm,
+            k_norm=norm,
+            eps=1e-6,
+        )
+
+    def decode(self, n: int) -> None:
+        self._attend(num_rows=n, num_tokens=n, num_decodes=n)
+
+    def extend(self, n: int) -> None:
+        self._attend(num_rows=-(-n // 64), num_tokens=n + 1, num_decodes=0)
+
+    def mixed(self, n: int) -> None:
+        self._attend(num_rows=n + 1, num_tokens=n + PROMPT_TOKENS, num_decodes=n)
+
+    def _attend(self, *, num_rows: int, num_tokens: int, num_decodes: int) -> None:
+        shape = self.shape
+        plan = plan_attention(
+            _ints(num_rows * 64),
+            _ints(num_rows),
+            _ints(num_rows + 1),
+            _ints(num_rows),
+            self.kv,
+            num_heads=shape.heads,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            window=shape.window,
+        )
+        q = self.tensor(num_tokens, shape.heads, shape.head_dim)
+        scale = shape.head_dim**-0.5
+        paged_attention(q, self.kv, plan, scale=scale, soft_cap=shape.soft_cap)
+
+    def pack(self, n: int) -> None:
+        """The half of every page that one of two tensor-parallel ranks has."""
+        pages = self.pool.tensor.view(torch.uint8).flatten(1)
+        packed = torch.empty(n, pages.shape[1] // 2, dtype=torch.uint8)
+        pack_pages(pages, _ints(n), packed, offset=packed.shape[1])
+        unpack_pages(packed, pages, _ints(n), offset=packed.shape[1])
+
+    def greedy(self, n: int) -> None:
+        sample(self.tensor(n, self.shape.vocabulary), None)
+
+    def sampled(self, n: int) -> None:
+        columns = SamplingColumns(
+            temperature=_floats(n),
+            top_k=_ints(n),
+            top_p=_floats(n),
+            min_p=_floats(n),
+            seeds=_ints(n, 2),
+            positions=_ints(n),
+        )
+        sample(self.tensor(n, self.shape.vocabulary), columns)
+
+    def restricted(self, n: int) -> None:
+        """What happens to logits before and beside sampling, all in float32."""
+        vocabulary = self.shape.vocabulary
+        logits = _floats(n, vocabulary)
+        counts = torch.empty(NUM_SLOTS, vocabulary, dtype=torch.int32)
+        weights = {name: _floats(n) for name in ("repetition", "frequency", "presence")}
+        apply_penalties(logits, _longs(n), counts, _longs(n), **weights)
+        count_tokens(counts, _longs(n), _ints(n), prompt=False)
+        count_tokens(counts, _longs(n), _ints(n), prompt=True)
+        apply_bitmask(logits, _longs(n), _ints(n, -(-vocabulary // 32)))
+        logprobs(logits, _ints(n), NUM_TOP)
+        sample(logits, None)
+
+
+_BY_PAGE_SIZE = ("store", "decode", "extend", "mixed", "pack")
+_BY_WIDTH = ("embed", "angles", "first_norm", "norm", "last_norm", "act", "greedy", "sampled")
+_BY_VOCABULARY = ("restricted",)
+_BF16 = torch.bfloat16
+
+
+def serving(arch: int, *, every: bool) -> list[Variant]:
+    """What is served on GPUs of this architecture.
+
+    Args:
+        every: all shapes in all dtypes with all page sizes. Else a choice that differs in all that
+            kernels differ by, and less of it where nobody has served yet: not on sm_90.
+    """
+    if every:
+        return _variants(product(SHAPES, DTYPES, PAGE_SIZES))
+    if arch != 90:
+        return _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
+    dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
+    page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
+    others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD)]
+    return _variants([*dtypes, *page_sizes, *others])
+
+
+def _variants(models: Iterable[tuple[Shape, torch.dtype, int]]) -> list[Variant]:
+    variants: dict[str, Variant] = {}  # each once: most do not depend on all three
+    for shape, dtype, page_size in models:
+        model = _Model(shape, dtype, page_size)
+        kind = str(dtype).removeprefix("torch.")
+        for prefix, names in (
+            (f"{shape.name} {kind} page {page_size}", _BY_PAGE_SIZE),
+            (f"{shape.name} {kind}", _BY_WIDTH),
+            (shape.name, _BY_VOCABULARY),
+        ):
+            for name in names:
+                full = f"{prefix} {name}"
+                variants.setdefault(full, Variant(full, getattr(model, name)))
+    return list(variants.values())
+
+
+def _ints(*sizes: int) -> Tensor:
+    return torch.zeros(sizes, dtype=torch.int32)
+
+
+def _longs(*sizes: int) -> Tensor:
+    return torch.zeros(sizes, dtype=torch.int64)
+
+
+def _floats(*sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float32)

@@ -1,0 +1,48 @@
+"""What the numbers were measured on: the GPU as nvidia-smi sees it, and the packages.
+
+Asks no library that would take hold of the GPU: the process that calls this forks others.
+"""
+
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_PACKAGES = ("torch", "triton", "transformers", "nixl", "nixl-cu12", "nixl-cu13", "grpcio", "numpy")
+_FACTS = ("name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem")
+_STATE = (
+    "clocks.sm",
+    "clocks.mem",
+    "temperature.gpu",
+    "power.draw",
+    "power.limit",
+    "memory.used",
+    "clocks_event_reasons.active",
+)
+
+
+def facts() -> dict[str, Any]:
+    """Of all GPUs, what never changes, and the versions of the packages that matter."""
+    return {"gpus": _ask(_FACTS), "packages": {name: _version(name) for name in _PACKAGES}}
+
+
+def state() -> list[dict[str, str]]:
+    """Clocks, heat and power of each GPU now."""
+    return _ask(_STATE)
+
+
+def _ask(fields: tuple[str, ...]) -> list[dict[str, str]]:
+    """Empty where there is no nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    lines = [line.split(", ") for line in done.stdout.splitlines()]
+    return [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,47 @@
+"""transformers' continuous batching on the same checkpoint and prompts, in a process of its own."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench._load import Job
+from bench._record import ROOT
+from bench.gpu.setting import Setting
+
+LIMIT_S = 150.0
+WARM_UP_TOKENS = 8
+
+
+def full_streams(
+    setting: Setting, model: Path, jobs: Sequence[Job], streams: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """The summary of its answers, as of bench._load, and their tokens in the order of jobs.
+
+    Raises:
+        RuntimeError: with the end of what it said, if it fails.
+    """
+    warm_up = [dataclasses.replace(job, max_tokens=WARM_UP_TOKENS) for job in jobs[:streams]]
+    spec = {
+        "model": str(model),
+        "device": str(setting.device),
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "threads": [1],
+        "warm_up": [dataclasses.astuple(job) for job in warm_up],
+        "loads": [(streams, [dataclasses.astuple(job) for job in jobs])],
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "bench._transformers_peer"],
+        cwd=ROOT,
+        input=json.dumps(spec),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    reply = json.loads(done.stdout.splitlines()[-1])
+    return reply["rows"][0], reply["tokens"]

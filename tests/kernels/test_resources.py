@@ -1,0 +1,188 @@
+"""What kernels need of a GPU, compiled ahead of time. In processes of their own: this one's kernels
+are made for the interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)  # two minutes on two cores of its own
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ODD = """
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+from bench import _variants, resources
+
+
+@triton.jit
+def spilling_kernel(x_ptr, BLOCK: tl.constexpr):
+    place = x_ptr + tl.arange(0, BLOCK)
+    values = tl.load(place)
+    tl.debug_barrier()
+    tl.store(place, values / tl.sum(values))
+
+
+@triton.jit
+def large_kernel(x_ptr, out_ptr, num, SIZE: tl.constexpr):
+    row, col = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    total = tl.zeros([SIZE, SIZE], tl.float32)
+    for start in tl.range(0, num, num_stages=8):
+        tile = tl.load(x_ptr + (start * SIZE + row) * SIZE + col)
+        total += tl.dot(tile, tile)
+    tl.store(out_ptr + row * SIZE + col, total)
+
+
+@triton.jit
+def wrong_kernel(x_ptr):
+    tl.store(x_ptr + tl.arange(0, 16), tl.arange(0, 32))
+
+
+@triton.jit(do_not_specialize=["free"])
+def counting_kernel(x_ptr, free, num):
+    tl.store(x_ptr + free, num)
+
+
+def launch(count):
+    x, wide = torch.empty(4096), torch.empty(1 << 20, dtype=torch.bfloat16)
+    spilling_kernel[(1,)](x, 4096, num_warps=1, maxnreg=64)
+    large_kernel[(1,)](wide, x, 8, 128)
+    wrong_kernel[(1,)](x)
+    counting_kernel[(1,)](x, count, count)
+
+
+_variants.serving = lambda arch, every: [_variants.Variant("odd", launch)]
+if __name__ == "__main__":
+    resources.main()
+"""
+
+
+def _run(
+    *command: str, path: Path = ROOT, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def served() -> subprocess.CompletedProcess[str]:
+    """The program's verdict on what is served."""
+    return _run("-m", "bench.resources", timeout_s=570)
+
+
+def _rows(ran: subprocess.CompletedProcess[str], arch: int, *kernels: str) -> list[dict[str, Any]]:
+    record = json.loads(ran.stdout.splitlines()[-1])
+    rows = [row for row in record["rows"] if row["arch"] == arch and row["kernel"] in kernels]
+    assert {row["kernel"] for row in rows} == set(kernels)
+    return rows
+
+
+@pytest.mark.slow
+def test_every_kernel_that_serving_launches_compiles_and_fits_its_gpu(
+    served: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():  # to stderr: stdout of pytest's workers goes nowhere
+        print(f"\n{served.stderr}", file=sys.stderr)
+    assert served.returncode == 0, served.stderr[-3000:]
+    record = json.loads(served.stdout.splitlines()[-1])
+    assert record["problems"] == []
+    assert {row["arch"] for row in record["rows"]} == {80, 90, 100}
+
+
+def test_attention_uses_tensor_cores_and_copies_tiles_ahead(
+    served: subprocess.CompletedProcess[str],
+) -> None:
+    for row in _rows(served, 90, "_decode_kernel", "_extend_kernel"):
+        assert row["cp_async"] > 0, row
+        if "float32" not in row["variants"][0]:  # whose products are exact, by ordinary arithmetic
+            assert row["wgmma" if row["kernel"] == "_extend_kernel" else "mma"] > 0, row
+
+
+def test_kernels_that_wait_for_memory_read_and_write_sixteen_bytes_a_thread(
+    served: subprocess.CompletedProcess[str],
+) -> None:
+    moving = (
+        "_act_and_mul_kernel",
+        "_add_rms_norm_kernel",
+        "_embed_kernel",
+        "_page_pack_kernel",
+        "_rope_and_store_kernel",
+    )
+    for row in _rows(served, 90, *moving):
+        assert {"ld 16", "st 16"} <= row["accesses"].keys(), row
+        assert not {"ld 1", "ld 2", "st 1", "st 2"} & row["accesses"].keys(), row
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """The program's verdict on kernels that must not be served."""
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "odd.py").write_text(ODD)
+    return _run("-c", "import odd; odd.resources.main()", "--arch", "90", path=folder)
+
+
+def _failures(ran: subprocess.CompletedProcess[str], kernel: str) -> list[str]:
+    assert ran.returncode == 1, ran.stderr
+    problems: list[str] = json.loads(ran.stdout.splitlines()[-1])["problems"]
+    assert all(f"FAILED: {problem}" in ran.stderr for problem in problems)
+    return [problem.removeprefix(kernel) for problem in problems if problem.startswith(kernel)]
+
+
+def test_a_kernel_that_spills_registers_fails_by_name(
+    odd: subprocess.CompletedProcess[str],
+) -> None:
+    (problem,) = _failures(odd, "spilling_kernel")
+    assert problem.startswith(" on sm_90 (odd) spills ")
+
+
+def test_a_kernel_that_wants_more_shared_memory_than_a_block_may_have_fails_by_name(
+    odd: subprocess.CompletedProcess[str],
+) -> None:
+    (problem,) = _failures(odd, "large_kernel")
+    assert problem == " on sm_90 (odd) wants 262144 bytes of shared memory of 232448"
+
+
+def test_a_kernel_that_does_not_compile_fails_by_name(
+    odd: subprocess.CompletedProcess[str],
+) -> None:
+    (problem,) = _failures(odd, "wrong_kernel")
+    assert problem.startswith(" on sm_90 (odd) does not compile: CompilationError")
+
+
+def test_a_kernel_that_is_compiled_again_when_a_count_changes_fails_by_name(
+    odd: subprocess.CompletedProcess[str],
+) -> None:
+    problems = _failures(odd, "counting_kernel")
+    assert any(" num " in problem for problem in problems)
+    assert not any(" free " in problem for problem in problems)
+
+
+def test_a_kernel_that_no_variant_launches_fails_by_name(
+    odd: subprocess.CompletedProcess[str],
+) -> None:
+    assert _failures(odd, "_act_and_mul_kernel") == [" is launched by no variant"]
+
+
+def test_the_interpreter_is_refused() -> None:
+    command = [sys.executable, "-m", "bench.resources"]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert "unset TRITON_INTERPRET" in ran.stderr
