@@ -1,0 +1,85 @@
+"""Every task's answer is the true one, told from its prompt alone."""
+
+from random import Random
+
+import pytest
+
+from common.demo import evaluate, tasks
+from common.demo.tokenizer import make_tokenizer
+from common.demo.words import LETTERS, WORDS
+
+SEEDS = range(10)
+
+
+def _told(prompt: str, before: dict[str, str]) -> str:
+    """The answer, by reading: lists are lists, sums are sums, the rest is facts and a key.
+
+    Args:
+        before: facts of the conversation so far; those of this prompt are added.
+    """
+    *told, asked = prompt.removesuffix(" =").split(", ")
+    for fact in told:
+        key, value = fact.split(" = ")
+        assert key not in before or before[key] == value
+        before[key] = value
+    match asked.split():
+        case ["add", a, b]:
+            return str(int(a) + int(b))
+        case ["copy", *words]:
+            return " ".join(words)
+        case ["reverse", *words]:
+            return " ".join(reversed(words))
+    return before[asked]
+
+
+@pytest.mark.parametrize("word", [tasks.known_word, tasks.any_word])
+@pytest.mark.parametrize("num_tokens", [32, 300, 2048])
+def test_the_answers_that_training_shows_are_true(word, num_tokens):
+    for seed in SEEDS:
+        random = Random(seed)
+        for conversation in (
+            tasks.recalls(random, num_tokens, word),
+            tasks.copies(random, num_tokens, word),
+            tasks.sums_and_lists(random, num_tokens),
+        ):
+            before: dict[str, str] = {}
+            for exchange in conversation:
+                assert exchange.answer == _told(exchange.prompt, before)
+
+
+@pytest.mark.parametrize("case", evaluate.CASES, ids=lambda case: f"{case.task} {case.what}")
+def test_the_answers_that_are_measured_are_true(case):
+    random = Random(0)
+    for _ in SEEDS:
+        exchange = case.draw(random)
+        assert exchange.answer == _told(exchange.prompt, {})
+        if "2048" in case.what:
+            assert 2000 < exchange.num_tokens < 2100
+
+
+def test_the_tokens_of_a_conversation_are_counted_as_the_tokenizer_makes_them():
+    tokenizer = make_tokenizer()
+    random = Random(0)
+    conversation = [
+        *tasks.recalls(random, 300, tasks.any_word),
+        *tasks.copies(random, 300, tasks.any_word),
+        *tasks.sums_and_lists(random, 300),
+    ]
+    for exchange in conversation:
+        answered = f"{exchange.prompt} {exchange.answer}{tokenizer.eos_token}"
+        assert exchange.num_tokens == len(tokenizer(answered).input_ids)
+
+
+def test_a_conversation_asks_for_keys_from_all_over_its_facts():
+    places = set()
+    for seed in range(200):
+        first = tasks.recalls(Random(seed), 64, tasks.known_word)[0]
+        keys = [fact.split(" = ")[0] for fact in first.prompt.split(", ")[:-1]]
+        asked = first.prompt.split(", ")[-1].removesuffix(" =")
+        places.add(round(3 * keys.index(asked) / len(keys)))
+    assert places >= {0, 1, 2}
+
+
+def test_words_are_500_and_none_is_two_things():
+    assert len(WORDS) == 500
+    assert len({*WORDS, *LETTERS, "add", "copy", "reverse"}) == 529
