@@ -148,10 +148,10 @@ async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
     flags = ("--engine.scheduler.chunk-tokens=32",)
     async with make(node_flags=flags) as cluster:
         (prefill,), (decode,) = cluster.prefill, cluster.decode
-        (long,) = _prompts(1, length=LONG)
+        (long, other) = _prompts(2, length=LONG)
 
-        async def asked(tokens: int) -> asyncio.Task[object]:
-            return asyncio.create_task(cluster.generate(long, max_tokens=tokens, ignore_eos=True))
+        async def asked(tokens: int, prompt: list[int] = long) -> asyncio.Task[object]:
+            return asyncio.create_task(cluster.generate(prompt, max_tokens=tokens, ignore_eos=True))
 
         async def gone(request: asyncio.Task[object], *nodes: Node) -> None:
             request.cancel()
@@ -176,9 +176,10 @@ async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
         await cluster.wait_until(lambda: waits_in(prefill, "chunked"), "it is being prefilled")
         await gone(request, prefill, decode)
 
-        # All is published, and the decode node does not read.
-        request = await asked(5)
-        await cluster.wait_until(lambda: waits_in(decode, "transfer"), "it is granted again")
+        # All is published, and the decode node does not read. No chunk of it is in a cache, and the
+        # Grant has arrived: it may still be in the decode node while the request is in "transfer".
+        request = await asked(5, other)
+        await cluster.wait_until(lambda: waits_in(prefill, "chunked"), "it is granted again")
         cluster.freeze(decode)
         await cluster.wait_until(lambda: waits_in(prefill, "inflight"), "all is published")
         request.cancel()
