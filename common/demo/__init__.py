@@ -1,5 +1,9 @@
-"""A demo model: two million parameters at most that recall, copy, reverse and add.
+"""The demo model: two million parameters at most that recall, copy, reverse and add.
 
-`tasks` makes what it learns and is asked, `train` makes its weights, `evaluate` measures them.
-Importing this package loads none of that.
+`tasks` makes what it learns and is asked, `train` makes the weights in `weights/`, `evaluate`
+measures them. Importing this package loads none of that.
 """
+
+from pathlib import Path
+
+DIRECTORY = Path(__file__).parent / "weights"

@@ -1,6 +1,6 @@
 """Measures a demo model: how many answers are right, by task; writes accuracy.json beside it.
 
-python -m common.demo.evaluate DIR
+python -m common.demo.evaluate [DIR]
 """
 
 import argparse
@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from common.demo import tasks
+from common.demo import DIRECTORY, tasks
 from common.demo.rows import Encoder, loss_and_right
 from common.demo.tasks import Exchange
 
@@ -140,7 +140,7 @@ CASES = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m common.demo.evaluate", description=__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", default=DIRECTORY)
     directory = parser.parse_args().directory
     disable_progress_bar()
     scores = measure(directory)

@@ -17,7 +17,7 @@ def _trained(steps: int) -> tuple[dict[str, torch.Tensor], list[str]]:
     said = []
     torch.manual_seed(train.SEED)
     model = train.make_model(TOKENIZER)
-    train.train(model, TOKENIZER, steps, lambda step, state: said.append(state))
+    train.train(model, TOKENIZER, train.COURSES[0]._replace(steps=steps), said.append)
     return model.state_dict(), said
 
 
@@ -60,7 +60,7 @@ def test_lengths_double_once_they_have_been_learned():
     assert curriculum.length == 32
     curriculum.note(32, [True] * train.WINDOW)
     assert curriculum.length == 64
-    drawn = {curriculum.draw() for _ in range(50)}
+    drawn = {curriculum.draw_length() for _ in range(50)}
     assert drawn == {32, 64}
     for length in train.LENGTHS[1:] * 2:
         curriculum.note(length, [True] * train.WINDOW)
