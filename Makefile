@@ -9,13 +9,14 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help up test test-long check lint format proto clean
+.PHONY: help up test test-long check lint docs format proto clean
 
 help:
 	@echo "make up [MODEL=dir or hub id] [ARGS='--prefill 2 ...']   serve on this machine"
 	@echo "make test [ARGS='-k name ...']                           run the tests"
 	@echo "make test-long                                           the tests that take minutes"
-	@echo "make check                                               lint, then test"
+	@echo "make check                                               lint, docs, then test"
+	@echo "make docs                                                the site, in build/site"
 	@echo "make lint | format | proto | clean"
 
 up: $(INSTALLED)
@@ -27,13 +28,16 @@ test: $(INSTALLED)
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m long $(ARGS)
 
-check: lint test
+check: lint docs test
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/ruff check --quiet
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 format: $(INSTALLED)
 	$(BIN)/ruff format --quiet

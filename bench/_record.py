@@ -7,11 +7,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from common.bench.facts import cpu_name, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 _LOAD_AT_START = os.getloadavg()[0]  # of others: what runs here must be measured alone
@@ -59,11 +60,11 @@ def commit() -> str:
 
 def machine() -> dict[str, Any]:
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_at_start": round(_LOAD_AT_START, 2),
         "python": platform.python_version(),
-        **{package: _version(package) for package in _PACKAGES},
+        **versions(_PACKAGES),
     }
 
 
@@ -73,17 +74,3 @@ def _git(*arguments: str) -> str:
     except FileNotFoundError:  # a machine to measure on need not have it
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"

@@ -16,6 +16,7 @@ import numpy as np
 from bench._record import percentiles
 from common.config import DecodeConfig, SchedulerConfig
 from common.engine.batch import BatchResult, ScheduleBatch
+from common.engine.cache_events import CacheEvents
 from common.engine.limits import RequestLimits
 from common.engine.pages import PageAllocator
 from common.engine.radix import RadixCache
@@ -170,7 +171,7 @@ def owner(load: Load) -> dict[str, Any]:
         limits=limits,
         max_bootstrap=64,
         port=port,
-        desk=Desk(front, pages_by_holder=pages.by_holder, progress=lambda: (0, 0.0)),
+        desk=_desk(front, pages, cache),
     )
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
@@ -192,6 +193,15 @@ def owner(load: Load) -> dict[str, Any]:
     return clock.row("owner", load, descriptors)
 
 
+def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
+    return Desk(
+        front,
+        pages_by_holder=pages.by_holder,
+        progress=lambda: (0, 0.0),
+        cache=CacheEvents(cache),
+    )
+
+
 def reader(load: Load) -> dict[str, Any]:
     """A decode node's side: submitted, opened, granted, first token, reads ended, joined."""
     pages, cache, table, limits = _engine(load)
@@ -203,9 +213,10 @@ def reader(load: Load) -> dict[str, Any]:
         pages=pages,
         cache=cache,
         page_size=PAGE_SIZE,
+        page_bytes=PAGE_SIZE,
         limits=limits,
         port=port,
-        desk=Desk(front, pages_by_holder=pages.by_holder, progress=lambda: (0, 0.0)),
+        desk=_desk(front, pages, cache),
         outbox=Outbox(front),
     )
     port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]

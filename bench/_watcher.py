@@ -38,6 +38,7 @@ from kvtransfer.ports import (
     ReadsEnded,
 )
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.read_meter import ReadMeter
 from kvtransfer.reader import Reader
 from kvtransfer.transfer import Outlet, TransferThread
 
@@ -124,8 +125,9 @@ async def watching(
         engine_moves=lambda: True,
         wake_engine=note,
     )
-    streams = PairStreams(front_socket, NodeMetrics())
-    dialer = PairDialer(streams, NodeMetrics())
+    metrics = NodeMetrics("decode")
+    streams = PairStreams(front_socket, metrics)
+    dialer = PairDialer(streams, metrics)
     dialer.dial(frozenset({address}))
     transfer.start()
     tasks = [asyncio.create_task(streams.run()), asyncio.create_task(dialer.run())]
@@ -151,4 +153,5 @@ def _reader(
     kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
     hello = Hello.of(INSTANCE, "bench", engine.fingerprint, kv)
     end = ReaderEnd(config, page_size=shape.layout.page_size)
-    return Reader(end, hello, kv, data_paths.backends(config), config, outlet, wake)
+    meter = ReadMeter(pool.page_bytes)
+    return Reader(end, hello, kv, data_paths.backends(config), config, outlet, wake, meter)

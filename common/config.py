@@ -3,9 +3,20 @@
 A class of the system takes the record of its own concern, never the whole.
 """
 
-from typing import Annotated, Literal
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+_COLLECTOR = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -104,6 +115,30 @@ class TransferConfig(Record):
     min_gib_per_s: float = Field(0.0, ge=0, description="a link slower than this is refused")
 
 
+class TlsConfig(Record):
+    """TLS by PEM files, which are read anew when they change; without any, nothing is encrypted."""
+
+    cert: Path | None = Field(
+        None, description="certificate shown to the other side, and its chain"
+    )
+    key: Path | None = Field(None, description="its private key")
+    ca: Path | None = Field(
+        None,
+        description="who must have signed the other side's certificate; callers must then show one",
+    )
+    server_name: str | None = Field(
+        None, description="name that the certificates of nodes have; default: the address called"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together")
+        if self.server_name and self.ca is None:
+            raise ValueError("server_name says nothing without ca")
+        return self
+
+
 class FrontConfig(Record):
     """Where a program listens."""
 
@@ -111,7 +146,29 @@ class FrontConfig(Record):
     port: Port
     metrics_port: Port | None = Field(None, description="Prometheus metrics; default: none")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = Field("text", description="json: one object a line")
     drain_s: Seconds = Field(45.0, description="longest wait for running requests at SIGTERM")
+    health_port: Port | None = Field(
+        None, description="gRPC health alone, never with TLS, for probes; default: none"
+    )
+    tls: TlsConfig = TlsConfig()
+    otlp_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector for traces, http://HOST:4317; default: none"
+    )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _collector(cls, url: str | None) -> str | None:
+        if url is not None and _COLLECTOR.fullmatch(url) is None:
+            raise ValueError("must be http://HOST:PORT, or https, of OTLP over gRPC")
+        return url
+
+    @field_validator("tls")
+    @classmethod
+    def _serves(cls, tls: TlsConfig) -> TlsConfig:
+        if tls.ca is not None and tls.cert is None:
+            raise ValueError("ca is for checking callers over TLS, which takes cert and key")
+        return tls
 
 
 class NodeConfig(Record):
@@ -135,9 +192,20 @@ class DecodeConfig(NodeConfig):
         0, ge=0, description="prompts with at most so many uncached tokens are prefilled here"
     )
     retries: int = Field(2, ge=0, description="further prefill nodes tried before prefilling here")
+    local_fallback: bool = Field(
+        False, description="where no decode node has a prefill node, take requests all the same"
+    )
     max_granted_pages: Positive | None = Field(
         None, description="pages in hand-offs granted but not ready; default: half the pool"
     )
+
+    @field_validator("mode")
+    @classmethod
+    def _can_call(cls, mode: str, info: ValidationInfo) -> str:
+        front = info.data.get("front")
+        if mode == "disaggregated" and front and front.tls.cert and front.tls.ca is None:
+            raise ValueError("with --tls-cert it needs --tls-ca too, to check prefill nodes")
+        return mode
 
 
 class RouterConfig(Record):
@@ -149,7 +217,54 @@ class RouterConfig(Record):
     served_model_name: str | None = Field(
         None, description="what HTTP clients call the model; default: --model"
     )
-    prefill: tuple[str, ...] = Field((), description="addresses of prefill nodes")
-    decode: tuple[str, ...] = Field((), description="addresses of decode nodes")
+    prefill: tuple[str, ...] = Field(
+        (), description="prefill nodes: host:port, dns:NAME:PORT or file:PATH"
+    )
+    decode: tuple[str, ...] = Field(
+        (), description="decode nodes: host:port, dns:NAME:PORT or file:PATH"
+    )
+    policy: Literal[
+        "round_robin",
+        "random",
+        "power_of_two",
+        "least_tokens",
+        "prefix_aware",
+        "session_affinity",
+        "consistent_hash",
+    ] = Field("prefix_aware", description="how a request's nodes are chosen, see docs/routing.md")
+    processes: Positive = Field(
+        1,
+        description="that share the ports, when one core is not enough; each has --max-requests, "
+        "and a metrics port of its own, counted up from --metrics-port",
+    )
     max_requests: Positive = Field(1024, description="live requests; more are refused at once")
     budget_s: Seconds = Field(600.0, description="total time a request may take")
+    trace_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of requests that get a trace, where theirs has not begun",
+    )
+    nodes_tls: TlsConfig = Field(
+        TlsConfig(), description="for calls to nodes; what is unset is taken from front.tls"
+    )
+
+    @field_validator("nodes_tls")
+    @classmethod
+    def _calls(cls, tls: TlsConfig, info: ValidationInfo) -> TlsConfig:
+        front = info.data.get("front")
+        if tls.cert and not (tls.ca or (front and front.tls.ca)):
+            raise ValueError("needs ca: nodes that nobody checks could be anyone's")
+        return tls
+
+    @property
+    def tls_to_nodes(self) -> TlsConfig:
+        """How this router calls nodes: over TLS if it has a `ca`."""
+        own, front = self.nodes_tls, self.front.tls
+        shown = own if own.cert else front
+        return TlsConfig(
+            cert=shown.cert,
+            key=shown.key,
+            ca=own.ca or front.ca,
+            server_name=own.server_name or front.server_name,
+        )

@@ -1,48 +1,158 @@
-"""One log format for every program: time, level, program, sentence, key=value.
+"""One log for every program, as lines of text or of JSON: time, level, program, sentence, fields.
 
-Modules log with the standard `logging.getLogger(__name__)`; `kv` puts fields at the end of a
-sentence, quoted so that what a client sent can never look like a line or a field of ours.
+Modules log with the standard `logging.getLogger(__name__)`, a sentence and `kv`:
+
+    log.info("hand-off lost %s", kv(request_id=request.request_id, because=reason))
+
+Text gets the fields at the end of the sentence, quoted so that what a client sent can never look
+like a line or a field of ours. JSON gets them as fields.
 """
 
 import logging
+import re
 import sys
+import threading
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any, Literal
 
+import msgspec
+
+Format = Literal["text", "json"]
+
+log = logging.getLogger(__name__)
+
+# What needs no quotes: ASCII that prints, but no space, =, quotes or backslash.
+_PLAIN = re.compile(r"[!#-&(-<>-\[\]-~]+")
 _MAX_VALUE = 300  # characters of one field; what comes from outside has no other bound here
+_LINE = ("time", "level", "program", "logger", "message", "exception", "traceback")
 
 
-def setup(program: str, level: str) -> None:
-    """Sends the whole process's log to stderr. Called once, by the program.
+def setup(program: str, level: str, log_format: Format = "text") -> None:
+    """Sends the whole process's log to stderr, warnings and uncaught exceptions too. Called once,
+    by the program.
 
     Args:
-        program: shown in every line, such as "decode" or "decode/engine".
+        program: shown in every line, such as "decode" or "decode engine".
         level: of `FrontConfig.log_level`.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(program))
+    handler.setFormatter(_Json(program) if log_format == "json" else _Text(program))
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    # What no line of ours shows, and every line would pay for: file, thread, process.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root.setLevel(level.upper())
+    logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))  # else a line a call
     logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
+    sys.unraisablehook = _unraisable
 
 
-def kv(**fields: object) -> str:
-    """`peer=127.0.0.1:50100 reason="no answer"`: values are bounded, and quoted where needed."""
-    return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
+class Fields:
+    """What a line says besides its sentence; rendered only if the line is written."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        self.fields = fields
+
+    def __str__(self) -> str:
+        """`peer=127.0.0.1:50100 reason="no answer"`: bounded, and quoted where needed."""
+        return " ".join(f"{name}={_text(value)}" for name, value in self.fields.items())
 
 
-def _value(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    if len(text) > _MAX_VALUE:
-        text = text[:_MAX_VALUE] + "..."
-    if text and text.isascii() and text.isprintable() and not set(text) & set(" =\"'\\"):
+def kv(**fields: object) -> Fields:
+    """The last argument of a log call; see the module."""
+    return Fields(fields)
+
+
+def _text(value: object) -> str:
+    text = _bounded(f"{value:.6g}" if isinstance(value, float) else str(value))
+    if _PLAIN.fullmatch(text):
         return text
     return '"' + text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
 
 
-class _Formatter(logging.Formatter):
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + "..."
+
+
+def _time(record: logging.LogRecord) -> str:
+    return f"{datetime.fromtimestamp(record.created, UTC):%FT%T.%f}"[:-3] + "Z"
+
+
+class _Text(logging.Formatter):
     def __init__(self, program: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {program} %(name)s: %(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        return f"{datetime.fromtimestamp(record.created, UTC):%FT%T.%f}"[:-3] + "Z"
+        return _time(record)
+
+
+class _Json(logging.Formatter):
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self._program = program
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "program": self._program,
+            "logger": record.name,
+            "message": "",
+        }
+        arguments = record.args
+        if isinstance(arguments, tuple):
+            for argument in arguments:
+                if isinstance(argument, Fields):
+                    line |= {_free(name): _json(value) for name, value in argument.fields.items()}
+            arguments = tuple("" if isinstance(each, Fields) else each for each in arguments)
+        sentence = str(record.msg)
+        line["message"] = (sentence % arguments if arguments else sentence).rstrip()
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            line["exception"] = f"{type(error).__name__}: {error}"
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def _free(name: str) -> str:
+    """A field never takes the place of what every line has."""
+    return f"{name}_" if name in _LINE else name
+
+
+def _json(value: object) -> object:
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case _:
+            return _bounded(str(value))
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    log.critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def _uncaught_in_thread(caught: threading.ExceptHookArgs) -> None:
+    error = caught.exc_value
+    if error is None or caught.exc_type is SystemExit:
+        return
+    name = caught.thread.name if caught.thread else "unknown"
+    exc_info = (caught.exc_type, error, caught.exc_traceback)
+    log.critical("uncaught exception in a thread %s", kv(thread=name), exc_info=exc_info)
+
+
+def _unraisable(caught: "sys.UnraisableHookArgs") -> None:
+    error = caught.exc_value
+    if error is None:
+        return
+    where = caught.err_msg or "exception ignored in"
+    exc_info = (caught.exc_type, error, caught.exc_traceback)
+    log.error("%s %s", where, kv(object=repr(caught.object)), exc_info=exc_info)

@@ -10,8 +10,8 @@ import inspect
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common import tls
 from common.errors import ConfigError, InvalidRequest, ServingError
+from common.tls_channel import TlsChannel
 
 log = logging.getLogger(__name__)
 
@@ -56,26 +58,47 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     # Else the server ends connections of clients that ping as CHANNEL_OPTIONS tells them to.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Of a connection that says nothing, two minutes otherwise.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
-def make_server() -> grpc.aio.Server:
-    """A server with our options, bound to nothing yet. Call it on the event loop."""
-    return grpc.aio.server(options=SERVER_OPTIONS)
+def make_server(*, shares_port: bool = False) -> grpc.aio.Server:
+    """A server with our options, bound to nothing yet. Call it on the event loop.
+
+    Args:
+        shares_port: as for `bind`.
+    """
+    options = {**dict(SERVER_OPTIONS), "grpc.so_reuseport": int(shares_port)}
+    return grpc.aio.server(options=tuple(options.items()))
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Binds without TLS and returns the port, which port 0 leaves to the system.
+def bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    certificates: tls.Certificates | None = None,
+    *,
+    shares_port: bool = False,
+) -> int:
+    """Binds, with TLS if there are certificates to show, and returns the port, which port 0
+    leaves to the system.
 
+    Args:
+        shares_port: with other processes, which the kernel deals connections out to; somebody has
+            it `reserved`. A second server otherwise is refused.
     Raises:
         ConfigError: one sentence, such as that the port is taken.
     """
     address = join_address(host, port)
-    _check_free(host, port, address)
+    if not shares_port:
+        _check_free(host, port, address)
     try:
-        return server.add_insecure_port(address)
+        if certificates is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.server_credentials(certificates))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}") from error
 
@@ -89,6 +112,39 @@ def _check_free(host: str, port: int, address: str) -> None:
             probe.bind(where)
     except OSError as error:
         raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+@contextmanager
+def reserved(host: str, port: int) -> Iterator[int]:
+    """Keeps a port from everybody but those who share it, while inside; gives its number, which
+    port 0 leaves to the system.
+
+    Raises:
+        ConfigError: it is taken, perhaps by others who share it.
+    """
+    with _holder(host, port) as holder:
+        yield int(holder.getsockname()[1])
+
+
+def _holder(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        holder = socket.socket(family, kind)
+        try:
+            # As a listener would: connections of one that has ended do not count.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(where)
+            # From here on it lets in who shares, and nobody else; never listening, it gets no
+            # connection itself.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError:
+            holder.close()
+            raise
+    except OSError as error:
+        address = join_address(host, port)
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+    return holder
 
 
 def join_address(host: str, port: int) -> str:
@@ -108,9 +164,15 @@ def check_address(address: str) -> str:
     return address
 
 
-def make_channel(address: str) -> grpc.aio.Channel:
-    """A channel of its own connection to host:port. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def make_channel(address: str, certificates: tls.Certificates | None = None) -> grpc.aio.Channel:
+    """A channel of its own connection to host:port. The caller closes it.
+
+    Args:
+        certificates: over TLS if there is a `ca` among them, which the other side is checked by.
+    """
+    if certificates is None or certificates.config.ca is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return TlsChannel(address, certificates, CHANNEL_OPTIONS)
 
 
 @asynccontextmanager
@@ -225,7 +287,7 @@ class Health:
     """The answer of the gRPC health service, alike for the server ("") and each service of it."""
 
     def __init__(self, servicer: Any, services: Sequence[str]) -> None:
-        self._servicer = servicer
+        self.servicer = servicer
         self._names = ("", *services)
         self._serving: bool | None = None
 
@@ -237,7 +299,30 @@ class Health:
         response = health_pb2.HealthCheckResponse
         now = response.SERVING if serving else response.NOT_SERVING
         for name in self._names:
-            await self._servicer.set(name, now)
+            await self.servicer.set(name, now)
+
+
+@asynccontextmanager
+async def serving_health(
+    health: Health, host: str, port: int | None, *, shares_port: bool = False
+) -> AsyncIterator[None]:
+    """Inside, a port of its own serves `health`, never with TLS, and nothing else: for probes that
+    know no TLS. None: it does not.
+
+    Raises:
+        ConfigError: as `bind`.
+    """
+    if port is None:
+        yield
+        return
+    server = make_server(shares_port=shares_port)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    bind(server, host, port, shares_port=shares_port)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
 
 
 async def stop(server: grpc.aio.Server, grace_s: float) -> None:

@@ -1,6 +1,6 @@
 """How a request's tokens are chosen: one immutable record from the router to the sampler."""
 
-import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -9,6 +9,20 @@ from protos.sampling_pb2 import Sampling
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 16
+
+# Of the 32 bits that carry numbers to the nodes.
+_LARGEST = (2 - 2**-23) * 2.0**127
+_ABOVE_0 = 2.0**-149
+# name, lowest and highest value, as errors say it
+_RANGES = (
+    ("max_tokens", 1, _LARGEST, "at least 1"),
+    ("temperature", 0.0, _LARGEST, "at least 0"),
+    ("top_p", _ABOVE_0, 1.0, "in (0, 1]"),
+    ("min_p", 0.0, 1.0, "in [0, 1]"),
+    ("repetition_penalty", _ABOVE_0, _LARGEST, "> 0"),
+    ("frequency_penalty", -2.0, 2.0, "in [-2, 2]"),
+    ("presence_penalty", -2.0, 2.0, "in [-2, 2]"),
+)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +65,15 @@ def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams
     Raises:
         InvalidRequest: with a sentence that names the field.
     """
-    params = SamplingParams(
+    params = unchecked(proto, max_tokens=max_tokens, seed=seed)
+    check(params)
+    check_stop(proto.stop)
+    return params
+
+
+def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
+    """As `from_proto`, for whoever calls `check` later."""
+    return SamplingParams(
         max_tokens=proto.max_tokens if proto.HasField("max_tokens") else max_tokens,
         seed=proto.seed if proto.HasField("seed") else seed,
         temperature=proto.temperature if proto.HasField("temperature") else 1.0,
@@ -66,8 +88,6 @@ def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams
             proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0
         ),
     )
-    _check(params, proto)
-    return params
 
 
 def to_proto(params: SamplingParams) -> Sampling:
@@ -87,38 +107,24 @@ def to_proto(params: SamplingParams) -> Sampling:
     )
 
 
-def _check(params: SamplingParams, proto: Sampling) -> None:
-    rules = (
-        ("max_tokens", params.max_tokens, params.max_tokens >= 1, "at least 1"),
-        ("temperature", params.temperature, params.temperature >= 0.0, "at least 0"),
-        ("top_p", params.top_p, 0.0 < params.top_p <= 1.0, "in (0, 1]"),
-        ("top_k", params.top_k, params.top_k == -1 or params.top_k >= 1, "-1 or at least 1"),
-        ("min_p", params.min_p, 0.0 <= params.min_p <= 1.0, "in [0, 1]"),
-        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0.0, "> 0"),
-        (
-            "frequency_penalty",
-            params.frequency_penalty,
-            -2.0 <= params.frequency_penalty <= 2.0,
-            "in [-2, 2]",
-        ),
-        (
-            "presence_penalty",
-            params.presence_penalty,
-            -2.0 <= params.presence_penalty <= 2.0,
-            "in [-2, 2]",
-        ),
-    )
-    for name, value, allowed, rule in rules:
-        if not allowed or not math.isfinite(value):
+def check(params: SamplingParams) -> None:
+    """Raises InvalidRequest with a sentence that names the field."""
+    for name, lowest, highest, rule in _RANGES:
+        value = getattr(params, name)
+        if not lowest <= value <= highest:  # nor is NaN
             raise InvalidRequest(f"sampling.{name} must be {rule}, got {value}")
-    if len(proto.stop) > MAX_STOP_STRINGS:
+    if params.top_k < 1 and params.top_k != -1:
+        raise InvalidRequest(f"sampling.top_k must be -1 or at least 1, got {params.top_k}")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
-            f"sampling.stop has {len(proto.stop)} strings, {MAX_STOP_STRINGS} allowed"
-        )
-    if not all(proto.stop):
-        raise InvalidRequest("sampling.stop has an empty string")
-    if len(proto.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"sampling.stop_token_ids has {len(proto.stop_token_ids)} ids, "
+            f"sampling.stop_token_ids has {len(params.stop_token_ids)} ids, "
             f"{MAX_STOP_TOKEN_IDS} allowed"
         )
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Raises InvalidRequest as `check` does."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"sampling.stop has {len(stop)} strings, {MAX_STOP_STRINGS} allowed")
+    if not all(stop):
+        raise InvalidRequest("sampling.stop has an empty string")

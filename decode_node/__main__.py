@@ -10,16 +10,24 @@ from kvtransfer.pair_dialer import PairDialer
 from kvtransfer.pair_streams import PairStreams
 
 
-def parts(front: Front, *, colocated: bool) -> NodeParts:
+def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
     """Routers call here; this node calls the prefill nodes that they name."""
     streams = PairStreams(front.transfer_socket, front.metrics)
-    dialer = PairDialer(streams, front.metrics)
+    dialer = PairDialer(streams, front.metrics, front.certificates)
 
     def pair(addresses: frozenset[str]) -> None:
         if not colocated:
             dialer.dial(addresses)
 
-    serve = ServeService(front.engine, front.metrics, serves_alone=colocated, on_peers=pair)
+    serve = ServeService(
+        front.engine,
+        front.metrics,
+        front.supervision,
+        front.tracer,
+        serves_alone=colocated,
+        falls_back=falls_back,
+        on_peers=pair,
+    )
     return NodeParts(
         services=(serve.register,),
         background=(streams.run, dialer.run),
@@ -37,7 +45,9 @@ def main() -> int:
         role="decode",
         mode=config.mode,
         engine_module="decode_node.engine",
-        parts=lambda front: parts(front, colocated=config.mode == "colocated"),
+        parts=lambda front: parts(
+            front, colocated=config.mode == "colocated", falls_back=config.local_fallback
+        ),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from common.config import DecodeConfig
 from common.engine.build import build
+from common.engine.cache_events import CacheEvents
 from common.engine.clock import StepClock
 from common.engine.drive import drive, introduce
 from common.node.desk import Desk
@@ -18,6 +19,7 @@ from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
 from kvtransfer.ports import ReaderCommand, ReaderEvent
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.read_meter import ReadMeter
 from kvtransfer.reader import Reader
 from kvtransfer.transfer import Outlet, TransferThread
 
@@ -34,6 +36,8 @@ def body(start: EngineStart[DecodeConfig]) -> None:
     hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
 
+    reads = ReadMeter(kv.page_bytes)
+
     def reader(outlet: Outlet[ReaderEvent], wake: Callable[[], None]) -> Reader:
         return Reader(
             ReaderEnd(config.transfer, page_size=page_size),
@@ -43,6 +47,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
             config.transfer,
             outlet,
             wake,
+            reads,
         )
 
     transfer: TransferThread[ReaderCommand, ReaderEvent] = TransferThread(
@@ -55,6 +60,8 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         channel,
         pages_by_holder=engine.pages.by_holder,
         progress=lambda: (clock.reading.finished, clock.reading.expected_s),
+        meters=(clock.meter, reads),
+        cache=CacheEvents(engine.cache),
     )
     scheduler = engine.scheduler(config.engine, lambda request, pages: None)
     role = DecodeRole(
@@ -64,6 +71,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         pages=engine.pages,
         cache=engine.cache,
         page_size=page_size,
+        page_bytes=kv.page_bytes,
         limits=engine.limits,
         port=transfer,
         desk=desk,

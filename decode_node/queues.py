@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.engine.request import Ints, Request
+from common.node.stamps import AttemptStamps
 from kvtransfer.messages import HandoffId
 
 SKIP_AHEAD_S = 2.0  # a request that has waited longer than this is not overtaken any more
@@ -23,6 +24,7 @@ class Attempt:
     candidates: tuple[str, ...]  # owners not tried yet, in order of preference
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()
+    stamps: AttemptStamps
 
 
 @dataclass(slots=True, eq=False)

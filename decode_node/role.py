@@ -12,17 +12,26 @@ desk and the outbox, the owners are behind a ReaderPort.
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from common.config import DecodeConfig
+from common.distribution import Counted
 from common.engine.batch import BatchResult, ScheduleBatch
 from common.engine.limits import RequestLimits
 from common.engine.pages import Holder, PageAllocator
 from common.engine.radix import RadixCache
 from common.engine.request import Finish, FinishReason, Ints, Request, out_of_time
-from common.engine.scheduler import Scheduler
-from common.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServingError
+from common.engine.scheduler import ChunkDone, Scheduler
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    ServingError,
+)
+from common.logs import kv
 from common.node.desk import Desk
 from common.node.messages import (
     CancelSubmitted,
@@ -32,6 +41,8 @@ from common.node.messages import (
     SubmitRequest,
 )
 from common.node.outbox import Outbox
+from common.node.stamps import AttemptStamps, RequestStamps
+from decode_node.counts import DecodeCounts
 from decode_node.queues import Attempt, PreallocQueue, Room, Transfer, TransferQueue
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
@@ -65,6 +76,7 @@ class DecodeRole:
         pages: PageAllocator,
         cache: RadixCache,
         page_size: int,
+        page_bytes: int,
         limits: RequestLimits,
         port: ReaderPort,
         desk: Desk,
@@ -76,6 +88,7 @@ class DecodeRole:
         self._pages = pages
         self._cache = cache
         self._page_size = page_size
+        self._page_bytes = page_bytes
         self._limits = limits
         self._port = port
         self._desk = desk
@@ -83,6 +96,7 @@ class DecodeRole:
         self._max_granted_pages = config.max_granted_pages or pages.num_pages // 2
         self._owners: dict[str, int] = {}  # address: instance, of usable links
         self._live: dict[tuple[int, int], Request] = {}  # by origin
+        self._stamps: dict[int, RequestStamps] = {}  # by request key
         self._prealloc = PreallocQueue()
         self._transfer = TransferQueue()
         self._current: dict[int, HandoffId] = {}  # request key: its attempt, in either queue
@@ -90,10 +104,7 @@ class DecodeRole:
         self._reading: dict[HandoffId, Ints] = {}  # pages held until nothing can land in them
         self._next_key = 1
         self._deadlines_due = 0.0
-        self._counts = dict.fromkeys(
-            ("handoffs_opened", "handoffs_held", "handoffs_lost", "pages_read", "local_prefills"),
-            0,
-        )
+        self._counts = DecodeCounts()
 
     # Role ---------------------------------------------------------------------------------------
 
@@ -104,9 +115,11 @@ class DecodeRole:
                 case OwnerUp():
                     self._owners[event.address] = event.owner
                     self._desk.links[event.address] = (event.path, event.gib_per_s)
+                    self._counts.link(up=True)
                 case OwnerDown():
                     if self._owners.get(event.address) == event.owner:
                         del self._owners[event.address], self._desk.links[event.address]
+                        self._counts.link(up=False)
                 case HandoffAdmitted():
                     self._admitted(event)
                 case FirstToken():
@@ -132,6 +145,10 @@ class DecodeRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self._scheduler.finish(batch, result)
         self._outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
+        for chunk in outcome.chunks:
+            self._stamp_chunk(chunk)
+            if chunk.first_token is not None:
+                self._outbox.begin(chunk.request.origin, chunk.request.cached_tokens)
         for finished in outcome.finished:
             self._end(finished.request, finished.finish)
         self._outbox.flush()
@@ -153,7 +170,10 @@ class DecodeRole:
         }
 
     def counters(self) -> dict[str, int]:
-        return {**self._scheduler.counters(), **self._counts}
+        return {**self._scheduler.counters(), **self._counts.totals()}
+
+    def distributions(self) -> Mapping[str, Counted]:
+        return self._counts.distributions()
 
     @property
     def num_host_pages_used(self) -> int:
@@ -198,11 +218,14 @@ class DecodeRole:
             arrived=now,
         )
         self._next_key += 1
+        self._stamps[request.key] = RequestStamps(
+            message.request_id, request.num_prompt, message.trace, message.received or now, now
+        )
         try:
             if request.origin in self._live:
                 raise InvalidRequest(f"request {message.request} is live on this stream already")
             if self._desk.draining:
-                raise Overloaded("this decode node is draining")
+                raise NodeUnavailable("this decode node is draining")
             if len(self._prealloc) >= self._config.engine.scheduler.max_waiting:
                 raise Overloaded("the prealloc queue is full")
             self._limits.check(token_ids)
@@ -225,8 +248,10 @@ class DecodeRole:
             raise DeadlineExceeded(out_of_time().error)
         attempt = self._attempts.get(request.key, 0) + 1
         usable = [address for address in candidates if address in self._owners]
-        if not usable or attempt > self._config.retries + 1 or self._short(request):
-            self._counts["local_prefills"] += 1
+        here = self._why_here(request, attempt, usable)
+        if here:
+            self._counts.local_prefill(here)
+            self._stamps[request.key].queued = now
             self._scheduler.add(request)
             return
         address, rest = usable[0], candidates[candidates.index(usable[0]) + 1 :]
@@ -234,8 +259,10 @@ class DecodeRole:
         self._attempts[request.key] = attempt
         self._current[request.key] = handoff_id
         num_pages = len(request.token_ids) // self._page_size + 1
-        self._prealloc.append(Attempt(handoff_id, request, rest, num_pages, opened=now))
-        self._counts["handoffs_opened"] += 1
+        stamps = AttemptStamps(address, self._desk.links[address][0], opened=now)
+        self._stamps[request.key].open(stamps)
+        self._prealloc.append(Attempt(handoff_id, request, rest, num_pages, now, stamps))
+        self._counts.opened(attempt)
         self._port.post(
             OpenHandoff(
                 id=handoff_id,
@@ -245,8 +272,19 @@ class DecodeRole:
                 sampling=request.sampling,
                 budget_s=request.deadline - now,
                 request_id=request.request_id,
+                traceparent=self._stamps[request.key].trace.passed_on,
             )
         )
+
+    def _why_here(self, request: Request, attempt: int, usable: Sequence[str]) -> str:
+        """Why it is to be prefilled here, as DecodeCounts names it; empty: it is not."""
+        if self._config.mode == "colocated":
+            return "colocated"
+        if attempt > self._config.retries + 1 or (attempt > 1 and not usable):
+            return "exhausted"
+        if not usable:
+            return "no_owner"
+        return "short" if self._short(request) else ""
 
     def _short(self, request: Request) -> bool:
         longest = self._config.local_prefill_tokens
@@ -273,6 +311,7 @@ class DecodeRole:
             self._reading[attempt.id] = fresh
             pages = np.concatenate([prefix.pages, fresh])
             growth_pages = self._scheduler.growth_pages(attempt.request)
+            attempt.stamps.granted = time.monotonic()
             self._transfer.append(Transfer(attempt, pages, prefix.num_tokens, growth_pages))
             self._port.post(GrantHandoff(attempt.id, prefix.num_tokens, fresh))
 
@@ -295,9 +334,13 @@ class DecodeRole:
         transfer = self._transfer.get(event.id)
         if transfer is None:
             return
-        request = transfer.attempt.request
+        request, stamps = transfer.attempt.request, transfer.attempt.stamps
+        stamps.first_ready, stamps.times = event.first_ready, event.times
+        stamps.first_token = time.monotonic()
+        self._stamps[request.key].note_first_token(stamps.first_token)
         transfer.first_token = event.token
         request.cached_tokens = max(transfer.prefix_tokens, transfer.owner_cached_tokens)
+        self._outbox.begin(request.origin, request.cached_tokens)
         self._outbox.token(request.origin, event.token)
         finish = self._scheduler.finish_of(request, event.token)
         if finish is not None:
@@ -308,9 +351,18 @@ class DecodeRole:
         transfer = self._transfer.get(event.id)
         if transfer is not None:
             transfer.held = True
-            self._counts["handoffs_held"] += 1
             own = transfer.prefix_tokens // self._page_size
-            self._counts["pages_read"] += len(transfer.pages) - own
+            num_read = len(transfer.pages) - own
+            stamps, now = transfer.attempt.stamps, time.monotonic()
+            self._counts.held(
+                now - transfer.attempt.opened,
+                pages_read=num_read,
+                tokens=len(transfer.attempt.request.token_ids),
+                own=transfer.prefix_tokens,
+                owner_cached=transfer.owner_cached_tokens,
+            )
+            stamps.landed, stamps.held = event.landed, now
+            stamps.num_pages, stamps.num_bytes = num_read, num_read * self._page_bytes
 
     def _join(self) -> None:
         """KV and first token are here: into the running batch without a forward."""
@@ -321,6 +373,7 @@ class DecodeRole:
             self._live[request.origin] = request
             self._transfer.remove(transfer.attempt.id)
             self._settled(request)
+            transfer.attempt.stamps.joined = time.monotonic()
 
     def _lost(self, event: Lost) -> None:
         """A new attempt elsewhere, or here; its tokens are fixed now: prompt and emitted."""
@@ -328,9 +381,18 @@ class DecodeRole:
         attempt = transfer.attempt if transfer else self._prealloc.remove(event.id)
         if attempt is None:
             return
-        self._counts["handoffs_lost"] += 1
+        self._counts.lost()
         request = self._continued(transfer) if transfer else attempt.request
-        log.info("hand-off lost request_id=%s reason=%r", request.request_id, event.reason)
+        attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
+        log.info(
+            "hand-off lost %s",
+            kv(
+                request_id=request.request_id,
+                **self._stamps[request.key].trace.log_fields,
+                owner=attempt.stamps.prefill,
+                reason=event.reason,
+            ),
+        )
         if transfer is not None:
             self._transfer.remove(event.id)
             self._pages.drop(transfer.pages, Holder.REQUEST)
@@ -364,6 +426,7 @@ class DecodeRole:
     def _give_up(self, request: Request, reason: str) -> None:
         """Ends the attempt under way: told to its owner, its pages dropped but for reads."""
         handoff_id = self._current[request.key]
+        self._stamps[request.key].attempts[-1].reason = reason
         self._prealloc.remove(handoff_id)
         transfer = self._transfer.remove(handoff_id)
         if transfer is not None:
@@ -377,20 +440,33 @@ class DecodeRole:
     def _end(self, request: Request, finish: Finish) -> None:
         self._settled(request)
         self._live.pop(request.origin, None)
-        stream, number = request.origin
-        code, _ = finish.status.value
-        self._outbox.end(
-            stream, Ended(number, int(finish.reason), request.cached_tokens, finish.error, code)
-        )
+        self._tell_end(request, finish)
 
     def _refuse(self, request: Request, error: ServingError) -> None:
         """Never begun here, or not to be continued: the router hears why."""
+        self._counts.refused(error)
         self._settled(request)
         if self._live.get(request.origin) is request:
             del self._live[request.origin]
+        self._tell_end(request, Finish(FinishReason.ERROR, str(error), error.status))
+
+    def _tell_end(self, request: Request, finish: Finish) -> None:
+        stamps = self._stamps.pop(request.key)
+        stamps.admitted, stamps.away = request.admitted, request.away
+        stamps.ended = time.monotonic()
         stream, number = request.origin
-        code, _ = error.status.value
-        self._outbox.end(stream, Ended(number, FinishReason.ERROR, 0, str(error), code))
+        code, _ = finish.status.value
+        reason = int(finish.reason)
+        self._outbox.end(stream, Ended(number, reason, finish.error, code, stamps))
+
+    # Moments of a request, for its timeline -----------------------------------------------------
+
+    def _stamp_chunk(self, chunk: ChunkDone) -> None:
+        """Only the first last chunk counts: a retracted request may be computed anew."""
+        stamps = self._stamps[chunk.request.key]
+        if chunk.first_token is not None and stamps.queued and not stamps.prefilled:
+            stamps.prefilled = time.monotonic()
+            stamps.note_first_token(stamps.prefilled)
 
     def _expire(self, now: float) -> None:
         """The total budget of requests in the queues here; the scheduler minds its own."""

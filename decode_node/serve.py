@@ -6,6 +6,7 @@ own stream numbers are open. A bad Submit ends that request, anything else bad e
 
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, cast
 
@@ -15,7 +16,8 @@ import numpy as np
 from common import rpc
 from common.errors import InvalidRequest, NodeUnavailable, ServingError
 from common.logs import kv
-from common.metrics import NodeMetrics
+from common.metrics import NodeMetrics, Refusal
+from common.node import spans
 from common.node.engine_link import EngineLink
 from common.node.messages import (
     CancelSubmitted,
@@ -25,9 +27,13 @@ from common.node.messages import (
     SubmitRequest,
 )
 from common.node.streams import Outgoing
+from common.node.supervision import Supervision
 from common.sampling import SamplingParams, from_proto
+from common.timeline import to_proto
+from common.trace_context import Trace, checked, log_fields
+from common.tracing import Tracer
 from kvtransfer.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
-from protos import decode_pb2, decode_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, router_pb2
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +55,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
 
     Args:
         serves_alone: told to routers; true in colocated mode.
+        falls_back: told to routers: it serves alone too, where nobody has a prefill node.
         on_peers: called with every prefill node of every router, whenever that changes.
     """
 
@@ -56,18 +63,24 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self,
         engine: EngineLink,
         metrics: NodeMetrics,
+        supervision: Supervision,
+        tracer: Tracer | None,
         *,
         serves_alone: bool,
+        falls_back: bool,
         on_peers: Callable[[frozenset[str]], None],
     ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._supervision = supervision
+        self._tracer = tracer
         self._serves_alone = serves_alone
+        self._falls_back = falls_back
         self._on_peers = on_peers
         self._numbers = itertools.count(1)
         self._streams: dict[int, _RouterStream] = {}
         self._peers: frozenset[str] = frozenset()
-        self._paired: tuple[str, ...] = ()
+        self._told = decode_pb2.Status()
         self._draining = False
 
     def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
@@ -78,14 +91,14 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         """Carries every request of one router, until either side ends the stream.
 
         UNAVAILABLE while the model loads and when the engine has failed; RESOURCE_EXHAUSTED to a
-        router that does not read; INVALID_ARGUMENT for what is no Submit, Cancel or Peers.
+        router that does not read; INVALID_ARGUMENT for a message that says nothing.
         """
         self._engine.check_ready()
         number, stream = next(self._numbers), _RouterStream()
         self._streams[number] = stream
         self._metrics.stream_opened("router")
         log.info("router connected %s", kv(stream=number, peer=context.peer()))
-        stream.outgoing.put(self._status())
+        stream.outgoing.put(decode_pb2.FromNode(status=self._status()))
         try:
             await stream.outgoing.converse(
                 context.write, messages, lambda message: self._take(number, stream, message)
@@ -103,25 +116,29 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
 
     def step(self, message: StepTokens) -> None:
         """Sends what a step says to its router; without that router nobody wants it."""
+        ended = message.ended
+        if self._tracer is not None:
+            for end in ended:
+                spans.tell_request(self._tracer, end)
         stream = self._streams.get(message.stream)
         if stream is None:
             return
-        ended = message.ended
         step = decode_pb2.Step(
             request=np.frombuffer(message.requests, "<u8").tolist(),
             token=np.frombuffer(message.tokens, "<u4").tolist(),
             ended=[end.request for end in ended],
             reason=[cast(decode_pb2.FinishReason, end.reason) for end in ended],
-            cached_tokens=[end.cached_tokens for end in ended],
+            cached_tokens=[cached_tokens for _, cached_tokens in message.begun],
             error=[end.error for end in ended],
             error_code=[end.error_code for end in ended],
+            timeline=[to_proto(end.timeline) for end in ended],
+            begun=[request for request, _ in message.begun],
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
     def moved(self, moving: Moving) -> None:
         """Tells every router what has changed."""
-        if moving.paired != self._paired:
-            self._paired = moving.paired
+        if self._status() != self._told:
             self._tell_status()
 
     # From the front -----------------------------------------------------------------------------
@@ -139,32 +156,38 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     # From routers ---------------------------------------------------------------------------------
 
     def _take(self, number: int, stream: _RouterStream, message: decode_pb2.ToNode) -> None:
-        match message.WhichOneof("message"):
-            case "submit":
-                self._submit(number, stream, message.submit)
-            case "cancel":
-                self._engine.send(CancelSubmitted(number, message.cancel.request))
-            case "peers":
-                stream.peers = _addresses(message.peers.prefill_addresses, MAX_PEERS)
-                self._tell_peers()
-            case _:
-                raise InvalidRequest("a message on Serve is none of submit, cancel, peers")
+        tells_peers = message.HasField("peers")
+        if not (tells_peers or message.submits or message.cancels):
+            raise InvalidRequest("a message on Serve has none of peers, submits, cancels")
+        if tells_peers:
+            stream.peers = _addresses(message.peers.prefill_addresses, MAX_PEERS)
+            self._tell_peers()
+        for submit in message.submits:
+            self._submit(number, stream, submit)
+        for request in message.cancels:
+            self._engine.send(CancelSubmitted(number, request))
 
     def _submit(self, number: int, stream: _RouterStream, submit: decode_pb2.Submit) -> None:
         try:
             if self._draining:
                 raise NodeUnavailable("this node is draining")
-            self._engine.submit(_parsed(number, submit))
+            parent = checked(submit.traceparent)
+            trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
+            self._engine.submit(_parsed(number, submit, trace))
         except ServingError as error:
             self._metrics.refused(_REFUSALS.get(error.status, "overloaded"))
             log.info(
                 "refused %s",
-                kv(stream=number, request_id=submit.request_id, because=error),
+                kv(
+                    stream=number,
+                    request_id=submit.request_id,
+                    **log_fields(checked(submit.traceparent)),
+                    because=error,
+                ),
             )
             refusal = decode_pb2.Step(
                 ended=[submit.request],
                 reason=[decode_pb2.FINISH_REASON_ERROR],
-                cached_tokens=[0],
                 error=[str(error)],
                 error_code=[error.status.value[0]],
             )
@@ -180,26 +203,33 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             self._on_peers(peers)
 
     def _tell_status(self) -> None:
+        self._told = self._status()
         for stream in self._streams.values():
-            stream.outgoing.put(self._status())
+            stream.outgoing.put(decode_pb2.FromNode(status=self._told))
 
-    def _status(self) -> decode_pb2.FromNode:
-        return decode_pb2.FromNode(
-            status=decode_pb2.Status(
-                state="draining" if self._draining else "ready",
-                serves_alone=self._serves_alone,
-                paired=self._paired,
-            )
+    def _status(self) -> decode_pb2.Status:
+        ready, moving = self._supervision.ready, self._supervision.moving
+        return decode_pb2.Status(
+            state="draining" if self._draining else "ready",
+            serves_alone=self._serves_alone,
+            falls_back=self._falls_back,
+            links=[
+                router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s)
+                for peer, path, gib_per_s in (moving.links if moving else ())
+            ],
+            pages_total=ready.num_pages if ready else 0,
+            pages_free=moving.pages_free if moving else 0,
+            page_size=ready.page_size if ready else 0,
         )
 
 
-_REFUSALS = {
+_REFUSALS: dict[grpc.StatusCode, Refusal] = {
     grpc.StatusCode.INVALID_ARGUMENT: "invalid",
     grpc.StatusCode.UNAVAILABLE: "draining",
 }
 
 
-def _parsed(stream: int, submit: decode_pb2.Submit) -> SubmitRequest:
+def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
     if len(submit.token_ids) > MAX_TOKENS:
         raise InvalidRequest(f"token_ids has {len(submit.token_ids)} ids, {MAX_TOKENS} are allowed")
     tokens = np.fromiter(submit.token_ids, np.int64, len(submit.token_ids))
@@ -224,6 +254,8 @@ def _parsed(stream: int, submit: decode_pb2.Submit) -> SubmitRequest:
         sampling=_sampling(submit),
         prefill_addresses=_addresses(submit.prefill_addresses, MAX_CANDIDATES),
         budget_s=submit.budget_s,
+        received=time.monotonic(),
+        trace=trace,
     )
 
 

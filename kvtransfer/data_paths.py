@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from common.config import TransferConfig
 from common.errors import ConfigError, TransferError
+from common.logs import kv
 from kvtransfer.backends.base import Backend, Owner, PagePool
 from kvtransfer.backends.nixl import NixlBackend
 from kvtransfer.backends.tcp import TcpBackend
@@ -30,9 +31,9 @@ def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dic
         try:
             owners[name] = backend.serve(pool, instance)
         except TransferError as error:
-            log.warning("pages are not served over %s: %s", name, error)
+            log.warning("pages are not served %s", kv(over=name, because=error))
             reasons.append(f"{name}: {error}")
     if not owners:
         raise ConfigError(f"transfer.path: no data path can be served here: {'; '.join(reasons)}")
-    log.info("pages on %s are served over %s", pool.device, ", ".join(owners))
+    log.info("pages are served %s", kv(device=pool.device, over=", ".join(owners)))
     return owners

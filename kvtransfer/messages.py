@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from common.sampling import SamplingParams
+from common.timeline import PrefillTimes
 
 
 class HandoffId(NamedTuple):
@@ -16,6 +17,9 @@ class HandoffId(NamedTuple):
     instance: int  # of the reader
     request: int  # the reader's own counter, new for every submission
     attempt: int  # from 1
+
+    def __str__(self) -> str:
+        return f"{self.instance:016x}-{self.request}-{self.attempt}"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -29,6 +33,7 @@ class Open(Message, frozen=True, tag=True):
     sampling: SamplingParams
     budget_s: float
     request_id: str
+    traceparent: str = ""  # what the owner's spans hang on
 
 
 class Grant(Message, frozen=True, tag=True):
@@ -51,6 +56,7 @@ class Ready(Message, frozen=True, tag=True):
     pages: tuple[int, ...]
     last: bool
     first_token: int | None  # set if and only if last
+    times: PrefillTimes | None = None  # with last
 
 
 class Done(Message, frozen=True, tag=True):

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from common import rpc
+from common import rpc, tls
 from common.errors import NodeUnavailable, ProtocolViolation, ServingError
 from common.logs import kv
 from common.metrics import NodeMetrics
@@ -52,10 +52,16 @@ class PairDialer:
     """Event loop only."""
 
     def __init__(
-        self, streams: PairStreams, metrics: NodeMetrics, times: DialTimes | None = None
+        self,
+        streams: PairStreams,
+        metrics: NodeMetrics,
+        certificates: tls.Certificates | None = None,
+        *,
+        times: DialTimes | None = None,
     ) -> None:
         self._streams = streams
         self._metrics = metrics
+        self._certificates = certificates
         self._times = times or DialTimes()
         self._wanted: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
@@ -105,7 +111,7 @@ class PairDialer:
         ours = await self._streams.local_hello()
         up_at: float | None = None
         error: ServingError
-        async with rpc.make_channel(address) as channel:
+        async with rpc.make_channel(address, self._certificates) as channel:
             stub = kvtransfer_pb2_grpc.KvTransferStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Pair()
             try:

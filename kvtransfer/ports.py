@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.sampling import SamplingParams
+from common.timeline import PrefillTimes
 from kvtransfer.messages import HandoffId
 
 Ints = NDArray[np.int32]
@@ -30,6 +31,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     budget_s: float
     request_id: str
+    traceparent: str = ""
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -80,12 +82,15 @@ class FirstToken(msgspec.Struct, frozen=True):
 
     id: HandoffId
     token: int
+    first_ready: float = 0.0  # time.monotonic() when the first range was ready
+    times: PrefillTimes | None = None  # as the owner measured them
 
 
 class Held(msgspec.Struct, frozen=True):
     """All pages have landed and the owner held them throughout: the request may join a batch."""
 
     id: HandoffId
+    landed: float = 0.0  # time.monotonic() when the last page had
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -121,6 +126,7 @@ class Publish(msgspec.Struct, frozen=True):
     pages: Ints
     last: bool
     first_token: int | None
+    times: PrefillTimes | None = None  # with last
 
 
 class FailHandoff(msgspec.Struct, frozen=True):
@@ -141,6 +147,7 @@ class Opened(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     budget_s: float
     request_id: str
+    traceparent: str = ""
 
 
 class Granted(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from common.config import TransferConfig
 from common.errors import LayoutMismatch, TransferError
+from common.logs import kv
 from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
 from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
 from kvtransfer.messages import AnyMessage
@@ -26,6 +27,7 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.read_meter import ReadMeter
 from kvtransfer.transfer import Outlet
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Reader:
         hello: this node's.
         backends: by name, those that this node may use.
         wake: ends the transfer thread's sleep; called by links.
+        meter: told of every read.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Reader:
         config: TransferConfig,
         outlet: Outlet[ReaderEvent],
         wake: Callable[[], None],
+        meter: ReadMeter,
     ) -> None:
         self._end = end
         self._hello = hello
@@ -68,6 +72,8 @@ class Reader:
         self._config = config
         self._outlet = outlet
         self._wake = wake
+        self._meter = meter
+        self._paths: dict[Link, str] = {}  # of links that are up
         self._peers: dict[int, Hello] = {}  # by stream
         self._links: dict[int, Link] = {}  # by stream, which a closing link outlives
         self._streams: dict[Link, int] = {}
@@ -110,6 +116,7 @@ class Reader:
                 link.expire(now)
         self._end.engine_moves(engine_moves)
         self._carry_out(self._end.tick(now))
+        self._meter.in_flight = self._end.num_reads
 
     def next_deadline(self) -> float | None:
         links = [link.deadline for link in self._links.values()]
@@ -120,7 +127,7 @@ class Reader:
             link.close("this node ends")
         for link in self._streams:
             if not link.join(LINK_END_S):
-                log.warning("a link's thread has not ended owner=%016x", link.owner)
+                log.warning("a link's thread has not ended %s", kv(owner=f"{link.owner:016x}"))
 
     # Links --------------------------------------------------------------------------------------
 
@@ -128,14 +135,18 @@ class Reader:
         stream = self._streams[event.link]
         match event:
             case LinkUp(_, path, gib_per_s):
-                log.info("link up stream=%d path=%s gib_per_s=%.2f", stream, path, gib_per_s)
+                log.info("link up %s", kv(stream=stream, path=path, gib_per_s=gib_per_s))
                 del self._opening[stream]
+                self._paths[event.link] = path
                 self._carry_out(self._end.link_up(stream, path, gib_per_s))
-            case ReadEnded(refused=refused):
+            case ReadEnded(link, num_bytes=num_bytes, seconds=seconds, refused=refused):
+                path = self._paths[link]
+                self._meter.ended(path, num_bytes, seconds, refused=bool(refused))
                 self._carry_out(self._end.read_ended(stream, refused, now))
             case LinkClosed(link, reason):
-                log.info("link closed stream=%d reason=%r", stream, reason)
+                log.info("link closed %s", kv(stream=stream, because=reason))
                 del self._streams[link], self._links[stream]
+                self._paths.pop(link, None)
                 self._link_closed(stream, reason, now)
 
     def _link_closed(self, stream: int, reason: str, now: float) -> None:

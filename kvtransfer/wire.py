@@ -9,6 +9,8 @@ from typing import TypeAlias
 from common.errors import InvalidRequest, ProtocolViolation
 from common.sampling import from_proto as sampling_from_proto
 from common.sampling import to_proto as sampling_to_proto
+from common.timeline import PrefillTimes
+from common.trace_context import checked
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -188,6 +190,7 @@ def _open(body: pb.Open) -> Open:
         sampling=sampling,
         budget_s=body.budget_s,
         request_id=_text("request_id", body.request_id),
+        traceparent=checked(body.traceparent),
     )
 
 
@@ -199,6 +202,7 @@ def _open_proto(record: Open) -> pb.Open:
         sampling=sampling_to_proto(record.sampling),
         budget_s=record.budget_s,
         request_id=record.request_id,
+        traceparent=record.traceparent,
     )
 
 
@@ -218,6 +222,23 @@ def _ready(body: pb.Ready) -> Ready:
         pages=tuple(body.pages),
         last=body.last,
         first_token=first_token,
+        times=_times(body.times) if body.last and body.HasField("times") else None,
+    )
+
+
+def _times(body: pb.PrefillTimes) -> PrefillTimes:
+    seconds = (body.bootstrap_s, body.waiting_s, body.prefill_s)
+    if not all(0.0 <= each <= MAX_BUDGET_S for each in seconds):  # nor is NaN
+        raise ProtocolViolation(f"times of {seconds} s")
+    return PrefillTimes(*seconds, body.chunks)
+
+
+def _times_proto(record: PrefillTimes) -> pb.PrefillTimes:
+    return pb.PrefillTimes(
+        bootstrap_s=record.bootstrap_s,
+        waiting_s=record.waiting_s,
+        prefill_s=record.prefill_s,
+        chunks=record.num_chunks,
     )
 
 
@@ -229,6 +250,7 @@ def _ready_proto(record: Ready) -> pb.Ready:
         pages=record.pages,
         last=record.last,
         first_token=record.first_token,
+        times=_times_proto(record.times) if record.times else None,
     )
 
 

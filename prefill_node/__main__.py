@@ -4,6 +4,7 @@ import sys
 
 from common.cli import settings
 from common.config import PrefillConfig
+from common.node import spans
 from common.node.front import Front, NodeParts, run_node
 from kvtransfer.pair_service import PairService
 from kvtransfer.pair_streams import PairStreams
@@ -16,6 +17,7 @@ def parts(front: Front) -> NodeParts:
     return NodeParts(
         services=(pairs.register,),
         background=(streams.run,),
+        handoff=lambda handoff: spans.tell_handoff(front.tracer, handoff),
         drain=pairs.drain,
         end=streams.close_all,
     )

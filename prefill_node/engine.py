@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from common.config import PrefillConfig
 from common.engine.build import build
+from common.engine.cache_events import CacheEvents
 from common.engine.clock import StepClock
 from common.engine.drive import drive, introduce
 from common.node.desk import Desk
@@ -47,6 +48,8 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         channel,
         pages_by_holder=engine.pages.by_holder,
         progress=lambda: (clock.reading.finished, clock.reading.expected_s),
+        meters=(clock.meter,),
+        cache=CacheEvents(engine.cache),
     )
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config.engine, on_admit),

@@ -10,19 +10,24 @@ This module knows nothing of streams and sockets: the transfer thread is behind 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from common.distribution import Counted
 from common.engine.batch import BatchResult, ScheduleBatch
 from common.engine.limits import RequestLimits
 from common.engine.pages import Holder, PageAllocator
 from common.engine.request import Finish, FinishReason, Ints, Request
 from common.engine.scheduler import ChunkDone, Scheduler
 from common.errors import InvalidRequest, Overloaded
+from common.logs import kv
 from common.node.desk import Desk
+from common.node.messages import HandoffTraced
+from common.node.stamps import HandoffStamps
+from common.trace_context import is_sampled, log_fields
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     Admit,
@@ -77,7 +82,14 @@ class PrefillRole:
         self._inflight: dict[HandoffId, Prefilling] = {}
         self._ids: dict[int, HandoffId] = {}  # request key: hand-off, while the scheduler has it
         self._lent: dict[HandoffId, Ints] = {}  # pages held for publication
-        self._outcomes = {"handoffs_held": 0, "handoffs_lost": 0, "handoffs_failed": 0}
+        self._stamps: dict[HandoffId, HandoffStamps] = {}  # from Opened to HandoffDropped
+        self._counts = dict.fromkeys(
+            (
+                *("handoffs_held", "handoffs_lost", "handoffs_failed"),
+                *("refused/draining", "refused/overloaded", "refused/invalid", "refused/deadline"),
+            ),
+            0,
+        )
 
     # Role ---------------------------------------------------------------------------------------
 
@@ -123,7 +135,10 @@ class PrefillRole:
         }
 
     def counters(self) -> dict[str, int]:
-        return {**self.scheduler.counters(), **self._outcomes}
+        return {**self.scheduler.counters(), **self._counts}
+
+    def distributions(self) -> Mapping[str, Counted]:
+        return {}
 
     @property
     def num_host_pages_used(self) -> int:
@@ -147,15 +162,24 @@ class PrefillRole:
     # A hand-off's way ---------------------------------------------------------------------------
 
     def _open(self, event: Opened) -> None:
+        now = time.monotonic()
+        self._stamps[event.id] = HandoffStamps(
+            event.request_id,
+            len(event.token_ids) - event.num_generated,
+            event.traceparent,
+            now,
+        )
         if self._desk.draining:
+            self._counts["refused/draining"] += 1
             return self._fail(event.id, "this prefill node is draining", retryable=True)
         if len(self._bootstrap) >= self._max_bootstrap:
+            self._counts["refused/overloaded"] += 1
             return self._fail(event.id, "the bootstrap queue is full", retryable=True)
         try:
             self._limits.check(event.token_ids)
         except InvalidRequest as error:
+            self._counts["refused/invalid"] += 1
             return self._fail(event.id, str(error), retryable=False)
-        now = time.monotonic()
         self._bootstrap[event.id] = Request(
             key=self._next_key,
             origin=(0, 0),
@@ -173,6 +197,7 @@ class PrefillRole:
         request = self._bootstrap.pop(event.id, None)
         if request is None:
             return  # failed here before the grant arrived; HandoffDropped is under way
+        self._stamps[event.id].granted = time.monotonic()
         self._prefilling[event.id] = Prefilling(
             id=event.id,
             request=request,
@@ -184,12 +209,14 @@ class PrefillRole:
         try:
             self.scheduler.add(request)
         except Overloaded as error:
+            self._counts["refused/overloaded"] += 1
             self._fail(event.id, str(error), retryable=True)
 
     def _admitted(self, request: Request, pages: Ints) -> None:
         """The scheduler has reserved the whole prompt and locked what this node has of it."""
         handoff = self._prefilling[self._ids[request.key]]
         handoff.pages = pages
+        self._stamps[handoff.id].admitted = request.admitted
         self._pages.hold(pages, Holder.PUBLICATION)
         self._lent[handoff.id] = pages
         self._port.post(
@@ -203,11 +230,13 @@ class PrefillRole:
         self._publish(handoff, request.cached_tokens // self._page_size * self._page_size)
 
     def _chunk_done(self, handoff: Prefilling, chunk: ChunkDone) -> None:
+        self._stamps[handoff.id].num_chunks += 1
         if chunk.first_token is None:
             self._publish(handoff, chunk.end // self._page_size * self._page_size)
             return
         del self._prefilling[handoff.id], self._ids[chunk.request.key]
         self._inflight[handoff.id] = handoff
+        self._stamps[handoff.id].done = time.monotonic()
         self._publish(handoff, chunk.end, first_token=chunk.first_token)
 
     def _publish(self, handoff: Prefilling, end: int, first_token: int | None = None) -> None:
@@ -225,6 +254,7 @@ class PrefillRole:
                 pages=handoff.pages[first_page:past_page] if end > start else handoff.pages[:0],
                 last=last,
                 first_token=first_token,
+                times=self._stamps[handoff.id].times() if last else None,
             )
         )
         handoff.published = end
@@ -235,14 +265,26 @@ class PrefillRole:
             self._fail(handoff_id, finish.error or finish.reason.name.lower(), retryable=False)
 
     def _fail(self, handoff_id: HandoffId, reason: str, *, retryable: bool) -> None:
-        self._outcomes["handoffs_failed"] += 1
+        self._counts["handoffs_failed"] += 1
         self._forget(handoff_id, Finish(FinishReason.ABORT, reason))
         self._port.post(FailHandoff(handoff_id, reason, retryable))
 
     def _dropped(self, event: HandoffDropped) -> None:
-        self._outcomes["handoffs_held" if event.held else "handoffs_lost"] += 1
+        self._counts["handoffs_held" if event.held else "handoffs_lost"] += 1
+        stamps = self._stamps.pop(event.id)
         if not event.held:
-            log.info("hand-off dropped id=%s reason=%r", tuple(event.id), event.reason)
+            log.info(
+                "hand-off dropped %s",
+                kv(
+                    request_id=stamps.request_id,
+                    **log_fields(stamps.traceparent),
+                    id=tuple(event.id),
+                    reason=event.reason,
+                ),
+            )
+        if is_sampled(stamps.traceparent):
+            stamps.dropped = time.monotonic()
+            self._desk.notify(HandoffTraced(stamps, event.held, event.reason))
         self._forget(event.id, Finish(FinishReason.ABORT, event.reason))
         lent = self._lent.pop(event.id, None)
         if lent is not None:

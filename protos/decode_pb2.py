@@ -22,32 +22,37 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos import router_pb2 as protos_dot_router__pb2
 from protos import sampling_pb2 as protos_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/sampling.proto\"\x84\x01\n\x06ToNode\x12 \n\x05peers\x18\x01 \x01(\x0b\x32\x0f.baton.v1.PeersH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.CancelRequestH\x00\x42\t\n\x07message\"\"\n\x05Peers\x12\x19\n\x11prefill_addresses\x18\x01 \x03(\t\"\xaa\x01\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rnum_generated\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x19\n\x11prefill_addresses\x18\x06 \x03(\t\x12\x10\n\x08\x62udget_s\x18\x07 \x01(\x01\" \n\rCancelRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04\"Y\n\x08\x46romNode\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x10.baton.v1.StatusH\x00\x42\t\n\x07message\"\x97\x01\n\x04Step\x12\x0f\n\x07request\x18\x01 \x03(\x04\x12\r\n\x05token\x18\x02 \x03(\r\x12\r\n\x05\x65nded\x18\x03 \x03(\x04\x12&\n\x06reason\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x05 \x03(\r\x12\r\n\x05\x65rror\x18\x06 \x03(\t\x12\x12\n\nerror_code\x18\x07 \x03(\r\"=\n\x06Status\x12\r\n\x05state\x18\x01 \x01(\t\x12\x14\n\x0cserves_alone\x18\x02 \x01(\x08\x12\x0e\n\x06paired\x18\x03 \x03(\t*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32?\n\nDecodeNode\x12\x31\n\x05Serve\x12\x10.baton.v1.ToNode\x1a\x12.baton.v1.FromNode(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/router.proto\x1a\x15protos/sampling.proto\"\\\n\x06ToNode\x12\x1e\n\x05peers\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Peers\x12!\n\x07submits\x18\x02 \x03(\x0b\x32\x10.baton.v1.Submit\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\x04\"\"\n\x05Peers\x12\x19\n\x11prefill_addresses\x18\x01 \x03(\t\"\xbf\x01\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rnum_generated\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x19\n\x11prefill_addresses\x18\x06 \x03(\t\x12\x10\n\x08\x62udget_s\x18\x07 \x01(\x01\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"Y\n\x08\x46romNode\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x10.baton.v1.StatusH\x00\x42\t\n\x07message\"\xcc\x01\n\x04Step\x12\x0f\n\x07request\x18\x01 \x03(\x04\x12\r\n\x05token\x18\x02 \x03(\r\x12\r\n\x05\x65nded\x18\x03 \x03(\x04\x12&\n\x06reason\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x05 \x03(\r\x12\r\n\x05\x65rror\x18\x06 \x03(\t\x12\x12\n\nerror_code\x18\x07 \x03(\r\x12$\n\x08timeline\x18\x08 \x03(\x0b\x32\x12.baton.v1.Timeline\x12\r\n\x05\x62\x65gun\x18\t \x03(\x04\"\xae\x01\n\x08Timeline\x12\x1e\n\x05phase\x18\x01 \x03(\x0e\x32\x0f.baton.v1.Phase\x12\x0f\n\x07\x61ttempt\x18\x02 \x03(\r\x12\x0f\n\x07start_s\x18\x03 \x03(\x01\x12\r\n\x05\x65nd_s\x18\x04 \x03(\x01\x12#\n\x08\x61ttempts\x18\x05 \x03(\x0b\x32\x11.baton.v1.Attempt\x12\x1a\n\rfirst_token_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_first_token_s\"\x7f\n\x07\x41ttempt\x12\x17\n\x0fprefill_address\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05pages\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\"\xa1\x01\n\x06Status\x12\r\n\x05state\x18\x01 \x01(\t\x12\x14\n\x0cserves_alone\x18\x02 \x01(\x08\x12\x12\n\nfalls_back\x18\x07 \x01(\x08\x12\"\n\x05links\x18\x03 \x03(\x0b\x32\x13.baton.v1.LinkState\x12\x13\n\x0bpages_total\x18\x04 \x01(\r\x12\x12\n\npages_free\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r*\xd4\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_DISPATCH\x10\x01\x12\x18\n\x14PHASE_PREALLOC_QUEUE\x10\x02\x12\x16\n\x12PHASE_PREFILL_WAIT\x10\x03\x12\x12\n\x0ePHASE_TRANSFER\x10\x04\x12\x11\n\rPHASE_RELEASE\x10\x05\x12\x0e\n\nPHASE_JOIN\x10\x06\x12\x15\n\x11PHASE_LOCAL_QUEUE\x10\x07\x12\x17\n\x13PHASE_LOCAL_PREFILL\x10\x08\x12\x11\n\rPHASE_RUNNING\x10\t\x12\x13\n\x0fPHASE_RETRACTED\x10\n\x12\x19\n\x15PHASE_BOOTSTRAP_QUEUE\x10\x0b\x12\x17\n\x13PHASE_WAITING_QUEUE\x10\x0c\x12\x11\n\rPHASE_PREFILL\x10\r\x12\x18\n\x14PHASE_INFLIGHT_QUEUE\x10\x0e*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32?\n\nDecodeNode\x12\x31\n\x05Serve\x12\x10.baton.v1.ToNode\x1a\x12.baton.v1.FromNode(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=743
-  _globals['_FINISHREASON']._serialized_end=888
-  _globals['_TONODE']._serialized_start=57
-  _globals['_TONODE']._serialized_end=189
-  _globals['_PEERS']._serialized_start=191
-  _globals['_PEERS']._serialized_end=225
-  _globals['_SUBMIT']._serialized_start=228
-  _globals['_SUBMIT']._serialized_end=398
-  _globals['_CANCELREQUEST']._serialized_start=400
-  _globals['_CANCELREQUEST']._serialized_end=432
-  _globals['_FROMNODE']._serialized_start=434
-  _globals['_FROMNODE']._serialized_end=523
-  _globals['_STEP']._serialized_start=526
-  _globals['_STEP']._serialized_end=677
-  _globals['_STATUS']._serialized_start=679
-  _globals['_STATUS']._serialized_end=740
-  _globals['_DECODENODE']._serialized_start=890
-  _globals['_DECODENODE']._serialized_end=953
+  _globals['_PHASE']._serialized_start=1170
+  _globals['_PHASE']._serialized_end=1510
+  _globals['_FINISHREASON']._serialized_start=1513
+  _globals['_FINISHREASON']._serialized_end=1658
+  _globals['_TONODE']._serialized_start=77
+  _globals['_TONODE']._serialized_end=169
+  _globals['_PEERS']._serialized_start=171
+  _globals['_PEERS']._serialized_end=205
+  _globals['_SUBMIT']._serialized_start=208
+  _globals['_SUBMIT']._serialized_end=399
+  _globals['_FROMNODE']._serialized_start=401
+  _globals['_FROMNODE']._serialized_end=490
+  _globals['_STEP']._serialized_start=493
+  _globals['_STEP']._serialized_end=697
+  _globals['_TIMELINE']._serialized_start=700
+  _globals['_TIMELINE']._serialized_end=874
+  _globals['_ATTEMPT']._serialized_start=876
+  _globals['_ATTEMPT']._serialized_end=1003
+  _globals['_STATUS']._serialized_start=1006
+  _globals['_STATUS']._serialized_end=1167
+  _globals['_DECODENODE']._serialized_start=1660
+  _globals['_DECODENODE']._serialized_end=1723
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from protos import router_pb2 as _router_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -8,6 +9,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_UNSPECIFIED: _ClassVar[Phase]
+    PHASE_DISPATCH: _ClassVar[Phase]
+    PHASE_PREALLOC_QUEUE: _ClassVar[Phase]
+    PHASE_PREFILL_WAIT: _ClassVar[Phase]
+    PHASE_TRANSFER: _ClassVar[Phase]
+    PHASE_RELEASE: _ClassVar[Phase]
+    PHASE_JOIN: _ClassVar[Phase]
+    PHASE_LOCAL_QUEUE: _ClassVar[Phase]
+    PHASE_LOCAL_PREFILL: _ClassVar[Phase]
+    PHASE_RUNNING: _ClassVar[Phase]
+    PHASE_RETRACTED: _ClassVar[Phase]
+    PHASE_BOOTSTRAP_QUEUE: _ClassVar[Phase]
+    PHASE_WAITING_QUEUE: _ClassVar[Phase]
+    PHASE_PREFILL: _ClassVar[Phase]
+    PHASE_INFLIGHT_QUEUE: _ClassVar[Phase]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -15,6 +34,21 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+PHASE_UNSPECIFIED: Phase
+PHASE_DISPATCH: Phase
+PHASE_PREALLOC_QUEUE: Phase
+PHASE_PREFILL_WAIT: Phase
+PHASE_TRANSFER: Phase
+PHASE_RELEASE: Phase
+PHASE_JOIN: Phase
+PHASE_LOCAL_QUEUE: Phase
+PHASE_LOCAL_PREFILL: Phase
+PHASE_RUNNING: Phase
+PHASE_RETRACTED: Phase
+PHASE_BOOTSTRAP_QUEUE: Phase
+PHASE_WAITING_QUEUE: Phase
+PHASE_PREFILL: Phase
+PHASE_INFLIGHT_QUEUE: Phase
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -22,14 +56,14 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class ToNode(_message.Message):
-    __slots__ = ("peers", "submit", "cancel")
+    __slots__ = ("peers", "submits", "cancels")
     PEERS_FIELD_NUMBER: _ClassVar[int]
-    SUBMIT_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    CANCELS_FIELD_NUMBER: _ClassVar[int]
     peers: Peers
-    submit: Submit
-    cancel: CancelRequest
-    def __init__(self, peers: _Optional[_Union[Peers, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
+    submits: _containers.RepeatedCompositeFieldContainer[Submit]
+    cancels: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, peers: _Optional[_Union[Peers, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Peers(_message.Message):
     __slots__ = ("prefill_addresses",)
@@ -38,7 +72,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +80,7 @@ class Submit(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -53,13 +88,8 @@ class Submit(_message.Message):
     sampling: _sampling_pb2.Sampling
     prefill_addresses: _containers.RepeatedScalarFieldContainer[str]
     budget_s: float
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ...) -> None: ...
-
-class CancelRequest(_message.Message):
-    __slots__ = ("request",)
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    request: int
-    def __init__(self, request: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class FromNode(_message.Message):
     __slots__ = ("step", "status")
@@ -70,7 +100,7 @@ class FromNode(_message.Message):
     def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code")
+    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +108,8 @@ class Step(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     request: _containers.RepeatedScalarFieldContainer[int]
     token: _containers.RepeatedScalarFieldContainer[int]
     ended: _containers.RepeatedScalarFieldContainer[int]
@@ -85,14 +117,58 @@ class Step(_message.Message):
     cached_tokens: _containers.RepeatedScalarFieldContainer[int]
     error: _containers.RepeatedScalarFieldContainer[str]
     error_code: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ...) -> None: ...
+    timeline: _containers.RepeatedCompositeFieldContainer[Timeline]
+    begun: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Timeline(_message.Message):
+    __slots__ = ("phase", "attempt", "start_s", "end_s", "attempts", "first_token_s")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    phase: _containers.RepeatedScalarFieldContainer[Phase]
+    attempt: _containers.RepeatedScalarFieldContainer[int]
+    start_s: _containers.RepeatedScalarFieldContainer[float]
+    end_s: _containers.RepeatedScalarFieldContainer[float]
+    attempts: _containers.RepeatedCompositeFieldContainer[Attempt]
+    first_token_s: float
+    def __init__(self, phase: _Optional[_Iterable[_Union[Phase, str]]] = ..., attempt: _Optional[_Iterable[int]] = ..., start_s: _Optional[_Iterable[float]] = ..., end_s: _Optional[_Iterable[float]] = ..., attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ..., first_token_s: _Optional[float] = ...) -> None: ...
+
+class Attempt(_message.Message):
+    __slots__ = ("prefill_address", "path", "outcome", "reason", "pages", "bytes", "chunks")
+    PREFILL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    prefill_address: str
+    path: str
+    outcome: str
+    reason: str
+    pages: int
+    bytes: int
+    chunks: int
+    def __init__(self, prefill_address: _Optional[str] = ..., path: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "serves_alone", "paired")
+    __slots__ = ("state", "serves_alone", "falls_back", "links", "pages_total", "pages_free", "page_size")
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVES_ALONE_FIELD_NUMBER: _ClassVar[int]
-    PAIRED_FIELD_NUMBER: _ClassVar[int]
+    FALLS_BACK_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     state: str
     serves_alone: bool
-    paired: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., paired: _Optional[_Iterable[str]] = ...) -> None: ...
+    falls_back: bool
+    links: _containers.RepeatedCompositeFieldContainer[_router_pb2.LinkState]
+    pages_total: int
+    pages_free: int
+    page_size: int
+    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., falls_back: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...

@@ -91,20 +91,22 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id")
+    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_generated: int
     sampling: _sampling_pb2.Sampling
     budget_s: float
     request_id: str
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens")
@@ -125,20 +127,34 @@ class Admitted(_message.Message):
     def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., compute_tokens: _Optional[int] = ..., queued_tokens: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("id", "start", "end", "pages", "last", "first_token")
+    __slots__ = ("id", "start", "end", "pages", "last", "first_token", "times")
     ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     start: int
     end: int
     pages: _containers.RepeatedScalarFieldContainer[int]
     last: bool
     first_token: int
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token: _Optional[int] = ...) -> None: ...
+    times: PrefillTimes
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token: _Optional[int] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ...) -> None: ...
+
+class PrefillTimes(_message.Message):
+    __slots__ = ("bootstrap_s", "waiting_s", "prefill_s", "chunks")
+    BOOTSTRAP_S_FIELD_NUMBER: _ClassVar[int]
+    WAITING_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    bootstrap_s: float
+    waiting_s: float
+    prefill_s: float
+    chunks: int
+    def __init__(self, bootstrap_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., chunks: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("id",)

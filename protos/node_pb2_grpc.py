@@ -49,6 +49,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/baton.v1.Node/WatchCache',
+                request_serializer=protos_dot_node__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.CacheEvents.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.Node/Abort',
                 request_serializer=protos_dot_node__pb2.AbortRequest.SerializeToString,
@@ -79,6 +84,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """What the prefix cache holds: first everything, then every change, until the call ends. A caller
+        that does not read is cut off with RESOURCE_EXHAUSTED, and begins anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends every live request with this request_id.
         """
@@ -103,6 +116,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=protos_dot_node__pb2.FlushCacheRequest.FromString,
                     response_serializer=protos_dot_node__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=protos_dot_node__pb2.WatchCacheRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.CacheEvents.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -191,6 +209,33 @@ class Node:
             '/baton.v1.Node/FlushCache',
             protos_dot_node__pb2.FlushCacheRequest.SerializeToString,
             protos_dot_node__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Node/WatchCache',
+            protos_dot_node__pb2.WatchCacheRequest.SerializeToString,
+            protos_dot_node__pb2.CacheEvents.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,20 +28,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "messages", "token_ids", "sampling", "timeout_s")
+    __slots__ = ("request_id", "text", "messages", "token_ids", "sampling", "timeout_s", "session_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     messages: ChatMessages
     token_ids: TokenIds
     sampling: _sampling_pb2.Sampling
     timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    session_id: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -116,14 +118,52 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("nodes",)
+    __slots__ = ("nodes", "router")
     NODES_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[ClusterNode]
-    def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ...) -> None: ...
+    router: RouterState
+    def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., router: _Optional[_Union[RouterState, _Mapping]] = ...) -> None: ...
+
+class RouterState(_message.Message):
+    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    reason: str
+    version: str
+    uptime_s: float
+    live_requests: int
+    max_requests: int
+    model: str
+    context_length: int
+    has_chat_template: bool
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
 
 class ClusterNode(_message.Message):
-    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links")
+    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "seen_s")
     class PagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class QueuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +177,13 @@ class ClusterNode(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SEEN_S_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     instance_id: int
@@ -144,7 +191,14 @@ class ClusterNode(_message.Message):
     state: str
     pages: _containers.ScalarMap[str, int]
     links: _containers.RepeatedCompositeFieldContainer[LinkState]
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ...) -> None: ...
+    queues: _containers.ScalarMap[str, int]
+    counters: _containers.ScalarMap[str, int]
+    steps: int
+    model: str
+    mode: str
+    context_length: int
+    seen_s: float
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., seen_s: _Optional[float] = ...) -> None: ...
 
 class LinkState(_message.Message):
     __slots__ = ("peer", "path", "gib_per_s")

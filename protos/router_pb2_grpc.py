@@ -91,7 +91,8 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCluster(self, request, context):
-        """The nodes this router knows, with their state as they report it now.
+        """This router and the nodes it knows, as they report themselves now. GET /cluster on the HTTP
+        port is the same as JSON.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,30 +1,28 @@
 """One request's answer: tokens in, pieces of text and usage out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from router.detokenizer import Detokenizer
 from router.stops import StopStrings
 from router.token_buffer import End
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one message adds."""
 
     text: str
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class LastPiece(Piece):
+class LastPiece(Piece, frozen=True):
     """The end of an answer."""
 
     finish_reason: str  # "stop" | "length"
@@ -41,21 +39,26 @@ class Answer:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop) if stop else None
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_tokens = 0
+        self.token_ids: list[int] = []  # all of it so far
 
-    def add(self, token_ids: Sequence[int], end: End | None) -> Piece | LastPiece:
-        """Must not be called again after a LastPiece."""
+    def add(
+        self, token_ids: Sequence[int], end: End | None, cached_tokens: int = 0
+    ) -> Piece | LastPiece:
+        """Must not be called again after a LastPiece.
+
+        Args:
+            cached_tokens: of the prompt, as far as is known; for the LastPiece.
+        """
         text, num_taken, stopped = self._text_of(token_ids)
-        self._num_tokens += num_taken
         if not stopped and end is not None:
             rest, stopped = self._rest()
             text += rest
         taken = token_ids[:num_taken]
+        self.token_ids += taken
         if stopped:
-            # An end that came with the same tokens is no longer this answer's, but its count is.
-            return self._last(text, taken, "stop", end.cached_tokens if end else 0)
+            return self._last(text, taken, "stop", cached_tokens)
         if end is not None:
-            return self._last(text, taken, end.finish_reason, end.cached_tokens)
+            return self._last(text, taken, end.finish_reason, cached_tokens)
         return Piece(text, taken)
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
@@ -82,5 +85,7 @@ class Answer:
     def _last(
         self, text: str, token_ids: Sequence[int], finish_reason: str, cached_tokens: int
     ) -> LastPiece:
-        usage = Usage(self._num_prompt_tokens, self._num_tokens, cached_tokens)
+        # A node that continues an answer may have found some of that in its cache too.
+        cached_tokens = min(cached_tokens, self._num_prompt_tokens)
+        usage = Usage(self._num_prompt_tokens, len(self.token_ids), cached_tokens)
         return LastPiece(text, token_ids, finish_reason, usage)

@@ -2,31 +2,44 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import grpc.aio
 
-from common import metrics, rpc
+from common import metrics, rpc, tls, tracing
 from common.config import RouterConfig
 from common.logs import kv
 from common.metrics import RouterMetrics
-from protos import router_pb2_grpc
+from protos import router_pb2, router_pb2_grpc
 from router.admission import SHUTTING_DOWN, Admission
+from router.cache_watch import CacheWatch
 from router.chat_template import ChatTemplate
 from router.cluster import NOT_READY, Cluster
-from router.decode_client import DecodeClient
+from router.cluster_report import ClusterEndpoint, ClusterReport
+from router.discovery import Discovery
 from router.generation import Generator
 from router.http.server import HttpServer
 from router.http.shared import Limits as HttpLimits
 from router.http.shared import Shared
+from router.load import Load
+from router.membership import Membership
 from router.model_files import ModelFiles
 from router.openai import api, problems
-from router.policy import RoundRobin
+from router.openai.operations import metrics_elsewhere
+from router.page import files as page
+from router.policy import make_policy
+from router.prefix_index import PrefixIndex
+from router.requests_endpoint import PATH as REQUESTS_PATH
+from router.requests_endpoint import RequestsEndpoint
 from router.service import RouterService
 from router.survey import Survey
+from router.timelines import Timelines
 from router.tokenizer import RouterTokenizer
 from router.validation import Limits, Prompts
 
@@ -64,48 +77,92 @@ class Running:
 
 
 @asynccontextmanager
-async def running(config: RouterConfig, model: ModelFiles) -> AsyncIterator[Running]:
+async def running(
+    config: RouterConfig, model: ModelFiles, *, shares_ports: bool = False
+) -> AsyncIterator[Running]:
     """Serves while inside. It listens at once, and is healthy once a request could be placed.
 
+    Args:
+        shares_ports: with other processes of this router, see router/processes.py.
     Raises:
-        ConfigError: a port is taken, or the tokenizer or chat template cannot be used.
+        ConfigError: a port is taken, an entry of --prefill or --decode is wrong, or the tokenizer
+            or chat template cannot be used.
     """
     changed = asyncio.Event()  # something that readiness depends on
     tokenizer = RouterTokenizer(model.tokenizer_json)
     admission = Admission(config.max_requests)
     counts = RouterMetrics()
+    certificates = tls.certificates(config.front.tls, "--front.tls")
+    for_nodes = tls.certificates(config.tls_to_nodes, "--nodes-tls")
+    tracer = tracing.start(config.front, "baton-router", ratio=config.trace_ratio)
     async with AsyncExitStack() as resources:
-        channels = {
-            address: await resources.enter_async_context(rpc.make_channel(address))
-            for address in (*config.prefill, *config.decode)
-        }
-        cluster, survey = _make_cluster(config, channels, tokenizer.hash, changed)
-        prompts, limits = _make_prompts(model, tokenizer)
-        generator = Generator(
-            tokenizer, prompts, limits, cluster, admission, counts, budget_s=config.budget_s
+        if tracer is not None:
+            resources.callback(tracer.close)
+        cluster, survey, membership = await _make_cluster(
+            config,
+            tokenizer.hash,
+            partial(rpc.make_channel, certificates=for_nodes),
+            changed,
+            counts,
         )
-        service = RouterService(generator, survey, tokenizer, prompts, limits, model)
+        prompts, limits = _make_prompts(model, tokenizer)
+        timelines = Timelines(counts, tracer)
+        generator = Generator(
+            tokenizer,
+            prompts,
+            limits,
+            cluster,
+            admission,
+            counts,
+            timelines,
+            budget_s=config.budget_s,
+        )
+        why_not_ready = partial(_why_not_ready, admission, cluster)
+        report = ClusterReport(survey, admission, _constants(config, model), why_not_ready)
+        service = RouterService(generator, report, tokenizer, prompts, limits, model)
 
-        server = rpc.make_server()
+        server = rpc.make_server(shares_port=shares_ports)
         names = rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service)
         health = rpc.add_health_and_reflection(server, names)
-        port = rpc.bind(server, config.front.host, config.front.port)
+        port = rpc.bind(
+            server, config.front.host, config.front.port, certificates, shares_port=shares_ports
+        )
         resources.enter_context(
             metrics.served(counts.registry, config.front.host, config.front.metrics_port)
         )
         await health.tell(False)
-        http = _make_http(config, model, generator, cluster, admission, counts)
-        http_port = await http.start(config.front.host, config.http_port)
+        await resources.enter_async_context(
+            rpc.serving_health(
+                health, config.front.host, config.front.health_port, shares_port=shares_ports
+            )
+        )
+        http = _make_http(
+            config,
+            model,
+            generator,
+            report,
+            timelines,
+            counts,
+            why_not_ready,
+            certificates,
+            shares_port=shares_ports,
+        )
+        http_port = await http.start(config.front.host, config.http_port, shares_port=shares_ports)
         resources.push_async_callback(http.stop, _LAST_WORDS_S)
         await server.start()
         host = config.front.host
         log.info(
             "listening %s",
-            kv(address=f"{host}:{port}", http=f"{host}:{http_port}", model=model.name),
+            kv(
+                address=f"{host}:{port}",
+                http=f"{host}:{http_port}",
+                tls=tls.kind(certificates),
+                model=model.name,
+            ),
         )
         async with asyncio.TaskGroup() as tasks:
-            nodes = tasks.create_task(cluster.run())
-            readiness = tasks.create_task(_tell_readiness(cluster, changed, health))
+            nodes = tasks.create_task(membership.run())
+            readiness = tasks.create_task(_tell_readiness(cluster, changed, health, counts))
             try:
                 yield Running(port, http_port, http, health, admission, cluster, nodes, readiness)
             finally:
@@ -114,27 +171,34 @@ async def running(config: RouterConfig, model: ModelFiles) -> AsyncIterator[Runn
                 await rpc.stop(server, _LAST_WORDS_S)
 
 
-def _make_cluster(
+async def _make_cluster(
     config: RouterConfig,
-    channels: Mapping[str, grpc.aio.Channel],
     tokenizer_hash: str,
+    make_channel: Callable[[str], grpc.aio.Channel],
     changed: asyncio.Event,
-) -> tuple[Cluster, Survey]:
+    counts: RouterMetrics,
+) -> tuple[Cluster, Survey, Membership]:
     """The parts that know nodes; `changed` is set whenever one of them has moved."""
-    roles = dict.fromkeys(config.prefill, "prefill") | dict.fromkeys(config.decode, "decode")
-    survey = Survey(roles, channels, tokenizer_hash=tokenizer_hash, on_change=changed.set)
-
-    def node_moved(address: str) -> None:
-        if decode[address].status is None:
-            survey.forget(address)
-        survey.want()
-        changed.set()
-
-    decode = {
-        address: DecodeClient(address, channels[address], peers=config.prefill, on_move=node_moved)
-        for address in config.decode
-    }
-    return Cluster(decode, survey, RoundRobin(config.prefill, config.decode)), survey
+    discovery = Discovery(config.prefill, config.decode)
+    await discovery.start()
+    load, prefixes = Load(), PrefixIndex()
+    survey = Survey(
+        tokenizer_hash=tokenizer_hash,
+        on_change=lambda: cluster.refresh(),
+        on_reports=lambda reports: counts.nodes(Counter((r.role, r.state) for r in reports)),
+    )
+    policy = make_policy(config.policy, load, prefixes)
+    cluster = Cluster(survey, policy, load, on_change=changed.set)
+    membership = Membership(
+        discovery,
+        survey,
+        cluster,
+        make_channel,
+        CacheWatch(prefixes),
+        budget_s=config.budget_s,
+        on_stream_lost=counts.stream_lost,
+    )
+    return cluster, survey, membership
 
 
 def _make_prompts(model: ModelFiles, tokenizer: RouterTokenizer) -> tuple[Prompts, Limits]:
@@ -149,30 +213,63 @@ def _make_http(
     config: RouterConfig,
     model: ModelFiles,
     generator: Generator,
-    cluster: Cluster,
-    admission: Admission,
+    report: ClusterReport,
+    timelines: Timelines,
     counts: RouterMetrics,
+    why_not_ready: Callable[[], str | None],
+    certificates: tls.Certificates | None,
+    *,
+    shares_port: bool,
 ) -> HttpServer:
-    def why_not_ready() -> str | None:
-        if admission.closed:
-            return SHUTTING_DOWN
-        return None if cluster.ready else NOT_READY
-
+    requests = RequestsEndpoint(timelines)
+    # Whoever scrapes a port that is shared meets one process now and another one then.
+    elsewhere = {"/metrics": {"GET": metrics_elsewhere}} if shares_port else {}
     routes = api.routes(
         generator,
         counts,
-        model_name=config.served_model_name or model.name,
+        model_name=_served_name(config, model),
         context_length=model.context_length,
         why_not_ready=why_not_ready,
+        others={
+            **page.routes(),
+            "/cluster": {"GET": ClusterEndpoint(report)},
+            REQUESTS_PATH: {"GET": requests.all},
+            **elsewhere,
+        },
+        others_below={f"{REQUESTS_PATH}/": {"GET": requests.one}},
     )
     limits = HttpLimits(max_connections=config.max_requests + _SPARE_CONNECTIONS)
-    return HttpServer(Shared(limits, routes, problems.error_body, counts))
+    contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
+    return HttpServer(Shared(limits, routes, problems.error_body, counts), contexts)
 
 
-async def _tell_readiness(cluster: Cluster, changed: asyncio.Event, health: rpc.Health) -> None:
+def _served_name(config: RouterConfig, model: ModelFiles) -> str:
+    return config.served_model_name or model.name
+
+
+def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterState:
+    """What a router says of itself that never changes."""
+    return router_pb2.RouterState(
+        version=version("baton"),
+        model=_served_name(config, model),
+        context_length=model.context_length,
+        has_chat_template=model.chat_template is not None,
+    )
+
+
+def _why_not_ready(admission: Admission, cluster: Cluster) -> str | None:
+    if admission.closed:
+        return SHUTTING_DOWN
+    return None if cluster.ready else NOT_READY
+
+
+async def _tell_readiness(
+    cluster: Cluster, changed: asyncio.Event, health: rpc.Health, counts: RouterMetrics
+) -> None:
     while True:
         await changed.wait()
         changed.clear()
+        counts.ready(cluster.ready)
         await health.tell(cluster.ready)
 
 

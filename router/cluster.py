@@ -1,63 +1,170 @@
-"""The nodes this router knows, and which of them a request can go to now."""
+"""Which nodes a request can go to now, and the wait for one when there is none for a moment."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Collection
+
+import msgspec
 
 from common.errors import NodeUnavailable
+from protos import decode_pb2
+from router.admission import SHUTTING_DOWN
+from router.choices import DecodeChoice, PrefillChoice, Prompt
 from router.decode_client import DecodeClient
-from router.policy import DecodeChoice, Policy
+from router.load import Charge, Load
+from router.policy import Policy
 from router.survey import Survey
 
 NOT_READY = "no decode node with a usable prefill node is ready"
+# From the moment the last usable node was lost. Longer than a reconnect takes, shorter than a
+# client's patience.
+GRACE_S = 2.0
+_MAX_CANDIDATES = 8  # prefill nodes named to a decode node, which tries a few of them
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Where a request goes: submit it before the next await, or choose again."""
+class Chosen(msgspec.Struct, frozen=True):
+    """Where a request goes: submit it before the next await, or choose again. Whoever chose closes
+    the charge."""
 
     decode: DecodeClient
     prefill: tuple[str, ...]
+    charge: Charge
 
 
 class Cluster:
-    """For one event loop."""
+    """For one event loop. Members come and go by `add` and `remove`."""
 
-    def __init__(self, decode: Mapping[str, DecodeClient], survey: Survey, policy: Policy) -> None:
-        self._decode = decode
+    def __init__(
+        self, survey: Survey, policy: Policy, load: Load, on_change: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            on_change: called when `ready` may have changed.
+        """
         self._survey = survey
         self._policy = policy
+        self._load = load
+        self._on_change = on_change
+        self._clients: dict[str, DecodeClient] = {}
+        self._prefill_of: dict[str, tuple[PrefillChoice, ...]] = {}  # of decode nodes in use
+        self._lost_at = -math.inf  # time.monotonic() when `ready` last ended
+        self._closed = False
+        self._news = asyncio.Event()  # set: a node can be chosen, or none ever will
 
     @property
     def ready(self) -> bool:
         """Whether a request could be placed."""
-        return bool(self.usable())
+        return bool(self._prefill_of)
+
+    def add(self, client: DecodeClient) -> None:
+        """Its requests may go there as soon as it is usable."""
+        self._clients[client.address] = client
+        self.refresh()
+
+    def remove(self, client: DecodeClient) -> None:
+        """No request is placed on it any more."""
+        if self._clients.get(client.address) is client:
+            del self._clients[client.address]
+        self.refresh()
+
+    def told(self, client: DecodeClient) -> None:
+        """A Status of the node has come, or its stream has ended."""
+        if client.status is not None:
+            self._load.shown(client.address)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The members, or what they say of themselves, may have changed."""
+        was_ready = self.ready
+        self._prefill_of = self._usable(lambda status: status.serves_alone) or self._usable(
+            lambda status: status.falls_back
+        )
+        if self.ready:
+            self._news.set()
+        elif was_ready:
+            self._lost_at = time.monotonic()
+            self._news.clear()
+        self._on_change()
+
+    def close(self) -> None:
+        """Nothing is placed any more, and nobody waits."""
+        self._closed = True
+        self._clients.clear()
+        self.refresh()
+        self._news.set()
 
     def usable(self) -> list[DecodeChoice]:
         """The decode nodes that a request could go to now."""
-        return [choice for client in self._decode.values() if (choice := self._choice(client))]
+        choices = []
+        for address, prefill in self._prefill_of.items():
+            client = self._clients[address]
+            if (status := client.status) is not None:
+                choices.append(
+                    DecodeChoice(
+                        address,
+                        prefill,
+                        client.num_live,
+                        status.pages_total,
+                        status.pages_free,
+                        status.page_size,
+                    )
+                )
+        return choices
 
-    def choose(self, token_ids: Sequence[int]) -> Chosen:
-        """Raises NodeUnavailable when no decode node, with a prefill node if it needs one, is
-        usable."""
+    async def until_ready(self) -> None:
+        """Returns once a request can be placed: at once if one can.
+
+        Raises:
+            NodeUnavailable: none can, and the last usable node was lost `GRACE_S` ago, or never
+                was; or the router ends.
+        """
+        try:
+            async with asyncio.timeout(self._lost_at + GRACE_S - time.monotonic()):
+                while not self.ready and not self._closed:
+                    await self._news.wait()
+        except TimeoutError:
+            raise NodeUnavailable(NOT_READY) from None
+        if self._closed:
+            raise NodeUnavailable(SHUTTING_DOWN)
+
+    def choose(self, prompt: Prompt, avoid: Collection[str] = ()) -> Chosen:
+        """
+        Args:
+            avoid: decode nodes that are taken only where there is no other.
+        Raises:
+            NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
+        """
         choices = self.usable()
         if not choices:
             raise NodeUnavailable(NOT_READY)
-        placement = self._policy.pick(token_ids, choices)
-        return Chosen(self._decode[placement.decode], placement.prefill)
+        if avoid:
+            choices = [choice for choice in choices if choice.address not in avoid] or choices
+        placement = self._policy.pick(prompt, choices)
+        return Chosen(
+            self._clients[placement.decode],
+            placement.prefill[:_MAX_CANDIDATES],
+            self._load.charge(placement, len(prompt.token_ids)),
+        )
 
-    async def run(self) -> None:
-        """Keeps the streams to all decode nodes and the survey, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for client in self._decode.values():
-                tasks.create_task(client.run())
-            tasks.create_task(self._survey.run())
+    def _usable(
+        self, alone: Callable[[decode_pb2.Status], bool]
+    ) -> dict[str, tuple[PrefillChoice, ...]]:
+        """The decode nodes that can take a request, with the prefill nodes they can read from.
 
-    def _choice(self, client: DecodeClient) -> DecodeChoice | None:
-        status = client.status
-        if status is None or status.state != "ready" or not self._survey.fit(client.address):
-            return None
-        prefill = tuple(address for address in status.paired if self._survey.fit(address))
-        if not prefill and not status.serves_alone:
-            return None
-        return DecodeChoice(client.address, prefill, client.num_live)
+        Args:
+            alone: whether a node may be used without any.
+        """
+        usable = {}
+        for client in self._clients.values():
+            status = client.status
+            if status is None or status.state != "ready" or not self._survey.fit(client.address):
+                continue
+            prefill = tuple(
+                PrefillChoice(link.peer, link.path, link.gib_per_s)
+                for link in status.links
+                if self._survey.fit(link.peer)
+            )
+            if prefill or alone(status):
+                usable[client.address] = prefill
+        return usable

@@ -8,8 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -19,13 +18,16 @@ from common.logs import kv
 from common.sampling import to_proto
 from protos import decode_pb2, decode_pb2_grpc
 from router.node_ends import end_of
+from router.timelines import RequestTimeline
 from router.token_buffer import TokenBuffer
+from router.unsent import Unsent
 from router.validation import Job
 
 log = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
+_MAX_UNTOLD = 1024  # timelines of requests that were left, waited for
 
 
 class DecodeClient:
@@ -48,14 +50,13 @@ class DecodeClient:
         # The node's last Status on the stream that is open; None: no stream, or none yet.
         self.status: decode_pb2.Status | None = None
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
-        self._peers = decode_pb2.Peers(prefill_addresses=peers)
+        self._peers = tuple(peers)
         self._on_move = on_move
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
-        # What the node has not been sent, by kind and request. Never more than two messages for
-        # each request that it was sent or waits to be, so bounded as live requests are.
-        self._unsent: dict[tuple[str, int], decode_pb2.ToNode] = {}
-        self._has_unsent = asyncio.Event()
+        # Requests whose timeline the node has not told; it may come after the request was left.
+        self._untold: dict[int, tuple[RequestTimeline, int]] = {}
+        self._unsent = Unsent()
 
     @property
     def num_live(self) -> int:
@@ -78,13 +79,22 @@ class DecodeClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    @contextmanager
-    def submitted(self, job: Job, prefill: Sequence[str], budget_s: float) -> Iterator[TokenBuffer]:
-        """Submits `job`; leaving the block before its end cancels it on the node.
+    def tell_peers(self, addresses: Sequence[str]) -> None:
+        """Replaces the prefill nodes that the node has been told, at once and for every stream to
+        come."""
+        self._peers = tuple(addresses)
+        self._unsent.tell_peers(self._peers)
+
+    def submitted(
+        self, job: Job, prefill: Sequence[str], budget_s: float, timeline: RequestTimeline
+    ) -> "Submitted":
+        """Submits `job`. What this returns must be entered at once; leaving it before the
+        request's end cancels the request on the node.
 
         Args:
             prefill: candidate prefill nodes in order of preference.
             budget_s: what is left of the request's total budget.
+            timeline: of the request; its last submission is this one.
         Raises:
             NodeUnavailable: the node has no open stream.
         """
@@ -92,38 +102,39 @@ class DecodeClient:
             raise NodeUnavailable(f"decode node {self.address} is not connected")
         number = self._next_number
         self._next_number += 1
-        buffer = self._live[number] = TokenBuffer(job.sampling.max_tokens)
+        buffer = self._live[number] = TokenBuffer(job.sampling.max_tokens - job.num_generated)
         submit = decode_pb2.Submit(
             request=number,
             request_id=job.request_id,
             token_ids=job.token_ids,
+            num_generated=job.num_generated,
             sampling=to_proto(job.sampling),
             prefill_addresses=prefill,
             budget_s=budget_s,
+            traceparent=timeline.trace.passed_on,
         )
-        self._post("submit", number, decode_pb2.ToNode(submit=submit))
-        try:
-            yield buffer
-        finally:
-            if number in self._live:
-                self._cancel(number)
+        self._untold[number] = timeline, len(timeline.submissions) - 1
+        self._unsent.submit(submit)
+        return Submitted(buffer, self, number)
+
+    def leave(self, number: int) -> None:
+        """Cancels the request on the node, unless it has ended."""
+        if number in self._live:
+            self._cancel(number)
 
     def _cancel(self, number: int) -> None:
         del self._live[number]
-        if self._unsent.pop(("submit", number), None) is None:
-            cancel = decode_pb2.CancelRequest(request=number)
-            self._post("cancel", number, decode_pb2.ToNode(cancel=cancel))
-
-    def _post(self, kind: str, number: int, message: decode_pb2.ToNode) -> None:
-        self._unsent[kind, number] = message
-        self._has_unsent.set()
+        if not self._unsent.cancel(number):
+            self._untold.pop(number, None)
+        elif len(self._untold) > len(self._live) + _MAX_UNTOLD:
+            del self._untold[next(iter(self._untold))]
 
     async def _serve(self) -> str:
         """Opens the stream and reads it to its end. Returns why it ended."""
-        # The channel connects with a backoff of its own; until then nothing is sent.
-        call = self._stub.Serve(wait_for_ready=True)
+        # Not wait_for_ready: a call that waits keeps the certificates that it began with.
+        call = self._stub.Serve()
         self._unsent.clear()
-        self._post("peers", 0, decode_pb2.ToNode(peers=self._peers))
+        self._unsent.tell_peers(self._peers)
         sending = asyncio.create_task(self._send(call))
         try:
             async for message in call:
@@ -140,10 +151,7 @@ class DecodeClient:
     async def _send(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
         try:
             while True:
-                await self._has_unsent.wait()
-                self._has_unsent.clear()
-                while self._unsent:
-                    await call.write(self._unsent.pop(next(iter(self._unsent))))
+                await call.write(await self._unsent.message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The stream is over: whoever reads it learns why.
             return
@@ -161,22 +169,30 @@ class DecodeClient:
                 raise ProtocolViolation(f"the node sent an unknown message: {unknown}")
 
     def _take_step(self, step: decode_pb2.Step) -> None:
-        ends = (step.ended, step.reason, step.cached_tokens, step.error, step.error_code)
-        if len(step.request) != len(step.token) or len({len(column) for column in ends}) != 1:
+        timelines = step.timeline or step.ended
+        ends = (step.ended, step.reason, step.error, step.error_code, timelines)
+        whole = len(step.request) == len(step.token) and len(step.begun) == len(step.cached_tokens)
+        if not whole or len({len(column) for column in ends}) != 1:
             raise ProtocolViolation("the node sent a step with columns of different lengths")
         live = self._live
+        for number, cached_tokens in zip(step.begun, step.cached_tokens, strict=True):
+            if (buffer := live.get(number)) is not None:
+                buffer.cached_tokens = cached_tokens
         for number, token in zip(step.request, step.token, strict=True):
             buffer = live.get(number)
             if buffer is not None and not buffer.append(token):
                 buffer.end(NodeUnavailable(f"decode node {self.address} sent too many tokens"))
                 self._cancel(number)
         for index, number in enumerate(step.ended):
+            untold = self._untold.pop(number, None)
+            if untold is not None and step.timeline:
+                timeline, submission = untold
+                timeline.told(submission, step.timeline[index])
             buffer = live.pop(number, None)
             if buffer is not None:
                 buffer.end(
                     end_of(
                         step.reason[index],
-                        step.cached_tokens[index],
                         step.error[index],
                         step.error_code[index],
                     )
@@ -187,4 +203,22 @@ class DecodeClient:
         for buffer in self._live.values():
             buffer.end(NodeUnavailable(f"decode node {self.address} is gone: {reason}"))
         self._live.clear()
+        self._untold.clear()
         self._on_move(self.address)
+
+
+class Submitted:
+    """One request on a decode node, from entering to leaving; gives what the node says of it."""
+
+    __slots__ = ("_buffer", "_client", "_number")
+
+    def __init__(self, buffer: TokenBuffer, client: DecodeClient, number: int) -> None:
+        self._buffer = buffer
+        self._client = client
+        self._number = number
+
+    def __enter__(self) -> TokenBuffer:
+        return self._buffer
+
+    def __exit__(self, *_: object) -> None:
+        self._client.leave(self._number)

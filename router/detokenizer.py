@@ -33,6 +33,7 @@ class Detokenizer:
         self._window = list(context)
         self._clean = len(context)  # window[:clean] is complete text
         self._told = len(decoder.decode(context))  # characters of the window that were returned
+        self._settled = True  # all of them were
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add and that no later token can change."""
@@ -41,7 +42,8 @@ class Detokenizer:
         settled = text.rstrip(_BROKEN)
         new = settled[self._told :]
         self._told = max(self._told, len(settled))
-        if settled == text:
+        self._settled = settled == text
+        if self._settled:
             self._slide(text)
         elif len(self._window) > _MAX_WINDOW:
             new += self._cut(text)
@@ -49,7 +51,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, after the last token: bytes that never became a character."""
-        return self._decoder.decode(self._window)[self._told :]
+        return "" if self._settled else self._decoder.decode(self._window)[self._told :]
 
     def _slide(self, text: str) -> None:
         """Lets the window start at the previous complete point, if decoding from there agrees."""

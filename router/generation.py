@@ -1,22 +1,26 @@
 """One request from its arrival to its last piece of text, whatever protocol its client speaks."""
 
-import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
-from common.errors import DeadlineExceeded
+from msgspec.structs import replace
+
+from common.errors import NodeUnavailable
 from common.metrics import RouterMetrics
-from protos import router_pb2
 from router import validation
-from router.admission import Admission
+from router.admission import Admission, new_request_id
 from router.answer import Answer, LastPiece, Piece
-from router.cluster import Cluster
+from router.choices import Prompt
+from router.cluster import Chosen, Cluster
 from router.detokenizer import Detokenizer
 from router.record import RequestRecord
+from router.timelines import Timelines
 from router.tokenizer import RouterTokenizer
 from router.validation import Job, Limits, Prompts
+from router.wanted import Wanted
+from router.within import Within
+
+_MAX_REPLAYS = 2  # of one request, each on another node if there is one
 
 Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
 
@@ -32,6 +36,7 @@ class Generator:
         cluster: Cluster,
         admission: Admission,
         metrics: RouterMetrics,
+        timelines: Timelines,
         *,
         budget_s: float,
     ) -> None:
@@ -45,54 +50,99 @@ class Generator:
         self._cluster = cluster
         self._admission = admission
         self._metrics = metrics
+        self._timelines = timelines
         self._budget_s = budget_s
 
-    async def generate(self, request: router_pb2.GenerateRequest, write: Write) -> None:
+    async def generate(self, wanted: Wanted, write: Write, traceparent: str = "") -> None:
         """Calls `write(request_id, piece)` until the LastPiece is written.
 
         What arrives while a `write` is waiting goes into the next piece. Cancelling this call
         cancels the request on its nodes.
 
+        Args:
+            traceparent: as the client sent it.
         Raises:
             ServingError: instead of the last piece.
         """
-        request_id = request.request_id or uuid.uuid4().hex
-        with RequestRecord(self._metrics, request_id) as record:
+        request_id = wanted.request_id or new_request_id()
+        with RequestRecord(self._metrics, self._timelines, request_id, traceparent) as record:
             validation.check_request_id(request_id)
-            budget_s = validation.budget_s(request, self._budget_s)
+            budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             with self._admission.admitted(request_id):
-                async with _within(budget_s) as deadline:
-                    job = await validation.parse(request, request_id, self._prompts, self._limits)
+                with Within(budget_s) as deadline:
+                    job = await validation.parse(wanted, request_id, self._prompts, self._limits)
+                    record.timeline.tokenised = time.monotonic()
                     await self._stream(job, deadline, write, record)
 
     async def _stream(self, job: Job, deadline: float, write: Write, record: RequestRecord) -> None:
-        chosen = self._cluster.choose(job.token_ids)
-        record.accept(len(job.token_ids), chosen.decode.address)
         answer = Answer(
             Detokenizer(self._tokenizer, self._tokenizer.some_text),
             job.stop,
             num_prompt_tokens=len(job.token_ids),
         )
+        chosen = await self._choose(job)
+        record.accept(len(job.token_ids), chosen.decode.address)
+        lost_by: list[str] = []
+        while True:
+            try:
+                continued = _continued(job, answer.token_ids)
+                last = await self._follow(chosen, continued, deadline, answer, write, record)
+                break
+            except NodeUnavailable as error:
+                lost_by.append(chosen.decode.address)
+                record.timeline.lose()
+                if len(lost_by) > _MAX_REPLAYS or len(answer.token_ids) >= job.sampling.max_tokens:
+                    raise
+                chosen = await self._choose_again(job, error, lost_by)
+                record.replay(chosen.decode.address, error)
+        # Out of the node's hands: a stop string's Cancel does not wait for a slow client.
+        record.finish(last.finish_reason, last.usage.cached_tokens)
+        await write(job.request_id, last)
+
+    async def _follow(
+        self,
+        chosen: Chosen,
+        job: Job,
+        deadline: float,
+        answer: Answer,
+        write: Write,
+        record: RequestRecord,
+    ) -> LastPiece:
+        """Writes what one decode node generates, but for the last piece.
+
+        Raises:
+            NodeUnavailable: the node takes no more requests, or is gone; what it had generated is
+                in `answer`, and written.
+        """
         left_s = max(0.0, deadline - time.monotonic())
-        with chosen.decode.submitted(job, chosen.prefill, left_s) as tokens:
+        with (
+            chosen.charge,
+            chosen.decode.submitted(job, chosen.prefill, left_s, record.timeline) as tokens,
+        ):
             while True:
-                piece = answer.add(*await tokens.drain())
+                piece = answer.add(*await tokens.drain(), tokens.cached_tokens)
+                chosen.charge.first_token()
                 record.write(len(piece.token_ids))
                 if isinstance(piece, LastPiece):
-                    break
+                    return piece
                 await write(job.request_id, piece)
-        # Out of the block: a stop string's Cancel does not wait for a slow client.
-        record.finish(piece.finish_reason)
-        await write(job.request_id, piece)
+
+    async def _choose(self, job: Job, avoid: Sequence[str] = ()) -> Chosen:
+        if not self._cluster.ready:
+            await self._cluster.until_ready()
+        return self._cluster.choose(Prompt(job.token_ids, job.session), avoid)
+
+    async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
+        """Where there is no other node, the request ends as the one that it had left it."""
+        try:
+            return await self._choose(job, avoid)
+        except NodeUnavailable:
+            raise lost from None
 
 
-@asynccontextmanager
-async def _within(budget_s: float) -> AsyncIterator[float]:
-    """Gives the deadline, in time.monotonic() seconds, and raises DeadlineExceeded at it."""
-    try:
-        async with asyncio.timeout(budget_s) as limit:
-            yield time.monotonic() + budget_s
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise DeadlineExceeded(f"the request's total budget of {budget_s:g} s is spent") from error
+def _continued(job: Job, token_ids: Sequence[int]) -> Job:
+    """The rest of a job of which these tokens have been generated. Its seed makes them go on as
+    they would have."""
+    if not token_ids:
+        return job
+    return replace(job, token_ids=[*job.token_ids, *token_ids], num_generated=len(token_ids))

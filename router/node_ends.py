@@ -19,13 +19,13 @@ _ERRORS: dict[int, type[ServingError]] = {
 }
 
 
-def end_of(reason: int, cached_tokens: int, error: str, error_code: int) -> End | ServingError:
+def end_of(reason: int, error: str, error_code: int) -> End | ServingError:
     """One row of the columns `ended` to `error_code` of a Step."""
     match reason:
         case decode_pb2.FINISH_REASON_STOP:
-            return End("stop", cached_tokens)
+            return End("stop")
         case decode_pb2.FINISH_REASON_LENGTH:
-            return End("length", cached_tokens)
+            return End("length")
         case decode_pb2.FINISH_REASON_ABORT:
             return RequestAborted("the request was aborted")
         case _:

@@ -8,6 +8,7 @@ from types import TracebackType
 from common.errors import InvalidRequest, Overloaded, RequestAborted, ServingError
 from common.logs import kv
 from common.metrics import RouterMetrics
+from router.timelines import Timelines
 
 log = logging.getLogger(__name__)
 
@@ -15,10 +16,19 @@ log = logging.getLogger(__name__)
 class RequestRecord:
     """A context around one request: leaving it is the request's end."""
 
-    def __init__(self, metrics: RouterMetrics, request_id: str) -> None:
+    def __init__(
+        self, metrics: RouterMetrics, timelines: Timelines, request_id: str, traceparent: str
+    ) -> None:
+        """
+        Args:
+            traceparent: as the client sent it, or empty.
+        """
         self._metrics = metrics
-        self._request_id = request_id
-        self._arrived_at = time.monotonic()
+        self._timelines = timelines
+        self.timeline = timelines.begin(request_id, traceparent)
+        # In every line about it.
+        self._names = {"request_id": request_id, **self.timeline.trace.log_fields}
+        self._arrived_at = self.timeline.arrived
         self._wrote_at = self._arrived_at
         self._accepted = False
         self._num_tokens = 0
@@ -33,28 +43,45 @@ class RequestRecord:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        timeline = self.timeline
         if not self._accepted:
             self._refuse(error)
+            self._timelines.end(timeline, "error", str(error))
             return
         outcome = _outcome(error) if error else self._finish_reason
-        self._metrics.ended(outcome)
+        timeline.last_token, timeline.completion_tokens = self._wrote_at, self._num_tokens
+        self._timelines.end(timeline, outcome, str(error or ""))
+        seconds = time.monotonic() - self._arrived_at
+        self._metrics.ended(outcome, seconds)
         fields = {
-            "request_id": self._request_id,
+            **self._names,
             "outcome": outcome,
             "tokens": self._num_tokens,
-            "seconds": time.monotonic() - self._arrived_at,
+            "seconds": seconds,
         }
-        if isinstance(error, ServingError):
+        if isinstance(error, Exception):
             fields["error"] = error
         log.info("request ended %s", kv(**fields))
 
     def accept(self, num_prompt_tokens: int, decode: str) -> None:
         """The request is about to be submitted to a decode node."""
         self._accepted = True
-        self._metrics.accepted()
+        self._metrics.accepted(num_prompt_tokens)
+        self.timeline.prompt_tokens = num_prompt_tokens
+        self.timeline.submit(decode)
+        self._timelines.accept(self.timeline)
         log.debug(
             "request accepted %s",
-            kv(request_id=self._request_id, prompt_tokens=num_prompt_tokens, decode=decode),
+            kv(**self._names, prompt_tokens=num_prompt_tokens, decode=decode),
+        )
+
+    def replay(self, decode: str, lost: ServingError) -> None:
+        """Its decode node has let it go: it goes on at another."""
+        self._metrics.replayed()
+        self.timeline.submit(decode)
+        log.warning(
+            "request replayed %s",
+            kv(**self._names, tokens=self._num_tokens, decode=decode, because=lost),
         )
 
     def write(self, num_tokens: int) -> None:
@@ -64,15 +91,17 @@ class RequestRecord:
         num_next = num_tokens
         if num_tokens and not self._num_tokens:
             self._metrics.first_token(now - self._arrived_at)
+            self.timeline.first_token = now
             num_next -= 1
-        for _ in range(num_next):
-            self._metrics.next_token((now - self._wrote_at) / num_tokens)
+        if num_next:
+            self._metrics.next_token((now - self._wrote_at) / num_tokens, num_next)
         self._wrote_at = now
         self._num_tokens += num_tokens
 
-    def finish(self, finish_reason: str) -> None:
+    def finish(self, finish_reason: str, cached_tokens: int) -> None:
         """finish_reason: "stop" or "length"."""
         self._finish_reason = finish_reason
+        self.timeline.cached_tokens = cached_tokens
 
     def _refuse(self, error: BaseException | None) -> None:
         match error:
@@ -82,9 +111,11 @@ class RequestRecord:
                 self._metrics.rejected("overloaded")
             case ServingError():
                 self._metrics.rejected("no_node")
+            case Exception():
+                pass  # a fault of ours: its traceback is logged elsewhere, whose it was is not
             case _:
                 return
-        log.info("request refused %s", kv(request_id=self._request_id, reason=error))
+        log.info("request refused %s", kv(**self._names, reason=error))
 
 
 def _outcome(error: BaseException) -> str:

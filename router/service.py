@@ -5,13 +5,15 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from common.errors import Overloaded
+from common.trace_context import HEADER
 from protos import router_pb2, router_pb2_grpc
 from router.answer import LastPiece, Piece
+from router.cluster_report import ClusterReport
 from router.generation import Generator
 from router.model_files import ModelFiles
-from router.survey import NodeReport, Survey
 from router.tokenizer import RouterTokenizer
 from router.validation import Limits, Prompts, check_vocabulary
+from router.wanted import from_prompt, from_request
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -24,14 +26,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def __init__(
         self,
         generator: Generator,
-        survey: Survey,
+        report: ClusterReport,
         tokenizer: RouterTokenizer,
         prompts: Prompts,
         limits: Limits,
         model: ModelFiles,
     ) -> None:
         self._generator = generator
-        self._survey = survey
+        self._report = report
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._limits = limits
@@ -44,7 +46,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await context.write(_response(request_id, piece))
 
         try:
-            await self._generator.generate(request, write)
+            await self._generator.generate(from_request(request), write, _traceparent(context))
         except Overloaded:
             context.set_trailing_metadata((("retry-after", str(_RETRY_AFTER_S)),))
             raise
@@ -52,7 +54,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Tokenize(
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        return router_pb2.TokenizeResponse(token_ids=await self._prompts.encode(request))
+        token_ids = await self._prompts.encode(from_prompt(request))
+        return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
@@ -74,8 +77,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def GetCluster(
         self, request: router_pb2.GetClusterRequest, context: Context
     ) -> router_pb2.GetClusterResponse:
-        reports = await self._survey.look()
-        return router_pb2.GetClusterResponse(nodes=[_node(report) for report in reports])
+        return await self._report.make()
+
+
+def _traceparent(context: Context) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == HEADER and isinstance(value, str):
+            return value
+    return ""
 
 
 def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateResponse:
@@ -96,13 +105,3 @@ def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateR
             return router_pb2.GenerateResponse(
                 request_id=request_id, text=piece.text, token_ids=piece.token_ids
             )
-
-
-def _node(report: NodeReport) -> router_pb2.ClusterNode:
-    node = router_pb2.ClusterNode(role=report.role, address=report.address, state=report.state)
-    if report.description is not None:
-        node.instance_id = report.description.instance_id
-        node.pids.extend(report.description.pids)
-        node.pages.update(report.description.pages)
-        node.links.extend(report.description.links)
-    return node

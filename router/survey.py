@@ -5,8 +5,9 @@ A node whose tokenizer differs from the router's would answer with other words: 
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import grpc.aio
 
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _DEADLINE_S = 2.0
 _INTERVAL_S = 5.0
-_NOT_FOR_REQUESTS = ("draining", "unhealthy")
+_NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,18 @@ class NodeReport:
     address: str
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
+    at: float = field(default_factory=time.monotonic)
+
+
+class _Known:
+    """A member, and what its last description made of it: "" before the first."""
+
+    def __init__(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
+        self.role = role
+        self.address = address
+        self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
+        self.state = ""
+        self.silence = ""  # why it did not answer; "" if it did
 
 
 class Survey:
@@ -35,35 +48,45 @@ class Survey:
 
     def __init__(
         self,
-        roles: Mapping[str, str],
-        channels: Mapping[str, grpc.aio.Channel],
         *,
         tokenizer_hash: str,
         on_change: Callable[[], None],
+        on_reports: Callable[[Sequence[NodeReport]], None] = lambda _: None,
     ) -> None:
         """
         Args:
-            roles: address of each node: "prefill" | "decode".
             on_change: called when `fit` of some node may have changed.
+            on_reports: called with every node's report, whenever all have been asked.
         """
-        self._roles = roles
-        self._stubs = {
-            address: node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
-            for address, channel in channels.items()
-        }
+        self._on_reports = on_reports
         self._tokenizer_hash = tokenizer_hash
         self._on_change = on_change
-        self._states: dict[str, str] = {}
+        self._known: dict[str, _Known] = {}
         self._looking: asyncio.Task[list[NodeReport]] | None = None
         self._wanted = asyncio.Event()
 
+    def join(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
+        """
+        Args:
+            role: "prefill" | "decode".
+            channel: stays the caller's.
+        """
+        self._known[address] = _Known(role, address, channel)
+        self.want()
+
+    def leave(self, address: str) -> None:
+        """Nobody asks the node any more, and it is not fit."""
+        del self._known[address]
+
     def fit(self, address: str) -> bool:
         """Whether the node's last description lets it have requests; False before the first."""
-        return self._states.get(address, "unhealthy") not in _NOT_FOR_REQUESTS
+        known = self._known.get(address)
+        return known is not None and known.state not in _NOT_FOR_REQUESTS
 
     def forget(self, address: str) -> None:
         """The node at `address` is gone: what comes back there may be another."""
-        self._states.pop(address, None)
+        if address in self._known:
+            self._known[address].state = ""
 
     def want(self) -> None:
         """Something has changed: look soon, not at the next interval."""
@@ -82,33 +105,45 @@ class Survey:
                 continue
 
     async def look(self) -> list[NodeReport]:
-        """Every node's report, as configured in order, within 2 s. Callers at one time share it."""
+        """Every node's report, prefill nodes first, within 2 s. Callers at one time share it."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         # A caller that gives up must not take the others' answer with it.
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> list[NodeReport]:
-        reports = await asyncio.gather(*(self._ask(address) for address in self._roles))
-        for report in reports:
+        known = sorted(self._known.values(), key=lambda each: each.role != "prefill")
+        reports = await asyncio.gather(*(self._ask(each) for each in known))
+        for each, report in zip(known, reports, strict=True):
             # An unreachable node keeps its last verdict: its stream, not this, says it is gone.
             if report.description is not None:
-                self._states[report.address] = report.state
+                each.state = report.state
         self._on_change()
+        self._on_reports(reports)
         return reports
 
-    async def _ask(self, address: str) -> NodeReport:
-        role = self._roles[address]
+    async def _ask(self, known: _Known) -> NodeReport:
         try:
-            description = await self._stubs[address].Describe(
-                node_pb2.DescribeRequest(), timeout=_DEADLINE_S
-            )
-        except grpc.aio.AioRpcError:
-            return NodeReport(role, address, "unreachable", None)
+            description = await known.stub.Describe(node_pb2.DescribeRequest(), timeout=_DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            self._not_answered(known, error.details() or error.code().name)
+            return NodeReport(known.role, known.address, "unreachable", None)
+        known.silence = ""
+        misfit = self._misfit(known, description)
+        if misfit and known.state != "unhealthy":
+            log.warning("%s and gets no requests %s", misfit, kv(node=known.address))
+        state = "unhealthy" if misfit else description.state
+        return NodeReport(known.role, known.address, state, description)
+
+    def _not_answered(self, known: _Known, reason: str) -> None:
+        if reason != known.silence:
+            known.silence = reason
+            log.warning("a node does not answer %s", kv(node=known.address, because=reason))
+
+    def _misfit(self, known: _Known, description: node_pb2.DescribeResponse) -> str:
+        """What keeps requests from a node that is well; "" if nothing does."""
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
-            if self._states.get(address) != "unhealthy":
-                log.warning(
-                    "a node has another tokenizer and gets no requests %s", kv(node=address)
-                )
-            return NodeReport(role, address, "unhealthy", description)
-        return NodeReport(role, address, description.state, description)
+            return "a node has another tokenizer"
+        if description.role != known.role:
+            return f"a node is no {known.role} node"
+        return ""

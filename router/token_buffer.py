@@ -5,17 +5,16 @@ so a slow client makes fewer, larger messages and never a longer queue.
 """
 
 import asyncio
-from dataclasses import dataclass
+
+import msgspec
 
 from common.errors import ServingError
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """How a request ended at its node."""
 
     finish_reason: str  # "stop" | "length"
-    cached_tokens: int
 
 
 class TokenBuffer:
@@ -25,10 +24,11 @@ class TokenBuffer:
     """
 
     def __init__(self, max_tokens: int) -> None:
+        self.cached_tokens = 0  # of the prompt, as the node said with the first token
         self._room = max_tokens
         self._tokens: list[int] = []
         self._end: End | ServingError | None = None
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the writer, while there is no news
 
     def append(self, token: int) -> bool:
         """Returns False, and keeps nothing, when the node has sent all it was asked for."""
@@ -36,27 +36,35 @@ class TokenBuffer:
             return False
         self._room -= 1
         self._tokens.append(token)
-        self._news.set()
+        if self._waiter is not None:
+            self._wake(self._waiter)
         return True
 
     def end(self, end: End | ServingError) -> None:
         """The first end counts."""
         if self._end is None:
             self._end = end
-            self._news.set()
+            if self._waiter is not None:
+                self._wake(self._waiter)
 
     async def drain(self) -> tuple[list[int], End | None]:
-        """Waits for news, then takes every token that waits, and the end if it has come.
+        """Waits for news, then takes every token that waits, and the end if it has come. For one
+        writer; after the end it must not be called again.
 
         Raises:
             ServingError: the request failed, and all its tokens have been drained.
         """
-        await self._news.wait()
+        if not self._tokens and self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         tokens, self._tokens = self._tokens, []
         if isinstance(self._end, ServingError):
             if tokens:
                 return tokens, None
             raise self._end
-        if self._end is None:
-            self._news.clear()
         return tokens, self._end
+
+    def _wake(self, waiter: asyncio.Future[None]) -> None:
+        self._waiter = None
+        if not waiter.done():  # else the writer has been cancelled
+            waiter.set_result(None)

@@ -1,23 +1,25 @@
-"""Turns a GenerateRequest into a checked job, or says which field is wrong.
+"""Turns what is wanted into a checked job, or says which field is wrong.
 
 Knows the model's limits and its tokenizer; knows nothing of nodes.
 """
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
+from common import sampling
 from common.errors import InvalidRequest
-from common.sampling import SamplingParams, from_proto
-from protos import router_pb2
+from common.sampling import SamplingParams
 from router.chat_template import ChatTemplate
 from router.tokenizer import RouterTokenizer
+from router.wanted import Messages, Nothing, Prompt, Text, TokenIds, Wanted
 
 MAX_STOP_CHARACTERS = 1024
 MAX_REQUEST_ID_CHARACTERS = 256
+MAX_SESSION_ID_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +30,15 @@ class Limits:
     vocabulary_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A request in tokens, ready for a decode node."""
 
     request_id: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # the prompt, then tokens already generated
     sampling: SamplingParams
-    stop: tuple[str, ...]
+    stop: Sequence[str]
+    num_generated: int = 0  # of token_ids
+    session: str = ""
 
 
 class Prompts:
@@ -45,56 +48,55 @@ class Prompts:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
 
-    async def encode(
-        self, prompt: router_pb2.GenerateRequest | router_pb2.TokenizeRequest
-    ) -> Sequence[int]:
-        """Raises InvalidRequest when no prompt is set or the model has no such form."""
-        match prompt.WhichOneof("prompt"):
-            case "text":
+    async def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Raises InvalidRequest when there is no prompt or the model has no such form."""
+        match prompt:
+            case Text():
                 return await self._tokenizer.encode(prompt.text, add_special_tokens=True)
-            case "messages":
-                text = self._render(prompt.messages)
+            case TokenIds():
+                return prompt.token_ids
+            case Messages():
+                text = self._render(prompt)
                 return await self._tokenizer.encode(text, add_special_tokens=False)
-            case "token_ids" if isinstance(prompt, router_pb2.GenerateRequest):
-                return list(prompt.token_ids.ids)
-            case _:
-                fields = [field.name for field in prompt.DESCRIPTOR.oneofs_by_name["prompt"].fields]
-                raise InvalidRequest(f"prompt is missing: set one of {', '.join(fields)}")
+            case Nothing():
+                raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
 
-    def _render(self, messages: router_pb2.ChatMessages) -> str:
+    def _render(self, messages: Messages) -> str:
         if self._chat_template is None:
             raise InvalidRequest("messages: this model has no chat template; send text instead")
-        if not messages.messages:
+        if not messages.turns:
             raise InvalidRequest("messages must have at least one message")
-        turns = [{"role": turn.role, "content": turn.content} for turn in messages.messages]
+        turns = [{"role": turn.role, "content": turn.content} for turn in messages.turns]
         for number, turn in enumerate(turns):
             if not turn["role"]:
                 raise InvalidRequest(f"messages[{number}].role is empty")
         return self._chat_template.render(turns)
 
 
-async def parse(
-    request: router_pb2.GenerateRequest, request_id: str, prompts: Prompts, limits: Limits
-) -> Job:
-    """Checks prompt and sampling; draws an unset seed.
+async def parse(wanted: Wanted, request_id: str, prompts: Prompts, limits: Limits) -> Job:
+    """Checks prompt and sampling.
 
     Raises:
         InvalidRequest: with a sentence that names the field.
     """
     # Checked before the prompt is encoded: a wrong number costs no tokenizer time.
-    sampling = from_proto(
-        request.sampling, max_tokens=limits.context_length, seed=random.getrandbits(64)
-    )
-    check_stop(request.sampling.stop)
-    check_vocabulary(sampling.stop_token_ids, limits, "sampling.stop_token_ids")
-    token_ids = await prompts.encode(request)
-    check_prompt(token_ids, limits, request.WhichOneof("prompt"))
+    params = wanted.sampling
+    sampling.check(params)
+    if wanted.stop:
+        check_stop(wanted.stop)
+    check_session_id(wanted.session_id)
+    check_vocabulary(params.stop_token_ids, limits, "sampling.stop_token_ids")
+    token_ids = await prompts.encode(wanted.prompt)
+    check_prompt(token_ids, limits, wanted.prompt.field)
     context_left = limits.context_length - len(token_ids)
+    if params.max_tokens > context_left:
+        params = replace(params, max_tokens=context_left)
     return Job(
         request_id=request_id,
         token_ids=token_ids,
-        sampling=replace(sampling, max_tokens=min(sampling.max_tokens, context_left)),
-        stop=tuple(request.sampling.stop),
+        sampling=params,
+        stop=wanted.stop,
+        session=wanted.session_id,
     )
 
 
@@ -121,7 +123,8 @@ def check_vocabulary(token_ids: Sequence[int], limits: Limits, field: str | None
 
 
 def check_stop(stops: Sequence[str]) -> None:
-    """Raises InvalidRequest for a stop string that would cost too much to look for."""
+    """Raises InvalidRequest for stop strings that would cost too much to look for."""
+    sampling.check_stop(stops)
     for number, stop in enumerate(stops):
         if len(stop) > MAX_STOP_CHARACTERS:
             raise InvalidRequest(
@@ -137,14 +140,22 @@ def check_request_id(request_id: str) -> None:
         )
 
 
-def budget_s(request: router_pb2.GenerateRequest, longest_s: float) -> float:
+def check_session_id(session_id: str) -> None:
+    """Raises InvalidRequest for a name that is too long to remember."""
+    if len(session_id) > MAX_SESSION_ID_CHARACTERS:
+        raise InvalidRequest(
+            f"session_id has {len(session_id)} characters, {MAX_SESSION_ID_CHARACTERS} allowed"
+        )
+
+
+def budget_s(timeout_s: float | None, longest_s: float) -> float:
     """The request's total budget: its timeout_s, `longest_s` where unset or longer.
 
     Raises:
         InvalidRequest: timeout_s is not a positive number of seconds.
     """
-    if not request.HasField("timeout_s"):
+    if timeout_s is None:
         return longest_s
-    if not math.isfinite(request.timeout_s) or request.timeout_s <= 0:
-        raise InvalidRequest(f"timeout_s must be a positive number, got {request.timeout_s}")
-    return min(request.timeout_s, longest_s)
+    if not math.isfinite(timeout_s) or timeout_s <= 0:
+        raise InvalidRequest(f"timeout_s must be a positive number, got {timeout_s}")
+    return min(timeout_s, longest_s)

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +52,25 @@ def test_no_file_names_the_machine_it_was_written_on():
         if match
     ]
     assert found == []
+
+
+def test_every_file_beside_the_code_is_part_of_the_package():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {pattern.rstrip("*") for pattern in tools["packages"]["find"]["include"]}
+    data = tools["package-data"]
+    files = [path.relative_to(ROOT) for path in _texts() if path.suffix != ".py"]
+    left_out = [
+        str(path)
+        for path in files
+        if path.parts[0] in packages
+        and not any(
+            path.is_relative_to(home := "" if package == "*" else package.replace(".", "/"))
+            and fnmatch(path.name if package == "*" else str(path.relative_to(home)), pattern)
+            for package, patterns in data.items()
+            for pattern in patterns
+        )
+    ]
+    assert left_out == []
 
 
 def test_the_baton_command_loads_no_heavy_library():

@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from common import tls
 from common.cli.plan import refuse_busy_port
 from common.cli.settings import read
 from common.config import (
@@ -25,6 +27,7 @@ from common.config import (
     NodeConfig,
     PrefillConfig,
     RouterConfig,
+    TlsConfig,
     TransferConfig,
 )
 from common.engine.models import read_spec
@@ -36,6 +39,7 @@ from common.model_directory import model_directory
 
 PROGRAM = "baton check"
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+SOON = timedelta(days=14)  # a certificate that nobody renews would be noticed until then
 STYLES = {"ok": "green", "note": "yellow", "fails": "red"}
 
 
@@ -65,6 +69,10 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
     yield Finding("nodes", *_named(config))
     yield from _front(config.front)
     yield _port("HTTP port", config.front.host, config.http_port)
+    if config.tls_to_nodes.ca is not None:
+        yield from _tls("TLS to nodes", config.tls_to_nodes, "--nodes-tls")
+    elif config.front.tls.cert is not None:
+        yield Finding("TLS to nodes", "note", "off: for clients alone, without --nodes-tls.ca")
 
 
 def _model(config: EngineConfig) -> Iterator[Finding]:
@@ -124,9 +132,31 @@ def _transfer(config: TransferConfig) -> Iterator[Finding]:
 
 
 def _front(config: FrontConfig) -> Iterator[Finding]:
-    for what, port in (("port", config.port), ("metrics port", config.metrics_port)):
+    for what, port in (
+        ("port", config.port),
+        ("metrics port", config.metrics_port),
+        ("health port", config.health_port),
+    ):
         if port is not None:
             yield _port(what, config.host, port)
+    yield from _tls("TLS", config.tls, "--front.tls")
+
+
+def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:
+    try:
+        certificates = tls.certificates(config, knob)
+    except ConfigError as error:
+        yield Finding(what, "fails", str(error))
+        return
+    if certificates is None:
+        return
+    if config.cert is None:
+        yield Finding(what, "ok", f"checked by {config.ca}; there is no certificate to show")
+        return
+    names, end = tls.names_and_end(certificates.current())
+    soon = end - datetime.now(UTC) < SOON
+    remark = f"{tls.kind(certificates)}: {', '.join(names) or 'no names'}, until {end:%F}"
+    yield Finding(what, "note" if soon else "ok", remark)
 
 
 def _port(what: str, host: str, port: int) -> Finding:

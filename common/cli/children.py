@@ -1,6 +1,7 @@
 """Programs as child processes that do not outlive this one. Knows nothing of what they serve."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ LEASH = Path(__file__).with_name("leash.py")
 
 
 class Child:
-    """One program, its log file and its end.
+    """One program, its log and its end.
 
     It has a process group of its own: a terminal's Ctrl-C reaches it only through `send`. SIGTERM
     reaches it when its parent is killed.
@@ -23,25 +24,35 @@ class Child:
         self,
         name: str,
         command: Sequence[str],
-        log: Path,
+        log: Path | None,
         *,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """Starts `command` at once. Its output replaces what `log` held."""
+        """Starts `command` at once.
+
+        Args:
+            log: the program's output replaces what it held; None: the program has this one's.
+            descriptors: of this process, that the program has under the same numbers.
+        """
         self.name = name
         self.log = log
         leash = [sys.executable, "-P", str(LEASH), str(os.getpid())]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
+        with contextlib.ExitStack() as files:
+            output = None
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = files.enter_context(log.open("wb"))
             self._process = subprocess.Popen(
                 [*leash, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if output is None else subprocess.STDOUT,
                 process_group=0,
                 env=environment,
                 cwd=directory,
+                pass_fds=descriptors,
             )
 
     @property
@@ -75,7 +86,9 @@ class Child:
             return False
 
     def last_lines(self, count: int = 20) -> str:
-        """The end of its log."""
+        """The end of its log, if it has one of its own."""
+        if self.log is None:
+            return ""
         with self.log.open(errors="replace") as lines:
             return "".join(deque(lines, maxlen=count)).rstrip()
 

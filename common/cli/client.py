@@ -1,13 +1,18 @@
 """What the commands ask of running programs, over gRPC."""
 
+import argparse
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common import tls
+from common.config import TlsConfig
+from common.errors import ConfigError
 from common.rpc import make_channel
 from protos import router_pb2, router_pb2_grpc
 
@@ -15,10 +20,45 @@ _POLL_S = 0.2
 _ANSWER_S = 5.0
 
 
-async def until_serving(address: str, service: str) -> None:
+def add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    """What every command that talks to running programs has to know of their TLS."""
+    group = parser.add_argument_group("TLS", "PEM files; without --tls-ca nothing is encrypted.")
+    for name, what in (
+        ("ca", "who must have signed the certificate of the program"),
+        ("cert", "a certificate to show, where the program demands one"),
+        ("key", "its private key"),
+    ):
+        group.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=what)
+    group.add_argument(
+        "--tls-server-name", metavar="NAME", help="name in the program's certificate (its address)"
+    )
+
+
+def tls_config(options: argparse.Namespace) -> TlsConfig:
+    """What the flags of `add_tls_flags` say.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
+    if (cert is None) != (key is None):
+        raise ConfigError("--tls-cert and --tls-key go together")
+    if ca is None and (cert or options.tls_server_name):
+        raise ConfigError("--tls-ca is required with other flags of TLS")
+    return TlsConfig(cert=cert, key=key, ca=ca, server_name=options.tls_server_name)
+
+
+def certificates(options: argparse.Namespace) -> tls.Certificates | None:
+    """What the flags of `add_tls_flags` name. Raises ConfigError."""
+    return tls.certificates(tls_config(options), "--tls")
+
+
+async def until_serving(
+    address: str, service: str, certificates: tls.Certificates | None = None
+) -> None:
     """Returns once the program at `address` says that `service` is healthy. Sets no deadline."""
     request = health_pb2.HealthCheckRequest(service=service)
-    async with make_channel(address) as channel:
+    async with make_channel(address, certificates) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
@@ -31,14 +71,16 @@ async def until_serving(address: str, service: str) -> None:
 
 
 async def stream(
-    address: str, request: router_pb2.GenerateRequest
+    address: str,
+    request: router_pb2.GenerateRequest,
+    certificates: tls.Certificates | None = None,
 ) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
     """The answer of the router at `address`. Leaving the iteration cancels the request.
 
     Raises:
         grpc.aio.AioRpcError: with the router's own sentence in `details()`.
     """
-    async with make_channel(address) as channel:
+    async with make_channel(address, certificates) as channel:
         stub: Any = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Generate(request)
         try:

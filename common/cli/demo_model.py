@@ -1,8 +1,7 @@
-"""Writes a tiny random checkpoint: Qwen3 architecture, one token per byte, ChatML chat template.
+"""Writes the demo model to a directory: it recalls, copies, reverses and adds (common/demo).
 
-It exists so that the whole system can be tried and tested without a download. What it answers is
-noise, though printable, and the same on every machine. Runs as a module of its own:
-python -m common.cli.demo_model DIR
+It exists so that the whole system can be tried, and its answers checked, without a download. Runs
+as a module of its own: python -m common.cli.demo_model DIR
 """
 
 import argparse
@@ -11,25 +10,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
-
 from common.cli.settings import wrong
-
-SEED = 7
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-)
+from common.demo import DIRECTORY
 
 
 def write(directory: Path) -> None:
-    """Makes the checkpoint (0.9 M parameters, float32, 3.5 MB) whole or not at all.
+    """Copies the model there, whole or not at all.
 
     Raises:
         FileExistsError: `directory` is there already and holds something.
@@ -39,83 +25,24 @@ def write(directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as workshop:
         made = Path(workshop) / directory.name
-        tokenizer = _tokenizer()
-        tokenizer.save_pretrained(made)
-        _model(tokenizer).save_pretrained(made)
+        shutil.copytree(DIRECTORY, made)
         if directory.exists():
             directory.rmdir()
         shutil.move(made, directory)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """The 256 bytes, in the byte-level alphabet's order, then the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=SPECIAL_TOKENS[2],
-        pad_token=SPECIAL_TOKENS[0],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.1,
-        dtype="float32",
-    )
-    torch.manual_seed(SEED)
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    _prefer_printable(model.lm_head.weight, tokenizer)
-    return model
-
-
-@torch.no_grad()
-def _prefer_printable(head: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Leaves logit 0 to all but printable ASCII and the end, whose best is always above that.
-
-    Args:
-        head: [vocabulary, hidden], changed in place.
-    """
-    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
-    wanted = [
-        (len(text) == 1 and " " <= text <= "~") or text == SPECIAL_TOKENS[2] for text in texts
-    ]
-    head *= torch.tensor(wanted, dtype=head.dtype)[:, None] * 4.0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="baton demo-model", description="Writes a tiny random model, to try Baton with."
+        prog="baton demo-model",
+        description="Writes a tiny model that recalls, copies, reverses and adds.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="new or empty")
     directory = parser.parse_args().directory
-    disable_progress_bar()
     try:
         write(directory)
     except OSError as error:
         wrong(parser.prog, str(error))
-    print(f"wrote {directory}: Qwen3 architecture, 0.9 M random parameters, one token per byte")
+    print(f"wrote {directory}: ask it 'add 27 15 =' or 'red fox = tea, blue owl = jam, red fox ='")
     return 0
 
 

@@ -10,7 +10,9 @@ from contextlib import aclosing
 import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
 
+from common import tls
 from common.cli import client, plan
+from common.errors import ConfigError
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, GenerateResponse
 from protos.sampling_pb2 import Sampling
 
@@ -40,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--router", default=f"{plan.HOST}:{plan.ROUTER_PORT}", metavar="HOST:PORT")
     parser.add_argument("--chat", action="store_true", help="TEXT is a user's message")
     parser.add_argument("--stats", action="store_true", help="tokens and times, to standard error")
+    client.add_tls_flags(parser)
     group = parser.add_argument_group("sampling", "Unset: what the router takes for unset fields.")
     for field in Sampling.DESCRIPTOR.fields:
         flag = "--" + field.name.replace("_", "-")
@@ -52,7 +55,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def print_answer(address: str, request: GenerateRequest) -> tuple[GenerateResponse, float]:
+async def print_answer(
+    address: str, request: GenerateRequest, certificates: tls.Certificates | None = None
+) -> tuple[GenerateResponse, float]:
     """Streams the answer's text to standard output.
 
     Returns:
@@ -60,7 +65,7 @@ async def print_answer(address: str, request: GenerateRequest) -> tuple[Generate
     """
     started, first = time.monotonic(), 0.0
     last = GenerateResponse()
-    async with aclosing(client.stream(address, request)) as answer:
+    async with aclosing(client.stream(address, request, certificates)) as answer:
         async for last in answer:
             first = first or time.monotonic() - started
             print(last.text, end="", flush=True)
@@ -71,7 +76,8 @@ async def print_answer(address: str, request: GenerateRequest) -> tuple[Generate
 async def _main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
-        last, first = await print_answer(arguments.router, request_from(arguments))
+        certificates = client.certificates(arguments)
+        last, first = await print_answer(arguments.router, request_from(arguments), certificates)
     except grpc.aio.AioRpcError as error:
         print(f"baton generate: {error.code().name}: {error.details()}", file=sys.stderr)
         return 1
@@ -91,6 +97,7 @@ if __name__ == "__main__":
         sys.exit(asyncio.run(_main(parse())))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-    except (TypeError, ValueError) as error:  # what protobuf says of a number out of its range
+    # The first two are what protobuf says of a number out of its range.
+    except (TypeError, ValueError, ConfigError) as error:
         print(f"baton generate: {error}", file=sys.stderr)
         sys.exit(2)

@@ -15,8 +15,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "up": Command("common.cli.up", "start a router and nodes on this machine, and serve"),
     "generate": Command("common.cli.generate", "send a prompt to a router, stream the answer"),
+    "bench": Command("common.bench", "measure: load, colocated or disaggregated, break-even"),
+    "top": Command("common.cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
     "check": Command("common.cli.check", "will this configuration and model run on this machine?"),
-    "demo-model": Command("common.cli.demo_model", "write a tiny random model to try things with"),
+    "demo-model": Command("common.cli.demo_model", "write the tiny model that `baton up` serves"),
     "router": Command("router", "run a router"),
     "prefill": Command("prefill_node", "run a prefill node"),
     "decode": Command("decode_node", "run a decode node"),

@@ -5,9 +5,9 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from common.config import CacheConfig
+from common.config import CacheConfig, TlsConfig
 from common.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -48,6 +48,9 @@ class Wish:
     metrics_port: int | None  # the router's; the nodes take the next ones
     device: str  # auto | cpu | cuda
     node_flags: tuple[str, ...]  # for every node
+    # cert, key and ca for every program, or nothing.
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    served_model_name: str = ""  # "": what `model` says
 
 
 def programs(wish: Wish) -> list[Program]:
@@ -68,6 +71,7 @@ def programs(wish: Wish) -> list[Program]:
             f"{wish.host}:{port}",
             (
                 *_flags(wish, port, number),
+                *_tls_flags("front.tls", wish.tls, "cert", "key", "ca", "server_name"),
                 *device_flags,
                 *(["--mode=colocated"] if not prefill else []),
                 *wish.node_flags,
@@ -79,7 +83,10 @@ def programs(wish: Wish) -> list[Program]:
     ]
     router = (
         *_flags(wish, wish.port, 0),
+        *_tls_flags("front.tls", wish.tls, "cert", "key"),  # clients need no certificate
+        *_tls_flags("nodes-tls", wish.tls, "ca", "server_name"),
         f"--http-port={wish.http_port}",
+        *([f"--served-model-name={wish.served_model_name}"] if wish.served_model_name else []),
         *(f"--prefill={node.address}" for node in nodes[: wish.prefill]),
         *(f"--decode={node.address}" for node in nodes[wish.prefill :]),
     )
@@ -127,6 +134,12 @@ def _flags(wish: Wish, port: int, number: int) -> list[str]:
     if wish.metrics_port is not None:
         flags.append(f"--metrics-port={wish.metrics_port + number}")
     return flags
+
+
+def _tls_flags(knob: str, config: TlsConfig, *names: str) -> list[str]:
+    """Flags that give `knob` those fields of `config` that are set."""
+    given = config.model_dump(include=set(names), exclude_none=True)
+    return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
 def _device_flags(wish: Wish) -> list[list[str]]:

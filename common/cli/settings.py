@@ -39,6 +39,10 @@ SHORT_NAMES = {
     "front.port": "port",
     "front.metrics-port": "metrics-port",
     "front.log-level": "log-level",
+    "front.log-format": "log-format",
+    "front.tls.cert": "tls-cert",
+    "front.tls.key": "tls-key",
+    "front.tls.ca": "tls-ca",
 }
 
 R = TypeVar("R", bound=BaseModel)

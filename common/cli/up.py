@@ -7,13 +7,13 @@ them dies it says so with the end of its log, ends the others and exits with 1.
 import argparse
 import asyncio
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc.aio
 
+from common import demo, tls
 from common.cli import client, generate, plan, settings
 from common.cli.children import Child
 from common.cli.screen import Screen
@@ -26,6 +26,8 @@ from protos.sampling_pb2 import Sampling
 
 PROGRAM = "baton up"
 SAMPLE = "Once upon a time"
+DEMO_NAME = "baton-demo"
+DEMO_SAMPLE = "add 27 15 ="  # of what the demo model has learned
 # Whoever asks stops before whoever answers: nothing is left waiting for a node that has gone.
 STOP_ORDER = ("router", "decode_node", "prefill_node")
 
@@ -37,9 +39,19 @@ class StartFailed(Exception):
 class System:
     """The programs of one machine, as children of this process."""
 
-    def __init__(self, programs: Sequence[plan.Program], logs: Path) -> None:
-        """Starts all of them at once."""
+    def __init__(
+        self,
+        programs: Sequence[plan.Program],
+        logs: Path,
+        certificates: tls.Certificates | None,
+    ) -> None:
+        """Starts all of them at once.
+
+        Args:
+            certificates: to ask them with.
+        """
         self._programs = programs
+        self.certificates = certificates
         self._children = {
             program: Child(program.name, program.command, logs / f"{program.name}.log")
             for program in programs
@@ -49,7 +61,7 @@ class System:
         """Returns once every program is healthy; the router is when it can serve a request."""
 
         async def wait(program: plan.Program) -> None:
-            await client.until_serving(program.address, program.service)
+            await client.until_serving(program.address, program.service, self.certificates)
             tell(program.name, program.address)
 
         await asyncio.gather(*(wait(program) for program in self._programs))
@@ -87,17 +99,23 @@ class System:
             child.send(signal.SIGKILL)
 
 
-async def serve(programs: Sequence[plan.Program], options: argparse.Namespace) -> int:
+async def serve(
+    programs: Sequence[plan.Program],
+    options: argparse.Namespace,
+    certificates: tls.Certificates | None,
+) -> int:
     """Runs the programs until SIGINT or SIGTERM. Returns the exit code."""
     screen = Screen()
     interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
-    system = System(programs, options.var / "log")
-    http = f"http://{join_address(options.host, options.http_port)}"
+    system = System(programs, options.var / "log", certificates)
+    scheme = "http" if certificates is None else "https"
+    http = f"{scheme}://{join_address(options.host, options.http_port)}"
+    sample = SAMPLE if options.model else DEMO_SAMPLE
     work = asyncio.ensure_future(
-        _serve_forever(system, programs, http, options.start_timeout, screen)
+        _serve_forever(system, programs, http, sample, options.start_timeout, screen)
     )
     death = asyncio.ensure_future(system.first_death())
     stop = asyncio.ensure_future(interrupted.wait())
@@ -129,12 +147,14 @@ async def _serve_forever(
     system: System,
     programs: Sequence[plan.Program],
     http: str,
+    sample: str,
     start_s: float,
     screen: Screen,
 ) -> None:
     """
     Args:
         http: URL of the router's HTTP port.
+        sample: a prompt, for the first answer and for what to try.
     Raises:
         StartFailed: not all ready in time, or the sample was not answered. Never returns.
     """
@@ -145,20 +165,34 @@ async def _serve_forever(
     except TimeoutError:
         raise StartFailed(f"not everything was ready within {start_s:.0f} s") from None
     router = programs[0].address
-    request = GenerateRequest(text=SAMPLE, sampling=Sampling(max_tokens=32, temperature=0))
-    screen.say(f"\n> {SAMPLE}", style="bold")
+    request = GenerateRequest(text=sample, sampling=Sampling(max_tokens=32, temperature=0))
+    screen.say(f"\n> {sample}", style="bold")
     try:
-        await generate.print_answer(router, request)
+        await generate.print_answer(router, request, system.certificates)
     except grpc.aio.AioRpcError as error:
         raise StartFailed(f"the sample failed: {error.code().name} {error.details()}") from None
-    ask = f'{{"text":"{SAMPLE}","sampling":{{"max_tokens":8}}}}'
-    screen.say(f"\nReady on {router}. Ctrl-C ends all programs. Try:\n", style="bold")
-    screen.say(f"  grpcurl -plaintext -d '{ask}' {router} baton.v1.Router/Generate")
-    screen.say(f'  baton generate "{SAMPLE}" --max-tokens 8 --router {router}')
-    body = f'{{"prompt":"{SAMPLE}","max_tokens":8,"temperature":0}}'
-    json = "-H 'Content-Type: application/json'"
-    screen.say(f"  curl {http}/v1/completions {json} -d '{body}'\n")
+    screen.say(f"\nReady. Look at {http}/ or try these; Ctrl-C ends all programs.\n", style="bold")
+    for command in _to_try(router, http, sample, system.certificates):
+        screen.say(f"  {command}")
+    screen.say("")
     await asyncio.Event().wait()
+
+
+def _to_try(
+    router: str, http: str, sample: str, certificates: tls.Certificates | None
+) -> list[str]:
+    """Commands to paste."""
+    ca = "" if certificates is None else certificates.config.ca
+    ask = f'{{"text":"{sample}","sampling":{{"max_tokens":8}}}}'
+    body = f'{{"prompt":"{sample}","max_tokens":8}}'
+    json = "-H 'Content-Type: application/json'"
+    return [
+        f"grpcurl {f'-cacert {ca}' if ca else '-plaintext'} -d '{ask}' {router} "
+        "baton.v1.Router/Generate",
+        f'baton generate "{sample}" --max-tokens 8 --router {router}'
+        + (f" --tls-ca {ca}" if ca else ""),
+        f"curl {f'--cacert {ca} ' if ca else ''}{http}/v1/completions {json} -d '{body}'",
+    ]
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -171,7 +205,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "`baton prefill --help` lists them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", help="directory or hub id (a demo model, made if absent)")
+    parser.add_argument("--model", help="directory or hub id (unset: the demo model)")
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes (1)")
     parser.add_argument("--host", default=plan.HOST, help="where all listen (%(default)s)")
@@ -190,7 +224,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--metrics-port", type=int, metavar="PORT", help="router's; nodes take the next ones"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--var", type=Path, default=Path("var"), help="logs, demo model (./var)")
+    parser.add_argument("--var", type=Path, default=Path("var"), help="logs (./var)")
+    client.add_tls_flags(parser)
     parser.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="(900)")
     parser.add_argument("--stop-timeout", type=float, default=60.0, metavar="S", help="(60)")
     options, node_flags = parser.parse_known_args(arguments)
@@ -206,20 +241,14 @@ def _check_node_flags(model: str, flags: list[str]) -> None:
         settings.read(record, PROGRAM, [f"--model={model}", *flags])
 
 
-def _have_model(model: str | None, var: Path, screen: Screen) -> str:
-    """The model to serve, built or fetched if it is not on this machine yet.
+def _have_model(model: str | None, screen: Screen) -> str:
+    """The model to serve, fetched if it is not on this machine yet.
 
     Raises:
         ConfigError: it is neither a directory nor to be had from the hub.
     """
     if model is None:
-        directory = var / "demo-model"
-        if not (directory / "config.json").exists():
-            screen.say("writing the demo model")
-            maker = [sys.executable, "-P", "-m", "common.cli.demo_model", str(directory)]
-            if subprocess.run(maker, stdout=subprocess.DEVNULL).returncode:
-                raise ConfigError(f"cannot write the demo model to {directory}")
-        return str(directory)
+        return str(demo.DIRECTORY)
     if not Path(model).is_dir():
         screen.say(f"fetching {model}, unless it is here already")
         model_directory(model, weights=True)
@@ -230,7 +259,7 @@ def main() -> int:
     options, node_flags = parse(sys.argv[1:])
     try:
         _check_node_flags(options.model or "demo", node_flags)
-        model = _have_model(options.model, options.var, Screen())
+        model = _have_model(options.model, Screen())
         wish = plan.Wish(
             model=model,
             prefill=options.prefill,
@@ -243,13 +272,18 @@ def main() -> int:
             metrics_port=options.metrics_port,
             device=options.device,
             node_flags=tuple(node_flags),
+            tls=client.tls_config(options),
+            served_model_name="" if options.model else DEMO_NAME,
         )
+        if wish.tls.ca and not wish.tls.cert:
+            raise ConfigError("--tls-ca, --tls-cert and --tls-key go together: for every program")
+        certificates = tls.certificates(wish.tls, "--tls")
         programs = plan.programs(wish)
         plan.refuse_busy_ports(programs)
         plan.refuse_busy_port(options.host, options.http_port, "the router's HTTP (--http-port)")
     except ConfigError as error:
         settings.wrong(PROGRAM, str(error))
-    return asyncio.run(serve(programs, options))
+    return asyncio.run(serve(programs, options, certificates))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ reserved and it has a slot, or it holds nothing. Its prompt may then take severa
 chunk each; one request at most is between chunks, and it goes first.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -204,7 +205,10 @@ class Admission:
     def _let_in(self, request: Request, start: int, end: int, pages: Ints) -> ExtendRow:
         slot = self.take_slot(request, pages)
         assert slot is not None
-        if not self.waiting.was_returned(request):
+        if self.waiting.was_returned(request):
+            request.return_to_device(time.monotonic())
+        else:
+            request.admitted = time.monotonic()
             request.cached_tokens = min(start, request.num_prompt)
             self.cached_tokens += request.cached_tokens
             self.admitted_tokens += request.num_prompt

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.engine.batch import ForwardMode, ScheduleBatch
+from common.engine.step_meter import StepMeter
 
 _NEWEST_WEIGHT = 0.2  # of a duration in the running average
 
@@ -42,6 +43,7 @@ class StepClock:
         self._per_token: float | None = None
         self._per_decode: float | None = None
         self.reading = StepReading(0, None, 0.0, 0)
+        self.meter = StepMeter()
 
     def launched(self, batch: ScheduleBatch) -> None:
         self._launched.append(batch)
@@ -56,8 +58,11 @@ class StepClock:
         elapsed = self._now() - reading.started_at
         if batch.mode is ForwardMode.DECODE:
             self._per_decode = _average(self._per_decode, elapsed)
+            self.meter.decoded(len(batch.slots), elapsed)
         else:
-            self._per_token = _average(self._per_token, elapsed / batch.num_tokens)
+            num_tokens = batch.num_tokens
+            self._per_token = _average(self._per_token, elapsed / num_tokens)
+            self.meter.prefilled(batch.mode, len(batch.slots), num_tokens, elapsed)
         if self._launched:
             self._start(reading.finished + 1)
         else:

@@ -10,6 +10,7 @@ from common.engine.clock import StepClock
 from common.engine.loop import EventLoop, Role
 from common.engine.scheduler import Scheduler
 from common.engine.watchdog import Watchdog
+from common.logs import kv
 from common.node.desk import Channel
 from common.node.messages import EngineReady
 
@@ -25,6 +26,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
             tokenizer_hash=engine.tokenizer_hash,
             context_length=engine.shape.context_length,
             num_pages=engine.shape.num_pages,
+            page_size=engine.shape.layout.page_size,
         )
     )
 
@@ -40,12 +42,17 @@ def drive(
         overlap_prefills=config.scheduler.overlap_prefills,
         clock=clock,
     )
+
+    def report(stuck_s: float, state: Mapping[str, object]) -> None:
+        clock.meter.standstills += 1
+        log.error("no step has finished with work waiting %s", kv(seconds=stuck_s, **state))
+
     watchdog = Watchdog(
         clock,
         limit_s=config.scheduler.watchdog_s,
         has_work=lambda: scheduler.has_work,
         dump=scheduler.queues,
-        on_stuck=_report,
+        on_stuck=report,
     )
     watchdog.start()
     # What was made until now stays; collecting it again and again would only hold up steps.
@@ -57,8 +64,3 @@ def drive(
         watchdog.stop()
         engine.stream.close()
         gc.unfreeze()  # or the libraries' own leak checks complain of what is frozen, at exit
-
-
-def _report(stuck_s: float, state: Mapping[str, object]) -> None:
-    described = " ".join(f"{name}={value}" for name, value in state.items())
-    log.error("no step has finished for %.0f s with work waiting: %s", stuck_s, described)

@@ -5,6 +5,7 @@ step deep. What kind of node this is, only the role knows.
 """
 
 import threading
+import time
 from typing import Protocol
 
 from common.engine.batch import BatchResult, ForwardMode, Launched, Runner, ScheduleBatch
@@ -95,6 +96,8 @@ class EventLoop:
         return self._overlap_prefills or ForwardMode.DECODE in (before.mode, batch.mode)
 
     def _finish(self, launched: Launched) -> None:
+        asked = time.monotonic()
         result = launched.result()
+        self.clock.meter.waited_s += time.monotonic() - asked
         self.clock.finished()
         self._role.finish(launched.batch, result)

@@ -212,10 +212,16 @@ class PageAllocator:
         return counts
 
     def by_holder(self) -> dict[str, int]:
-        """Free pages, and pages with at least one hold of each kind. O(num_pages)."""
+        """Free pages, and those of each kind of holder; together they are the pool. O(num_pages).
+
+        A page that several kinds hold counts for the first of them in the order of Holder, so
+        "cache" are the evictable ones."""
         counts = {"free": self.num_free}
+        left = self._total > 0
         for holder in Holder:
-            counts[holder.name.lower()] = int(np.count_nonzero(self._holds[holder]))
+            mine = left & (self._of[holder] > 0)
+            counts[holder.name.lower()] = int(np.count_nonzero(mine))
+            left &= ~mine
         return counts
 
     def check(self) -> None:

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from common.engine.batch import Ints
+from common.engine.cache_events import CacheJournal
 from common.engine.pages import Holder, PageAllocator
 from common.errors import EngineFault
+from common.prefix_hash import PrefixHasher
 
 
 class Match(NamedTuple):
@@ -25,7 +27,7 @@ class Match(NamedTuple):
 class _Node:
     """A run of pages without a branch. Its children begin with different pages of tokens."""
 
-    __slots__ = ("children", "last_used", "number", "pages", "parent", "queued", "tokens")
+    __slots__ = ("children", "last_used", "names", "number", "pages", "parent", "queued", "tokens")
 
     def __init__(self, number: int, tokens: Ints, pages: Ints, parent: "_Node | None") -> None:
         self.number = number
@@ -35,6 +37,8 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.last_used = 0
         self.queued = False  # it has an entry in the heap of leaves
+        # Of its pages, as common/prefix_hash.py names them; kept while the tree has a journal.
+        self.names: list[int] = []
 
 
 class RadixCache:
@@ -44,13 +48,14 @@ class RadixCache:
     """
 
     def __init__(self, page_size: int, pages: PageAllocator, *, enabled: bool = True) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self._pages = pages
         self.enabled = enabled
         self._root = _Node(0, np.empty(0, np.int32), np.empty(0, np.int32), None)
         self._leaves: list[tuple[int, int, _Node]] = []  # heap by last use, as it was when pushed
         self._clock = 0
         self._numbers = 0
+        self._journal: CacheJournal | None = None
         self.num_pages = 0
 
     def match(self, token_ids: Ints) -> Match:
@@ -67,7 +72,7 @@ class RadixCache:
             found.append(node.pages[:common])
             num_pages += common
         pages = np.concatenate(found) if found else np.empty(0, np.int32)
-        return Match(num_pages * self._page_size, pages)
+        return Match(num_pages * self.page_size, pages)
 
     def lineage(self, token_ids: Ints) -> tuple[int, ...]:
         """Numbers of the tree's nodes along the longest cached prefix, the root's child first."""
@@ -79,13 +84,13 @@ class RadixCache:
         Holds each page that it adds for CACHE. What it has under other page numbers stays as it
         is, and the caller's duplicates are ignored. Both arrays are copied.
         """
-        num_pages = len(token_ids) // self._page_size
+        num_pages = len(token_ids) // self.page_size
         if not self.enabled or not num_pages:
             return
         if len(pages) < num_pages:
             raise EngineFault(f"{len(token_ids)} tokens are not in {len(pages)} pages")
         self._clock += 1
-        end = num_pages * self._page_size
+        end = num_pages * self.page_size
         node, done = self._root, 0
         for child, common in self._path(token_ids[:end]):
             child.last_used = self._clock
@@ -95,8 +100,12 @@ class RadixCache:
             return
         rest = pages[done:num_pages].copy()
         self._pages.hold(rest, Holder.CACHE)
-        self._add_child(node, token_ids[done * self._page_size : end].copy(), rest)
+        added = self._add_child(node, token_ids[done * self.page_size : end].copy(), rest)
         self.num_pages += len(rest)
+        if self._journal is not None:
+            above = PrefixHasher(token_ids[: done * self.page_size].tobytes())
+            added.names = above.extend(added.tokens.tobytes(), self.page_size)
+            self._journal.stored(added.names)
 
     def evict(self, num_pages: int) -> int:
         """Frees at least `num_pages`, or all that are evictable; returns how many it freed.
@@ -132,6 +141,21 @@ class RadixCache:
         self._leaves.clear()
         return self._pages.num_free - before
 
+    def tell(self, journal: CacheJournal | None) -> None:
+        """From now on every page that comes or goes is told to `journal`. O(pages in the tree)."""
+        self._journal = journal
+        nodes = [(self._root, PrefixHasher())] if journal is not None else []
+        while nodes:
+            above, prefix = nodes.pop()
+            for node in above.children.values():
+                hasher = prefix.copy()
+                node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
+                nodes.append((node, hasher))
+
+    def page_names(self) -> list[int]:
+        """Of every page in the tree; only while there is a journal."""
+        return [name for node in self._below(self._root) for name in node.names]
+
     def check(self) -> None:
         """Raises EngineFault where the tree and the page counts disagree. O(pages in the tree)."""
         nodes = list(self._below(self._root))
@@ -143,7 +167,7 @@ class RadixCache:
                 f"{len(held)} held"
             )
         for node in nodes:
-            if len(node.tokens) != len(node.pages) * self._page_size or not len(node.pages):
+            if len(node.tokens) != len(node.pages) * self.page_size or not len(node.pages):
                 raise EngineFault(f"cache: node {node.number} has {len(node.pages)} pages")
             for key, child in node.children.items():
                 if child.parent is not node or self._key(child.tokens) != key:
@@ -151,7 +175,7 @@ class RadixCache:
 
     def _path(self, token_ids: Ints) -> Iterator[tuple[_Node, int]]:
         """Each node along the longest match, and how many of its pages match (never 0)."""
-        size = self._page_size
+        size = self.page_size
         node, at, end = self._root, 0, len(token_ids) // size * size
         while at < end:
             child = node.children.get(self._key(token_ids[at : at + size]))
@@ -168,7 +192,7 @@ class RadixCache:
             node, at = child, at + common * size
 
     def _key(self, tokens: Ints) -> bytes:
-        return tokens[: self._page_size].tobytes()
+        return tokens[: self.page_size].tobytes()
 
     def _add_child(self, parent: _Node, tokens: Ints, pages: Ints) -> _Node:
         self._numbers += 1
@@ -181,9 +205,10 @@ class RadixCache:
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Puts the first pages of `node` into a new node above it, which is returned."""
         assert node.parent is not None
-        cut = num_pages * self._page_size
+        cut = num_pages * self.page_size
         upper = self._add_child(node.parent, node.tokens[:cut], node.pages[:num_pages])
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[num_pages:], upper
+        upper.names, node.names = node.names[:num_pages], node.names[num_pages:]
         upper.children[self._key(node.tokens)] = node
         return upper
 
@@ -224,9 +249,12 @@ class RadixCache:
         gone = leaf.pages[num_pages:]
         self.num_pages -= len(gone)
         self._pages.drop(gone, Holder.CACHE)
+        if self._journal is not None:
+            self._journal.removed(leaf.names[num_pages:])
+            del leaf.names[num_pages:]
         if num_pages:
             leaf.tokens, leaf.pages = (
-                leaf.tokens[: num_pages * self._page_size],
+                leaf.tokens[: num_pages * self.page_size],
                 leaf.pages[:num_pages],
             )
             self._queue(leaf)

@@ -11,6 +11,8 @@ from common.sampling import SamplingParams
 
 Ints = NDArray[np.int32]
 
+MAX_ABSENCES = 16  # from the device, told of one request
+
 
 class FinishReason(IntEnum):
     """The numbers of decode.proto."""
@@ -55,6 +57,18 @@ class Request:
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     slot: int | None = field(default=None)
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step
+    admitted: float = 0.0  # time.monotonic() when its first forward was chosen
+    away: list[float] = field(default_factory=list)  # when it left the device, came back, left ...
+
+    def leave_device(self, now: float) -> None:
+        """Of too many absences the last ones become one."""
+        if len(self.away) < 2 * MAX_ABSENCES:
+            self.away.append(now)
+        else:
+            self.away.pop()
+
+    def return_to_device(self, now: float) -> None:
+        self.away.append(now)
 
     @property
     def num_generated(self) -> int:

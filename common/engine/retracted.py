@@ -9,6 +9,7 @@ and forwards run in order on one stream, so neither waits for anything. Whom to 
 is decided in retraction.py.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -75,6 +76,7 @@ class RetractedRequests:
         pages = self._table.pages_of(slot)
         self._table.set_pages(slot, _NOTHING)
         self._pages.drop(pages, Holder.REQUEST)
+        request.leave_device(time.monotonic())
         # KV exists of every token but the newest, which may be in flight.
         num_saved = -(-(int(self._table.length[slot]) - 1) // self._table.page_size)
         fits = num_saved <= len(self._host_free)
@@ -111,6 +113,7 @@ class RetractedRequests:
         """Gives it these pages, held for it already; the next batch fills them from the host."""
         entry = next(entry for entry in self._by_key.values() if entry.slot == slot)
         entry.state = _State.RETURNING
+        entry.request.return_to_device(time.monotonic())
         entry.device_pages = pages
         self._table.set_pages(slot, pages)
 

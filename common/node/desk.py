@@ -5,11 +5,22 @@ The role is asked through the small Inside protocol; the desk knows no queue by 
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from common.distribution import Counted
 from common.errors import NotIdle
-from common.node.messages import Answer, Ask, Drained, EngineMessage, FrontMessage, Moving
+from common.logs import kv
+from common.node.cache_reports import CacheReports, CacheSource
+from common.node.messages import (
+    Answer,
+    Ask,
+    Drained,
+    EngineMessage,
+    FrontMessage,
+    Moving,
+    WatchCache,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +38,14 @@ class Channel(Protocol):
     def wait(self, timeout_s: float) -> None: ...
 
 
+class Meter(Protocol):
+    """Something that counts besides the role. Names are those of Moving."""
+
+    def gauges(self) -> Mapping[str, float]: ...
+
+    def distributions(self) -> Mapping[str, Counted]: ...
+
+
 class Inside(Protocol):
     """A role, as the desk sees it."""
 
@@ -36,6 +55,8 @@ class Inside(Protocol):
     def queues(self) -> dict[str, int]: ...
 
     def counters(self) -> dict[str, int]: ...
+
+    def distributions(self) -> Mapping[str, Counted]: ...
 
     @property
     def num_host_pages_used(self) -> int: ...
@@ -58,10 +79,16 @@ class Desk:
         *,
         pages_by_holder: Callable[[], dict[str, int]],
         progress: Callable[[], tuple[int, float]],
+        cache: CacheSource,
+        meters: Sequence[Meter] = (),
     ) -> None:
         self._channel = channel
         self._pages_by_holder = pages_by_holder
         self._progress = progress
+        self._meters = meters
+        self._rested_s = 0.0
+        self._num_self_checks = 0
+        self._cache = CacheReports(cache, channel.post)
         self._report_at = 0.0
         self._check_at = 0.0
         self._told_drained = False
@@ -74,13 +101,21 @@ class Desk:
             match message:
                 case Ask():
                     self._channel.post(self._answer(message, inside))
+                case WatchCache():
+                    self._cache.watch(message)
                 case _ if requests is not None:
                     requests(message)
                 case _:
                     log.warning(
-                        "a message that this node does not take: %s", type(message).__name__
+                        "a message that this node does not take %s",
+                        kv(message_type=type(message).__name__),
                     )
+        self._cache.flush()
         self._report(inside)
+
+    def notify(self, message: EngineMessage) -> None:
+        """Tells the front something that it has not asked."""
+        self._channel.post(message)
 
     def rest(self, inside: Inside, self_check: Callable[[], None]) -> None:
         """Sleeps until the front or another thread has something, or the next report is due.
@@ -93,10 +128,13 @@ class Desk:
         if not inside.busy and now >= self._check_at:
             self._check_at = now + SELF_CHECK_INTERVAL_S
             self_check()
+            self._num_self_checks += 1
         if self.draining and not inside.busy and not self._told_drained:
             self._told_drained = True
             self._channel.post(Drained())
-        self._channel.wait(max(0.0, self._report_at - time.monotonic()))
+        now = time.monotonic()
+        self._channel.wait(max(0.0, self._report_at - now))
+        self._rested_s += time.monotonic() - now
 
     def _report(self, inside: Inside) -> None:
         now = time.monotonic()
@@ -105,8 +143,14 @@ class Desk:
         self._report_at = now + REPORT_INTERVAL_S
         gauges = {"host_pages": float(inside.num_host_pages_used)}
         gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
-        gauges |= {f"pages_{name}": float(value) for name, value in self._pages_by_holder().items()}
+        pages = self._pages_by_holder()
+        gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
+        gauges |= self._own_totals()
+        distributions = dict(inside.distributions())
+        for meter in self._meters:
+            gauges |= meter.gauges()
+            distributions |= meter.distributions()
         steps, expected_s = self._progress()
         self._channel.post(
             Moving(
@@ -114,10 +158,19 @@ class Desk:
                 expected_s=expected_s,
                 gauges=gauges,
                 state="draining" if self.draining else "ready",
-                paired=tuple(self.links),
+                pages_free=pages["free"] + pages["cache"],
                 links=tuple((address, *link) for address, link in self.links.items()),
+                distributions=distributions,
             )
         )
+
+    def _own_totals(self) -> dict[str, float]:
+        return {
+            "total_waited/work": self._rested_s,
+            "total_self_checks": float(self._num_self_checks),
+            "total_thread_cpu": time.thread_time(),
+            "total_process_cpu": time.process_time(),
+        }
 
     def _answer(self, ask: Ask, inside: Inside) -> Answer:
         match ask.what:

@@ -1,6 +1,7 @@
 """When and why a node ends: one verdict, whoever asks for it first.
 
 wanted (SIGTERM, SIGINT, Drain) -> drained | drain time over | second signal: exit code 0
+A signal after a Drain call is the first one: Kubernetes' preStop calls, then it sends SIGTERM.
 fault at any time: exit code 1, or 2 where the user must mend the configuration
 """
 
@@ -27,14 +28,15 @@ class Ending:
 
     def __init__(self) -> None:
         self._wanted = asyncio.Event()
+        self._signalled = False
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
     def signalled(self, name: str) -> None:
         """The first signal asks for a drain, any other ends the node now."""
-        if self._wanted.is_set():
+        if self._signalled:
             self.now(f"a second signal, {name}, came")
-        else:
-            self.want(name)
+        self._signalled = True
+        self.want(name)
 
     def want(self, who: str) -> None:
         """Asks for a drain. Idempotent."""

@@ -14,11 +14,13 @@ from common.node.ipc import Backlogged, FrameConnection, PeerGone
 from common.node.messages import (
     Answer,
     Ask,
+    CacheChanged,
     Drained,
     EngineFailed,
     EngineMessage,
     EngineReady,
     FrontMessage,
+    HandoffTraced,
     Moving,
     Start,
     StepTokens,
@@ -29,7 +31,9 @@ from common.node.messages import (
 _MAX_UNREAD_BYTES = 16 << 20
 _MAX_QUESTIONS = 64  # waiting for their answers
 
-Notice: TypeAlias = EngineReady | StepTokens | Moving | Drained | EngineFailed
+Notice: TypeAlias = (
+    EngineReady | StepTokens | HandoffTraced | Moving | CacheChanged | Drained | EngineFailed
+)
 
 
 class EngineLink:

@@ -123,7 +123,7 @@ def run_engine(config_type: type[C], body: Callable[[EngineStart[C]], None], nam
     transfer_socket = socket.socket(fileno=transfer_fd)
     start = _await_start(frames)
     config = config_type.model_validate_json(start.config)
-    logs.setup(name, config.front.log_level)
+    logs.setup(name, config.front.log_level, config.front.log_format)
     # After Start only FrontMessages come.
     channel = EngineChannel(frames)  # type: ignore[arg-type]
     _run(channel, lambda: body(_start(config, start, channel, transfer_socket)))

@@ -19,18 +19,21 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from common import logs, rpc
+from common import logs, rpc, tls, tracing
 from common.config import NodeConfig
 from common.errors import ConfigError, EngineFault, NodeUnavailable, ServingError
 from common.logs import kv
-from common.metrics import NodeMetrics, served
+from common.metrics import NodeMetrics, Role, served
+from common.node.cache_feed import CacheFeed
 from common.node.ending import Ending, Verdict
 from common.node.engine_link import EngineLink, Notice
 from common.node.messages import (
     Ask,
+    CacheChanged,
     Drained,
     EngineFailed,
     EngineReady,
+    HandoffTraced,
     Moving,
     Start,
     StepTokens,
@@ -38,6 +41,7 @@ from common.node.messages import (
 from common.node.process import EngineProcess, exit_sentence
 from common.node.service import NodeService
 from common.node.supervision import Supervision
+from common.tracing import Tracer
 from protos import node_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -58,6 +62,8 @@ class Front:
     engine: EngineLink
     metrics: NodeMetrics
     supervision: Supervision
+    certificates: tls.Certificates | None  # to call other nodes with
+    tracer: Tracer | None
     transfer_socket: socket.socket  # to the transfer thread; whoever opens it owns it
 
 
@@ -73,6 +79,7 @@ class NodeParts:
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
     step: Callable[[StepTokens], None] = _nothing
     moved: Callable[[Moving], None] = _nothing
+    handoff: Callable[[HandoffTraced], None] = _nothing
     drain: Callable[[], None] = _nothing  # take no new work from now on
     end: Callable[[ServingError], None] = _nothing  # end every stream with this error
 
@@ -80,7 +87,7 @@ class NodeParts:
 def run_node(
     config: NodeConfig,
     *,
-    role: str,
+    role: Role,
     engine_module: str,
     parts: Callable[[Front], NodeParts],
     mode: str = "",
@@ -91,11 +98,10 @@ def run_node(
     wrong; one line on stderr says how.
 
     Args:
-        role: "prefill" or "decode".
         engine_module: started as `python -m engine_module`; see engine_process.run_engine.
         mode: shown by Describe.
     """
-    logs.setup(role, config.front.log_level)
+    logs.setup(role, config.front.log_level, config.front.log_format)
 
     async def run() -> int:
         return await _Node(config, role, mode, engine_module).run(parts)
@@ -108,16 +114,18 @@ def run_node(
 
 
 class _Node:
-    def __init__(self, config: NodeConfig, role: str, mode: str, engine_module: str) -> None:
+    def __init__(self, config: NodeConfig, role: Role, mode: str, engine_module: str) -> None:
         self._config = config
         self._role = role
         self._mode = mode
         self._engine_module = engine_module
-        self._metrics = NodeMetrics()
         self._supervision = Supervision()
+        self._metrics = NodeMetrics(role)
+        self._metrics.liveness_from(lambda: self._supervision.liveness(time.monotonic()))
         self._ending = Ending()
         self._engine_let_go = asyncio.Event()
         self._link = EngineLink(self._notice, lambda _: self._engine_let_go.set())
+        self._cache_feed = CacheFeed(self._link)
         self._parts = NodeParts(services=())
 
     async def run(self, parts: Callable[[Front], NodeParts]) -> int:
@@ -125,14 +133,18 @@ class _Node:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._ending.signalled, number.name)
         front = self._config.front
+        certificates = tls.certificates(front.tls, "--front.tls")
         server = rpc.make_server()
-        port = rpc.bind(server, front.host, front.port)
+        port = rpc.bind(server, front.host, front.port, certificates)
         with ExitStack() as stack:
             metrics_port = stack.enter_context(
                 served(self._metrics.registry, front.host, front.metrics_port)
             )
             engine = EngineProcess(self._engine_module)
             stack.callback(engine.close)
+            tracer = tracing.start(front, f"baton-{self._role}")
+            if tracer is not None:
+                stack.callback(tracer.close)
             start = Start(
                 config=self._config.model_dump_json(),
                 instance=secrets.randbits(64),
@@ -145,17 +157,21 @@ class _Node:
                     engine=self._link,
                     metrics=self._metrics,
                     supervision=self._supervision,
+                    certificates=certificates,
+                    tracer=tracer,
                     transfer_socket=engine.transfer_socket,
                 )
             )
             health = self._register(server, start, engine)
             await health.tell(False)
-            await self._link.open(engine.engine_socket, start)
-            await server.start()
-            log.info("listening %s", kv(address=start.address, metrics_port=metrics_port))
-            async with self._background(engine, health):
-                verdict = await self._ending.verdict(self._begin_drain, front.drain_s)
-                return await self._end(verdict, server, engine, health)
+            async with rpc.serving_health(health, front.host, front.health_port):
+                await self._link.open(engine.engine_socket, start)
+                await server.start()
+                listening = {"address": start.address, "tls": tls.kind(certificates)}
+                log.info("listening %s", kv(**listening, metrics_port=metrics_port))
+                async with self._background(engine, health):
+                    verdict = await self._ending.verdict(self._begin_drain, front.drain_s)
+                    return await self._end(verdict, server, engine, health)
 
     def _register(self, server: grpc.aio.Server, start: Start, engine: EngineProcess) -> rpc.Health:
         node = NodeService(
@@ -166,6 +182,7 @@ class _Node:
             engine_pid=engine.pid,
             engine=self._link,
             supervision=self._supervision,
+            cache_feed=self._cache_feed,
             drain=self._ending.want,
         )
         names = list(rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, node))
@@ -219,10 +236,14 @@ class _Node:
         match notice:
             case StepTokens():
                 self._parts.step(notice)
+            case HandoffTraced():
+                self._parts.handoff(notice)
             case Moving():
                 self._supervision.moved(notice, time.monotonic())
-                self._metrics.engine_moved(notice.steps, notice.gauges, notice.links)
+                self._metrics.engine_moved(notice)
                 self._parts.moved(notice)
+            case CacheChanged():
+                self._cache_feed.changed(notice)
             case EngineReady():
                 self._supervision.started(notice, time.monotonic())
                 log.info("ready %s", kv(model=notice.model, pages=notice.num_pages))
@@ -251,7 +272,9 @@ class _Node:
             level = logging.ERROR if verdict.exit_code else logging.INFO
             log.log(level, "ending %s", kv(because=verdict.reason))
         error = EngineFault if verdict.exit_code else NodeUnavailable
-        self._parts.end(error(f"this node has ended: {verdict.reason}"))
+        last = error(f"this node has ended: {verdict.reason}")
+        self._parts.end(last)
+        self._cache_feed.end(last)
         await rpc.stop(server, _STREAMS_S)
         self._link.close()
         code = await engine.end(_ENGINE_END_S if verdict.in_order else _HASTY_END_S)

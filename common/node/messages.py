@@ -8,7 +8,11 @@ from typing import TypeAlias
 
 import msgspec
 
+from common.distribution import Counted
+from common.node.stamps import HandoffStamps, RequestStamps
 from common.sampling import SamplingParams
+from common.timeline import NOTHING, Timeline
+from common.trace_context import UNTRACED, Trace
 
 # Front to engine --------------------------------------------------------------------------------
 
@@ -30,6 +34,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     prefill_addresses: tuple[str, ...]
     budget_s: float
+    received: float = 0.0  # time.monotonic(), at the front
+    trace: Trace = UNTRACED
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +60,14 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     argument: str = ""
 
 
-FrontMessage: TypeAlias = SubmitRequest | CancelSubmitted | StreamEnded | Ask
+class WatchCache(msgspec.Struct, frozen=True, tag=True):
+    """A watcher of the prefix cache comes or goes; the front numbers them from 1 on."""
+
+    watcher: int
+    on: bool
+
+
+FrontMessage: TypeAlias = SubmitRequest | CancelSubmitted | StreamEnded | Ask | WatchCache
 
 # Engine to front --------------------------------------------------------------------------------
 
@@ -70,14 +83,19 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     tokenizer_hash: str
     context_length: int
     num_pages: int
+    page_size: int  # tokens
 
 
 class Ended(msgspec.Struct, frozen=True):
     request: int
     reason: int  # FinishReason of decode.proto
-    cached_tokens: int
     error: str = ""
     error_code: int = 0  # gRPC status code
+    stamps: RequestStamps | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.stamps.timeline() if self.stamps else NOTHING
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag=True):
@@ -87,6 +105,15 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     requests: bytes  # little-endian uint64, one per new token
     tokens: bytes  # little-endian uint32, same length
     ended: tuple[Ended, ...] = ()
+    begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), once its prompt is computed
+
+
+class HandoffTraced(msgspec.Struct, frozen=True, tag=True):
+    """A hand-off that was given, and is over; sent only for those that have a span here."""
+
+    stamps: HandoffStamps
+    held: bool
+    reason: str
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -97,14 +124,32 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moving(msgspec.Struct, frozen=True, tag=True):
-    """Sent at least once a second while the loop turns, idle or not: the front's health."""
+    """Sent at least once a second while the loop turns, idle or not: the front's health.
+
+    gauges: pages_HOLDER, queue_NAME and others, and total_NAME for what only grows. There and in
+    distributions a name may end with /VALUE of a label.
+    """
 
     steps: int
     gauges: dict[str, float]
     state: str  # "ready" | "draining"
-    paired: tuple[str, ...]  # addresses of owners with a usable link
-    links: tuple[tuple[str, str, float], ...]  # address, path, GiB/s
+    links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
     expected_s: float = 0.0  # what the step under way is expected to take
+    distributions: dict[str, Counted] = {}
+    pages_free: int = 0  # those that only the prefix cache holds are free
+
+
+class CacheChanged(msgspec.Struct, frozen=True, tag=True):
+    """What has changed in the prefix cache, for one watcher or, 0, for all that have had all.
+
+    Pages are named as in common/prefix_hash.py, uint64 each in the machine's byte order.
+    """
+
+    watcher: int
+    page_size: int  # tokens
+    cleared: bool  # what was told before is void
+    stored: bytes
+    removed: bytes
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
@@ -118,4 +163,13 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     config: bool = False  # the user's to mend: exit code 2
 
 
-EngineMessage: TypeAlias = EngineReady | StepTokens | Answer | Moving | Drained | EngineFailed
+EngineMessage: TypeAlias = (
+    EngineReady
+    | StepTokens
+    | HandoffTraced
+    | Answer
+    | Moving
+    | CacheChanged
+    | Drained
+    | EngineFailed
+)

@@ -17,6 +17,7 @@ class Outbox:
         self._requests: list[NDArray[np.uint64]] = []
         self._tokens: list[NDArray[np.uint32]] = []
         self._ended: dict[int, list[Ended]] = {}
+        self._begun: dict[int, list[tuple[int, int]]] = {}
 
     def tokens(
         self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
@@ -30,6 +31,11 @@ class Outbox:
     def token(self, origin: tuple[int, int], token: int) -> None:
         stream, request = np.array([origin], np.uint64).T
         self.tokens(stream, request, np.array([token], np.int32))
+
+    def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
+        """With the first token of a request: how much of its prompt was in a cache."""
+        stream, request = origin
+        self._begun.setdefault(stream, []).append((request, cached_tokens))
 
     def end(self, stream: int, ended: Ended) -> None:
         self._ended.setdefault(stream, []).append(ended)
@@ -49,5 +55,6 @@ class Outbox:
             self._post(stream, *nothing)
 
     def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
-        ended = tuple(self._ended.pop(stream, ()))
-        self._channel.post(StepTokens(stream, requests.tobytes(), tokens.tobytes(), ended))
+        columns = requests.tobytes(), tokens.tobytes()
+        ended, begun = tuple(self._ended.pop(stream, ())), tuple(self._begun.pop(stream, ()))
+        self._channel.post(StepTokens(stream, *columns, ended, begun))

@@ -10,6 +10,7 @@ import msgspec
 
 from common.config import NodeConfig
 from common.errors import InvalidRequest
+from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
 from common.node.supervision import Supervision
 from protos import node_pb2, node_pb2_grpc, router_pb2
@@ -33,6 +34,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         engine_pid: int,
         engine: EngineLink,
         supervision: Supervision,
+        cache_feed: CacheFeed,
         drain: Callable[[str], None],
     ) -> None:
         self._role = role
@@ -42,6 +44,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._pids = (os.getpid(), engine_pid)
         self._engine = engine
         self._supervision = supervision
+        self._cache_feed = cache_feed
         self._drain = drain
 
     async def Describe(
@@ -86,6 +89,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """FAILED_PRECONDITION while requests run."""
         answer = await self._engine.ask("flush_cache")
         return node_pb2.FlushCacheResponse(pages_freed=answer.integer)
+
+    async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
+        """UNAVAILABLE while the model loads; RESOURCE_EXHAUSTED to a caller that does not read."""
+        await self._cache_feed.watch(context.write)
 
     async def Abort(self, request: node_pb2.AbortRequest, context: Any) -> node_pb2.AbortResponse:
         """An id that no live request has is no error: nothing is aborted."""

@@ -38,6 +38,10 @@ class Supervision:
         expected_s = self._moving.expected_s if self._moving else 0.0
         return now - self._moved_at < max(self._silence_s, _STEP_FACTOR * expected_s)
 
+    def liveness(self, now: float) -> tuple[str, float]:
+        """The state, and the seconds since the engine's last report; 0 before its first."""
+        return self.state(now), now - self._moved_at if self._moving else 0.0
+
     def state(self, now: float) -> str:
         if self.draining:
             return "draining"

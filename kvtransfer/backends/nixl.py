@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from common.errors import TransferError
+from common.logs import kv
 from kvtransfer.backends.base import (
     CONNECT_S,
     Ints,
@@ -66,9 +67,11 @@ class NixlOwner:
         if not self._offerings:
             raise TransferError(f"no one-sided path: {'; '.join(reasons)}")
         _log.info(
-            "nixl offers %s%s",
-            ", ".join(offering.offer.path for offering in self._offerings),
-            "".join(f"; not {reason}" for reason in reasons),
+            "nixl offers %s",
+            kv(
+                paths=", ".join(offering.offer.path for offering in self._offerings),
+                because="; ".join(f"not {reason}" for reason in reasons),
+            ),
         )
         self._description = msgspec.msgpack.encode(
             Description(

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation, TransferError
+from common.logs import kv
 from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import Publications
@@ -116,12 +117,12 @@ class TcpOwner:
                 if self._closed:
                     return
                 # A connection that died in the backlog, or no descriptors left for a moment.
-                _log.warning("a data connection could not be accepted: %s", error)
+                _log.warning("a data connection could not be accepted %s", kv(because=error))
                 time.sleep(0.05)
                 continue
             with self._lock:
                 if self._closed or len(self._threads) >= _MAX_CONNECTIONS:
-                    _log.warning("a data connection from %s was turned away", address[0])
+                    _log.warning("a data connection was turned away %s", kv(peer=address[0]))
                     connection.close()
                     continue
                 self._threads[connection] = thread = threading.Thread(
@@ -135,7 +136,7 @@ class TcpOwner:
             with closing(self._memory.departures()) as departures:
                 self._answer_all(connection, reader, departures)
         except (ProtocolViolation, DeviceFailure) as error:
-            _log.warning("data connection from %s ended: %s", address[0], error)
+            _log.warning("data connection ended %s", kv(peer=address[0], because=error))
         except (OSError, TransferError):
             pass  # the reader has gone, or never was one
         finally:

@@ -26,6 +26,8 @@ class Attempt:
     done_sent: bool = False
     admitted: Admitted | None = None
     admitted_at: float = 0.0
+    first_ready: float = 0.0
+    landed: float = 0.0
 
     def grant(self, command: GrantHandoff) -> None:
         """Takes the destination pages. Raises EngineFault if they are not the right number."""
@@ -50,7 +52,7 @@ class Attempt:
         self.admitted = message
         self.admitted_at = now
 
-    def begin_range(self, message: Ready, owner_pages: int) -> Read | None:
+    def begin_range(self, message: Ready, owner_pages: int, now: float) -> Read | None:
         """Takes the next range and returns the read of it, or None if it has no pages.
 
         Args:
@@ -66,6 +68,8 @@ class Attempt:
         if message.last is (message.first_token is None):
             raise ProtocolViolation(f"Ready of {self.id}: the first token comes with the last")
         self.ranges.follow(message.start, message.end, len(pages), last=message.last)
+        if self.state is not KVPoll.TRANSFERRING:
+            self.first_ready = now
         self.to(KVPoll.TRANSFERRING)
         if not pages:
             return None

@@ -191,6 +191,7 @@ class OwnerEnd:
                 message.sampling,
                 message.budget_s,
                 message.request_id,
+                message.traceparent,
             )
         )
 
@@ -264,6 +265,7 @@ class OwnerEnd:
             tuple(command.pages.tolist()),
             command.last,
             command.first_token,
+            command.times,
         )
         self._actions.append(Send(handoff.stream, ready))
 

@@ -254,13 +254,15 @@ class ReaderEnd:
         )
 
     def _begin_range(self, attempt: Attempt, message: Ready, now: float) -> None:
-        read = attempt.begin_range(message, self._streams[attempt.stream].num_pages)
+        read = attempt.begin_range(message, self._streams[attempt.stream].num_pages, now)
         if message.first_token is None:
             self._expect_progress(attempt, attempt.tokens_left, now)
         else:
             self._deadlines.drop(_Key(attempt.id, _Wait.PROGRESS))
             self._learn_pace(attempt, now)
-            self._actions.append(FirstToken(attempt.id, message.first_token))
+            self._actions.append(
+                FirstToken(attempt.id, message.first_token, attempt.first_ready, message.times)
+            )
         if read is not None:
             self._links[attempt.stream].waiting.append(read)
             self._post_reads(attempt.stream)
@@ -269,6 +271,7 @@ class ReaderEnd:
     def _send_done_if_all_read(self, attempt: Attempt, now: float) -> None:
         if attempt.all_read:
             attempt.done_sent = True
+            attempt.landed = now
             self._actions.append(Send(attempt.stream, Done(attempt.id)))
             self._deadlines.set(_Key(attempt.id, _Wait.RELEASED), now + self._released_s)
 
@@ -339,6 +342,7 @@ class ReaderEnd:
             command.sampling,
             command.budget_s,
             command.request_id,
+            command.traceparent,
         )
         self._actions.append(Send(stream, message))
 
@@ -366,7 +370,7 @@ class ReaderEnd:
 
     def _finish(self, attempt: Attempt) -> None:
         # Held first: the engine must have the pages for its request before the read's hold goes.
-        self._actions.append(Held(attempt.id))
+        self._actions.append(Held(attempt.id, attempt.landed))
         self._leave(attempt, KVPoll.SUCCESS)
 
     def _give_up(self, attempt: Attempt, reason: str, *, retryable: bool = True) -> None:

@@ -177,8 +177,12 @@ class Connection(asyncio.Protocol):
         self._shared.metrics.http_answered(status)
         peer = self._transport.get_extra_info("peername")
         log.info("client turned away %s", kv(peer=peer, status=status, reason=sentence))
-        # Closed with unread bytes, the socket would take the answer back.
-        self._transport.write_eof()
+        # Closed with unread bytes, the socket would take the answer back. TLS has no such half of
+        # a connection, and an end of its own, which waits for the client's.
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
         self.deadline = self._shared.now + self._shared.limits.linger_s
 
     def _close(self) -> None:

@@ -1,13 +1,12 @@
 """Bytes to whole requests, within limits. Holds no socket and no clock."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import httptools
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One request with its whole body."""
 
     method: str
@@ -26,15 +25,14 @@ class BadRequest(Exception):
         self.status = status
 
 
-@dataclass(slots=True)
-class _Draft:
+class _Draft(msgspec.Struct):
     """A request that is being received."""
 
     url: bytes = b""
-    headers: dict[bytes, bytes] = field(default_factory=dict)
+    headers: dict[bytes, bytes] = {}
     num_head_bytes: int = 0
     head_complete: bool = False
-    body: list[bytes] = field(default_factory=list)
+    body: list[bytes] = []
 
 
 class RequestReader:

@@ -46,14 +46,14 @@ class Responder:
         self.finished = False
 
     def reply(self, status: int, body: bytes, kind: str = JSON, headers: Headers = ()) -> None:
-        """Writes a whole answer.
+        """Writes a whole answer; of one with status 304 only the head.
 
         Args:
             kind: media type of `body`.
         """
         head = self._head(status, kind, (("content-length", str(len(body))), *headers))
         self.finished = True
-        self._write(head if self._head_only else head + body)
+        self._write(head if self._head_only or status == 304 else head + body)
 
     async def send(self, piece: bytes, kind: str = EVENT_STREAM, headers: Headers = ()) -> None:
         """Writes a piece of the answer, the head before the first one, and waits while the client

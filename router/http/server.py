@@ -1,10 +1,13 @@
 """Listens, looks after the connections' deadlines, and ends them in order."""
 
 import asyncio
+import ssl
+from collections.abc import Callable
 
 from common.errors import ConfigError
 from common.rpc import join_address
 from router.http.connection import Connection
+from router.http.handshake import Handshake
 from router.http.shared import Shared
 
 _BACKLOG = 1024
@@ -13,21 +16,30 @@ _BACKLOG = 1024
 class HttpServer:
     """For one event loop. `start` once, `stop` at the end."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(
+        self, shared: Shared, tls_context: Callable[[], ssl.SSLContext] | None = None
+    ) -> None:
+        """
+        Args:
+            tls_context: asked before each TLS handshake; None: without TLS.
+        """
         self._shared = shared
+        self._tls_context = tls_context
         self._listener: asyncio.Server | None = None
         self._next_tick: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
         """Listens; returns the port, which port 0 leaves to the system.
 
+        Args:
+            shares_port: with other processes, as for common.rpc.bind.
         Raises:
             ConfigError: it cannot listen there.
         """
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: Connection(self._shared), host, port, backlog=_BACKLOG
+                self._protocol, host, port, backlog=_BACKLOG, reuse_port=shares_port or None
             )
         except OSError as error:
             address = join_address(host, port)
@@ -56,6 +68,11 @@ class HttpServer:
                 member.abort()
         if self._next_tick is not None:
             self._next_tick.cancel()
+
+    def _protocol(self) -> Connection | Handshake:
+        if self._tls_context is None:
+            return Connection(self._shared)
+        return Handshake(self._shared, self._tls_context)
 
     def _tick(self) -> None:
         self._shared.tick()

@@ -26,6 +26,7 @@ class Limits:
     max_ahead: int = 16  # complete requests of one connection that wait for the one before
     receive_s: float = 30.0  # from a request's first byte to its last
     idle_s: float = 75.0  # between requests; longer than the 60 s of most proxies
+    handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
     linger_s: float = 2.0  # for a client that still sends to read why it was turned away
     tick_s: float = 1.0  # how often deadlines are looked at
 

@@ -1,10 +1,11 @@
 """All paths of the router's HTTP port."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from common.metrics import RouterMetrics
 from router.generation import Generator
 from router.http.routes import Routes
+from router.http.shared import Handler
 from router.openai import problems
 from router.openai.chat import Chat
 from router.openai.completions import Completions
@@ -19,12 +20,16 @@ def routes(
     model_name: str,
     context_length: int,
     why_not_ready: Callable[[], str | None],
+    others: Mapping[str, Mapping[str, Handler]],
+    others_below: Mapping[str, Mapping[str, Handler]],
 ) -> Routes:
     """
     Args:
         model_name: what clients call the model.
         context_length: tokens of prompt and answer together.
         why_not_ready: a sentence, or None when a request could be placed now.
+        others: what is beside OpenAI's API, by path, by method.
+        others_below: the same for every path that begins with this one.
     """
     operations = Operations(model_name, context_length, metrics.registry, why_not_ready)
 
@@ -39,7 +44,9 @@ def routes(
             "/health": {"GET": operations.health},
             "/ready": {"GET": operations.ready},
             "/metrics": {"GET": operations.metrics},
+            "/openapi.json": {"GET": operations.openapi},
+            **others,
         },
-        {f"{MODELS_PATH}/": {"GET": operations.model}},
+        {f"{MODELS_PATH}/": {"GET": operations.model}, **others_below},
         problems.error_body,
     )

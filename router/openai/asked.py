@@ -1,27 +1,24 @@
 """What one HTTP request asks for, whichever endpoint it came to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, Self
 
 import msgspec
 
-from protos.router_pb2 import GenerateRequest
 from router.openai.fields import Fields
+from router.wanted import Wanted
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     model: str | None  # None: whichever is served
-    requests: Sequence[GenerateRequest]  # one per choice, in the order of their indices, no ids
+    requests: Sequence[Wanted]  # one per choice, in the order of their indices, no ids
     num_per_prompt: int  # choices of each prompt, which stand together
     stream: bool
     include_usage: bool
+    session: str  # "": of none
 
     @classmethod
-    def from_fields(
-        cls, fields: Fields, requests: Sequence[GenerateRequest], num_per_prompt: int
-    ) -> Self:
+    def from_fields(cls, fields: Fields, requests: Sequence[Wanted], num_per_prompt: int) -> Self:
         options = fields.stream_options
         return cls(
             model=fields.model,
@@ -29,6 +26,7 @@ class Asked:
             num_per_prompt=num_per_prompt,
             stream=bool(fields.stream),
             include_usage=options is not None and bool(options.include_usage),
+            session=fields.user or "",
         )
 
 

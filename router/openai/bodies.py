@@ -6,6 +6,7 @@ for JSON or for log-probabilities must not get an answer that only looks like wh
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -33,6 +34,8 @@ class BodyReader(Generic[F]):
         )
         self._decoder = msgspec.json.Decoder(record)
         self._unsupported = unsupported
+        self._watched = attrgetter(*unsupported)
+        self._absent = (None,) * len(unsupported)
         self.names = frozenset(record.__struct_fields__)
 
     def read(self, body: bytes) -> F:
@@ -48,8 +51,10 @@ class BodyReader(Generic[F]):
             raise Refusal(400, "the body is nested too deeply") from None
         except ValueError as error:  # as msgspec says it of malformed JSON, and Python of UTF-8
             raise Refusal(400, f"the body is not valid JSON: {error}") from None
-        for name, harmless in self._unsupported.items():
-            value = getattr(fields, name)
+        watched = self._watched(fields)
+        if watched == self._absent:
+            return fields
+        for (name, harmless), value in zip(self._unsupported.items(), watched, strict=True):
             if value is not None and value not in harmless:
                 raise Refusal(
                     400, f"{name} is not supported by this server", param=name, code="unsupported"

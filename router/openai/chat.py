@@ -1,14 +1,14 @@
 """/v1/chat/completions: a conversation, rendered with the model's own template."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest
 from router.openai.asked import Asked
 from router.openai.bodies import BodyReader
-from router.openai.fields import UNSUPPORTED, Fields, Int32, check_multiplied, samplings
+from router.openai.fields import UNSUPPORTED, Fields, Int32, check_multiplied, samplings, stops
 from router.openai.problems import Refusal
+from router.wanted import Messages, Turn, Wanted
 
 _MAX_MESSAGES = 4096
 
@@ -23,7 +23,7 @@ class Part(msgspec.Struct):
 class Message(msgspec.Struct):
     role: str
     content: str | list[Part] | None = None
-    tool_calls: list[object] | None = None
+    tool_calls: list[Any] | None = None
 
 
 class ChatFields(Fields, kw_only=True):
@@ -102,11 +102,12 @@ class Chat:
                 param="max_completion_tokens",
             )
         per_prompt = samplings(fields, max_tokens)
-        messages = ChatMessages(
-            messages=[_message(number, message) for number, message in enumerate(fields.messages)]
+        prompt = Messages(
+            [_turn(number, message) for number, message in enumerate(fields.messages)]
         )
-        requests = [GenerateRequest(messages=messages, sampling=one) for one in per_prompt]
-        return Asked.from_fields(fields, requests, len(per_prompt))
+        stop = stops(fields)
+        wanted = [Wanted(prompt=prompt, sampling=one, stop=stop) for one in per_prompt]
+        return Asked.from_fields(fields, wanted, len(per_prompt))
 
     def choice(self, index: int, text: str, finish_reason: str) -> Choice:
         return Choice(index, Answer(text), finish_reason)
@@ -117,7 +118,7 @@ class Chat:
         return ChunkChoice(index, Delta(content=text or None), finish_reason)
 
 
-def _message(number: int, message: Message) -> ChatMessage:
+def _turn(number: int, message: Message) -> Turn:
     where = f"messages[{number}]"
     if message.tool_calls:
         raise Refusal(
@@ -128,7 +129,7 @@ def _message(number: int, message: Message) -> ChatMessage:
         )
     # OpenAI's newer name; templates know the older one.
     role = "system" if message.role == "developer" else message.role
-    return ChatMessage(role=role, content=_text(f"{where}.content", message.content))
+    return Turn(role, _text(f"{where}.content", message.content))
 
 
 def _text(where: str, content: str | list[Part] | None) -> str:

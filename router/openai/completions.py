@@ -1,12 +1,10 @@
 """/v1/completions: a prompt, or a list of them, as text or as token ids."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 
-from protos.router_pb2 import GenerateRequest, TokenIds
-from protos.sampling_pb2 import Sampling
 from router.openai.asked import Asked
 from router.openai.bodies import BodyReader
 from router.openai.fields import (
@@ -16,8 +14,10 @@ from router.openai.fields import (
     TokenId,
     check_multiplied,
     samplings,
+    stops,
 )
 from router.openai.problems import Refusal
+from router.wanted import Text, TokenIds, Wanted
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -66,7 +66,13 @@ class Completions:
                 f"{MAX_CHOICES} choices",
                 param="prompt",
             )
-        return Asked.from_fields(fields, list(_requests(prompts, per_prompt)), len(per_prompt))
+        stop = stops(fields)
+        wanted = [
+            Wanted(prompt=prompt, sampling=sampling, stop=stop)
+            for prompt in prompts
+            for sampling in per_prompt
+        ]
+        return Asked.from_fields(fields, wanted, len(per_prompt))
 
     def choice(self, index: int, text: str, finish_reason: str) -> Choice:
         return Choice(index, text, finish_reason)
@@ -75,28 +81,17 @@ class Completions:
         return Choice(index, text, finish_reason)
 
 
-def _prompts(
-    prompt: str | list[str | TokenId | list[TokenId]],
-) -> Sequence[str | list[int]]:
+def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> Sequence[Text | TokenIds]:
     if isinstance(prompt, str):
-        return [prompt]
+        return [Text(prompt)]
     match {type(item) for item in prompt}:
         case kinds if not kinds:
             raise Refusal(400, "prompt is empty", param="prompt")
         case kinds if kinds == {int}:
-            return [cast(list[int], prompt)]
+            return [TokenIds(cast(list[int], prompt))]
+        case kinds if kinds == {str}:
+            return [Text(text) for text in cast(list[str], prompt)]
         case kinds if len(kinds) == 1:
-            return cast(list[str | list[int]], prompt)
+            return [TokenIds(ids) for ids in cast(list[list[int]], prompt)]
         case _:
             raise Refusal(400, "prompt mixes text, token ids and lists of them", param="prompt")
-
-
-def _requests(
-    prompts: Sequence[str | list[int]], per_prompt: Sequence[Sampling]
-) -> Iterator[GenerateRequest]:
-    for prompt in prompts:
-        for sampling in per_prompt:
-            if isinstance(prompt, str):
-                yield GenerateRequest(text=prompt, sampling=sampling)
-            else:
-                yield GenerateRequest(token_ids=TokenIds(ids=prompt), sampling=sampling)

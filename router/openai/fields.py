@@ -1,12 +1,14 @@
-"""What both endpoints take besides a prompt, and what becomes of it: our Sampling, n times."""
+"""What both endpoints take besides a prompt, and what becomes of it: SamplingParams, n times."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
-from protos.sampling_pb2 import Sampling
+from common.sampling import SamplingParams
 from router.openai.problems import Refusal
+from router.wanted import UNLIMITED, any_seed
 
 MAX_CHOICES = 128
 # Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
@@ -42,16 +44,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "regex": (),
     "ebnf": (),
 }
-_SAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "stop_token_ids",
-    "ignore_eos",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -74,6 +66,7 @@ class Fields(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     min_tokens: int | None = None
     seed: int | None = None
+    user: str | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -92,23 +85,14 @@ def check_multiplied(fields: Fields, body: bytes) -> None:
         raise Refusal(413, sentence, param="n")
 
 
-def samplings(fields: Fields, max_tokens: int | None) -> Sequence[Sampling]:
-    """One for each of the n choices of a prompt, alike but for the seed.
+def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams]:
+    """One for each of the n choices of a prompt, alike but for the seed. Unchecked.
 
     Args:
         max_tokens: None: as many as the context leaves.
     Raises:
         Refusal: min_tokens asks for what is not supported.
     """
-    values: dict[str, Any] = {
-        name: value for name in _SAME if (value := getattr(fields, name)) is not None
-    }
-    if max_tokens is not None:
-        values["max_tokens"] = max_tokens
-    if fields.top_k is not None:
-        values["top_k"] = fields.top_k or -1  # 0, too, means all to other servers
-    if fields.stop is not None:
-        values["stop"] = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     if fields.min_tokens and not _only_length_ends_it(fields):
         raise Refusal(
             400,
@@ -116,9 +100,39 @@ def samplings(fields: Fields, max_tokens: int | None) -> Sequence[Sampling]:
             param="min_tokens",
             code="unsupported",
         )
-    if fields.seed is None:
-        return [Sampling(**values)] * (fields.n or 1)
-    return [Sampling(**values, seed=_derived(fields.seed, i)) for i in range(fields.n or 1)]
+    first = SamplingParams(
+        max_tokens=UNLIMITED if max_tokens is None else max_tokens,
+        seed=any_seed() if fields.seed is None else _derived(fields.seed, 0),
+        temperature=_given(fields.temperature, 1.0),
+        top_p=_given(fields.top_p, 1.0),
+        top_k=fields.top_k or -1,  # 0, too, means all to other servers
+        min_p=_given(fields.min_p, 0.0),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+    )
+    return [
+        first,
+        *(
+            replace(
+                first, seed=any_seed() if fields.seed is None else _derived(fields.seed, number)
+            )
+            for number in range(1, fields.n or 1)
+        ),
+    ]
+
+
+def stops(fields: Fields) -> Sequence[str]:
+    """The stop strings, unchecked."""
+    if fields.stop is None:
+        return ()
+    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _only_length_ends_it(fields: Fields) -> bool:

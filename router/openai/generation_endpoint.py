@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Sequence
 from functools import partial
+
+from msgspec.structs import replace
 
 from common.errors import ServingError
 from common.logs import kv
 from common.metrics import RouterMetrics
-from protos.router_pb2 import GenerateRequest
+from router.admission import new_request_id
 from router.generation import Generator
 from router.http.request import Request
 from router.http.responder import Responder
@@ -17,6 +18,7 @@ from router.openai import problems
 from router.openai.asked import Asked, Dialect
 from router.openai.problems import Refusal
 from router.openai.replies import Origin, Reply, StreamedReply, WholeReply
+from router.wanted import Wanted
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +41,16 @@ class GenerationEndpoint:
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Being cancelled cancels every choice on its nodes."""
         given_id = request.headers.get(b"x-request-id")
-        request_id = given_id.decode("latin-1") if given_id else uuid.uuid4().hex
+        request_id = given_id.decode("latin-1") if given_id else new_request_id()
         headers = (("x-request-id", request_id),)
         try:
             asked = self._read(request)
             make_reply = StreamedReply if asked.stream else WholeReply
             origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
             reply = make_reply(self._dialect, asked, origin, responder, headers)
-            await self._generate(asked.requests, request_id, reply)
+            traceparent = request.headers.get(b"traceparent", b"").decode("latin-1")
+            session_id = _session_id(request, asked)
+            await self._generate(asked.requests, request_id, session_id, reply, traceparent)
         except Refusal as refusal:
             self._metrics.rejected("invalid")
             log.info("request refused %s", kv(request_id=request_id, reason=refusal))
@@ -75,18 +79,28 @@ class GenerationEndpoint:
         return asked
 
     async def _generate(
-        self, requests: Sequence[GenerateRequest], request_id: str, reply: Reply
+        self,
+        choices: Sequence[Wanted],
+        request_id: str,
+        session_id: str,
+        reply: Reply,
+        traceparent: str,
     ) -> None:
         """Runs all choices at once; the first that fails ends the others."""
-        if len(requests) == 1:
-            requests[0].request_id = request_id
-            await self._generator.generate(requests[0], partial(reply.write, 0))
+        if len(choices) == 1:
+            only = replace(choices[0], request_id=request_id, session_id=session_id)
+            await self._generator.generate(only, partial(reply.write, 0), traceparent)
             return
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index, request in enumerate(requests):
-                    request.request_id = f"{request_id}-{index}"
+                for index, choice in enumerate(choices):
+                    one = replace(choice, request_id=f"{request_id}-{index}", session_id=session_id)
                     write = partial(reply.write, index)
-                    tasks.create_task(self._generator.generate(request, write))
+                    tasks.create_task(self._generator.generate(one, write, traceparent))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+
+def _session_id(request: Request, asked: Asked) -> str:
+    """The header goes first: proxies can set it."""
+    return request.headers.get(b"x-session-id", b"").decode("latin-1") or asked.session

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,6 +12,7 @@ from prometheus_client.exposition import choose_encoder
 
 from router.http.request import Request
 from router.http.responder import Responder
+from router.openai import openapi
 from router.openai.problems import Refusal
 
 MODELS_PATH = "/v1/models"
@@ -35,10 +37,12 @@ class Operations:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "baton",
+            "root": model_name,  # as vLLM's server has it, and its load generator wants it
             "max_model_len": context_length,
         }
         self._registry = registry
         self._why_not_ready = why_not_ready
+        self._openapi = msgspec.json.encode(openapi.document(version("baton")))
 
     async def models(self, request: Request, responder: Responder) -> None:
         content = {"object": "list", "data": [self._model]}
@@ -66,3 +70,15 @@ class Operations:
     async def metrics(self, request: Request, responder: Responder) -> None:
         encode, kind = choose_encoder(request.headers.get(b"accept", b"").decode("latin-1"))
         responder.reply(200, encode(self._registry), kind)
+
+    async def openapi(self, request: Request, responder: Responder) -> None:
+        responder.reply(200, self._openapi)
+
+
+async def metrics_elsewhere(request: Request, responder: Responder) -> None:
+    """Instead of metrics, where several processes share the port."""
+    sentence = (
+        "several processes answer here; the metrics of each are on a port of its own, counted up "
+        "from --metrics-port"
+    )
+    Refusal(404, sentence).reply(responder)

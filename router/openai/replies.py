@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -12,6 +11,7 @@ from router.http.responder import EVENT_STREAM, JSON, Headers, Responder
 from router.openai.asked import Asked, Dialect
 
 _DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -34,8 +34,7 @@ class Envelope(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """What every envelope of one answer says alike."""
 
     id: str
@@ -92,7 +91,7 @@ class WholeReply:
         envelope = self._origin.envelope(
             self._dialect.whole_object, choices, _usage(self._ends, self._num_per_prompt)
         )
-        self._responder.reply(200, msgspec.json.encode(envelope), JSON, self._headers)
+        self._responder.reply(200, _encode(envelope), JSON, self._headers)
 
 
 class StreamedReply:
@@ -104,6 +103,11 @@ class StreamedReply:
         self._dialect = dialect
         self._num_per_prompt = asked.num_per_prompt
         self._origin = origin
+        # With usage asked for, it is in every chunk, and null in all but the last. Every event but
+        # that one is this text around its choice.
+        usage = None if asked.include_usage else msgspec.UNSET
+        envelope = _event(origin.envelope(dialect.chunk_object, (), usage))
+        self._before, _, self._after = envelope.rpartition(b"]")
         self._responder = responder
         self._headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers)
         self._tells_usage = asked.include_usage
@@ -127,10 +131,8 @@ class StreamedReply:
     def _event(self, index: int, text: str, finish_reason: str | None) -> bytes:
         first = index not in self._begun
         self._begun.add(index)
-        chunk = self._dialect.chunk(index, text, finish_reason, first)
-        # With usage asked for, it is in every chunk, and null in all but the last.
-        usage = None if self._tells_usage else msgspec.UNSET
-        return _event(self._origin.envelope(self._dialect.chunk_object, (chunk,), usage))
+        choice = _encode(self._dialect.chunk(index, text, finish_reason, first))
+        return b"%b%b]%b" % (self._before, choice, self._after)
 
     def _last_words(self) -> bytes:
         if not self._tells_usage:
@@ -140,7 +142,7 @@ class StreamedReply:
 
 
 def _event(envelope: Envelope) -> bytes:
-    return b"data: " + msgspec.json.encode(envelope) + b"\n\n"
+    return b"data: " + _encode(envelope) + b"\n\n"
 
 
 def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:

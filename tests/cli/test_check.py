@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from common.cli.demo_model import write
+from tests.support.certificates import Authority
 from tests.support.programs import ROOT
 
 
@@ -81,3 +84,27 @@ def test_a_router_needs_a_decode_node(model):
     code, table, _ = _check("--role=router", f"--model={model}", "--port=0")
     assert code == 1
     assert "--decode" in table
+
+
+def test_it_tells_whom_a_certificate_is_for_and_when_it_ends(model, tmp_path):
+    config = Authority().write(tmp_path, "baton-node", not_after=datetime(2101, 1, 1, tzinfo=UTC))
+    common = (f"--model={model}", "--port=0", f"--tls-cert={config.cert}", "--device=cpu")
+    node = (*common, f"--tls-ca={config.ca}")
+    code, table, _ = _check(*node, f"--tls-key={config.key}")
+    assert code == 0
+    assert "mutual: baton-node, until 2101-01-01" in table
+    code, table, _ = _check(*node, f"--tls-key={config.cert}")
+    assert code == 1
+    assert "holds no PEM private key" in table
+
+
+def test_it_tells_when_a_router_with_tls_calls_nodes_without(model, tmp_path):
+    config = Authority().write(tmp_path, not_after=datetime.now(UTC) + timedelta(days=3))
+    router = ("--role=router", f"--model={model}", "--port=0", "--http-port=0", "--decode=a:1")
+    router += (f"--tls-cert={config.cert}", f"--tls-key={config.key}")
+    code, table, _ = _check(*router)
+    assert code == 0
+    assert re.search("TLS to nodes .* note .* off", table)
+    assert re.search("TLS .* note .* on: localhost, 127.0.0.1, until", table)
+    code, table, _ = _check(*router, f"--nodes-tls.ca={config.ca}")
+    assert "off" not in table

@@ -2,12 +2,13 @@
 
 import dataclasses
 import socket
+from pathlib import Path
 
 import pytest
 
 from common.cli import plan
 from common.cli.settings import read
-from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.errors import ConfigError
 
 WISH = plan.Wish(
@@ -83,3 +84,12 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}, for router"):
             plan.refuse_busy_ports(plan.programs(dataclasses.replace(WISH, port=port)))
+
+
+def test_tls_is_everywhere_and_asks_no_certificate_of_clients():
+    files = {"cert": Path("c"), "key": Path("k"), "ca": Path("a"), "server_name": "name"}
+    configs = _configs(dataclasses.replace(WISH, tls=TlsConfig(**files)))
+    router = configs.pop("router")
+    assert router.front.tls == TlsConfig(cert="c", key="k")
+    assert router.tls_to_nodes == TlsConfig(**files)
+    assert {config.front.tls for config in configs.values()} == {TlsConfig(**files)}

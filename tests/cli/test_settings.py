@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from common.cli.settings import read
-from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from tests.support.programs import ROOT
 
 
@@ -160,3 +160,48 @@ def test_reading_a_configuration_loads_neither_torch_nor_grpc():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "grpc", "transformers"} & set(loaded)
+
+
+# TLS ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", [PrefillConfig, DecodeConfig, RouterConfig])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--tls-cert=c"], "--front.tls: cert and key go together"),
+        (["--tls-key=k"], "--front.tls: cert and key go together"),
+        (["--tls-ca=a"], "--front.tls: ca is for checking callers over TLS"),
+        (
+            ["--tls-cert=c", "--tls-key=k", "--front.tls.server-name=n"],
+            "--front.tls: server_name says nothing without ca",
+        ),
+    ],
+)
+def test_half_of_tls_is_refused(capsys, record, flags, sentence):
+    assert _complaint(capsys, record, "--model=m", *flags).startswith(sentence)
+
+
+def test_a_decode_node_with_a_certificate_checks_the_nodes_that_it_calls(capsys):
+    flags = ("--model=m", "--tls-cert=c", "--tls-key=k")
+    assert _complaint(capsys, DecodeConfig, *flags).startswith("--mode: with --tls-cert it needs")
+    assert read(DecodeConfig, "program", [*flags, "--mode=colocated"]).front.tls.cert
+    assert read(DecodeConfig, "program", [*flags, "--tls-ca=a"]).front.tls.ca
+
+
+def _to_nodes(*flags):
+    return read(RouterConfig, "program", ["--model=m", *flags]).tls_to_nodes
+
+
+def test_a_router_calls_nodes_with_what_it_shows_to_clients_unless_told_otherwise(capsys):
+    clients = ("--tls-cert=c", "--tls-key=k")
+    nodes = ("--nodes-tls.cert=nc", "--nodes-tls.key=nk")
+    assert _to_nodes() == TlsConfig()
+    assert _to_nodes(*clients).ca is None
+    assert _to_nodes(*clients, "--tls-ca=a") == TlsConfig(cert="c", key="k", ca="a")
+    assert _to_nodes(*clients, "--nodes-tls.ca=a") == TlsConfig(cert="c", key="k", ca="a")
+    assert _to_nodes("--nodes-tls.ca=a") == TlsConfig(ca="a")
+    assert _to_nodes(
+        *clients, *nodes, "--nodes-tls.ca=a", "--nodes-tls.server-name=n"
+    ) == TlsConfig(cert="nc", key="nk", ca="a", server_name="n")
+    assert _complaint(capsys, RouterConfig, "--model=m", *nodes).startswith("--nodes-tls: needs ca")

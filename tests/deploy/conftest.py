@@ -3,6 +3,7 @@
 import functools
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from tests.support.programs import ROOT
 GUIDE = ROOT / "docs" / "kubernetes.md"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 COMPONENTS = sorted(path.parent.name for path in KUBERNETES.glob("components/*/kustomization.yaml"))
-MADE_HERE = {f"base with {name}": name for name in COMPONENTS}
+# Components on the base, and those together that make pods of others'.
+MADE_HERE = {f"base with {name}": (name,) for name in COMPONENTS} | {
+    f"base with tls and {name}": ("tls", name) for name in ("leader-worker-set", "nvlink")
+}
 # Whatever is rendered, most rules hold. "base" is read without kustomize.
 RENDERINGS = ["base", *OVERLAYS, *MADE_HERE, "the guide's example"]
 
@@ -70,13 +74,13 @@ def _rendered(name: str, workshop: Path) -> list[Object]:
     return manifests.rendered(directory)
 
 
-def _overlay_with(component: str) -> str:
+def _overlay_with(components: Sequence[str]) -> str:
     return yaml.safe_dump(
         {
             "kind": "Kustomization",
             "namespace": "baton",
             "resources": ["../../base"],
-            "components": [f"../../components/{component}"],
+            "components": [f"../../components/{component}" for component in components],
         }
     )
 

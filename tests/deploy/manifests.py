@@ -32,11 +32,11 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Pods that are alike, and what they are called."""
+    """Pods that are alike, and how many of them there are."""
 
     name: str
-    pod_names: tuple[str, ...]  # as DNS knows them inside the namespace
     template: Object
+    num_pods: int  # 0: not the manifest's to say
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -147,19 +147,13 @@ def workloads(objects: list[Object]) -> list[Workload]:
     for each in of_kind(objects, "Deployment", "StatefulSet", "LeaderWorkerSet"):
         name, spec = each["metadata"]["name"], each["spec"]
         match each["kind"]:
-            case "Deployment":  # its pods have no names that last
-                found.append(Workload(name, (), spec["template"]))
-            case "StatefulSet":
-                count = _most_pods(objects, each)
-                pods = tuple(f"{name}-{i}.{spec['serviceName']}" for i in range(count))
-                found.append(Workload(name, pods, spec["template"]))
+            case "Deployment" | "StatefulSet":
+                found.append(Workload(name, spec["template"], spec.get("replicas", 0)))
             case "LeaderWorkerSet":
-                groups, parts = range(spec["replicas"]), spec["leaderWorkerTemplate"]
-                workers = range(1, parts["size"])
-                leading = tuple(f"{name}-{i}.{name}" for i in groups)
-                working = tuple(f"{name}-{i}-{j}.{name}" for i in groups for j in workers)
-                found.append(Workload(f"{name} leaders", leading, parts["leaderTemplate"]))
-                found.append(Workload(f"{name} workers", working, parts["workerTemplate"]))
+                groups, parts = spec["replicas"], spec["leaderWorkerTemplate"]
+                workers = groups * (parts["size"] - 1)
+                found.append(Workload(f"{name} leaders", parts["leaderTemplate"], groups))
+                found.append(Workload(f"{name} workers", parts["workerTemplate"], workers))
     return found
 
 
@@ -215,16 +209,6 @@ def _settings(
     copy.write_text(content)
     others = [flag for flag in flags if not flag.startswith("--config=")]
     return settings(role, [f"--config={copy}", *others], environment(objects, container))
-
-
-def _most_pods(objects: list[Object], stateful_set: Object) -> int:
-    """The most pods that it may ever have."""
-    name = stateful_set["metadata"]["name"]
-    for scaled in of_kind(objects, "ScaledObject"):
-        target = scaled["spec"]["scaleTargetRef"]
-        if (target["kind"], target["name"]) == ("StatefulSet", name):
-            return int(scaled["spec"]["maxReplicaCount"])
-    return int(stateful_set["spec"]["replicas"])
 
 
 def named_ports(containers: list[Object]) -> Iterator[tuple[str, int]]:

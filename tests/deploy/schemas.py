@@ -64,6 +64,26 @@ _POD_MONITOR = _fields(
     }
 )
 
+_DURATION: Schema = {"type": "string", "pattern": "^[0-9]+(s|m|h)$"}
+_PROMETHEUS_RULE = _fields(
+    {
+        "groups": _each(
+            _fields(
+                {
+                    "name": _NAME,
+                    "rules": _each(
+                        _fields(
+                            {"alert": _NAME, "expr": _NAME, "labels": _LABELS},
+                            annotations=_LABELS,
+                            **{"for": _DURATION},
+                        )
+                    ),
+                }
+            )
+        )
+    }
+)
+
 _SCALED_OBJECT = _fields(
     {
         "scaleTargetRef": _fields({"apiVersion": _NAME, "kind": _NAME, "name": _NAME}),
@@ -110,9 +130,46 @@ _SCALED_OBJECT = _fields(
     ),
 )
 
+_ISSUER = {
+    "oneOf": [
+        _fields({"selfSigned": _fields({})}),
+        _fields({"ca": _fields({"secretName": _NAME})}),
+    ]
+}
+
+_HOURS: Schema = {"type": "string", "pattern": "^[0-9]+h$"}
+_CERTIFICATE = _fields(
+    {
+        "secretName": _NAME,
+        "issuerRef": _fields(
+            {
+                "group": {"const": "cert-manager.io"},
+                "kind": {"enum": ["Issuer", "ClusterIssuer"]},
+                "name": _NAME,
+            }
+        ),
+        "privateKey": _fields(
+            {
+                "algorithm": {"enum": ["RSA", "ECDSA", "Ed25519"]},
+                "size": _COUNT,
+                "rotationPolicy": {"enum": ["Always", "Never"]},
+            }
+        ),
+    },
+    isCA={"type": "boolean"},
+    commonName=_NAME,
+    dnsNames=_each(_NAME),
+    usages=_each({"enum": ["digital signature", "server auth", "client auth"]}),
+    duration=_HOURS,
+    renewBefore=_HOURS,
+)
+
 _OTHERS = {
+    ("cert-manager.io/v1", "Issuer"): _ISSUER,
+    ("cert-manager.io/v1", "Certificate"): _CERTIFICATE,
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _LEADER_WORKER_SET,
     ("monitoring.coreos.com/v1", "PodMonitor"): _POD_MONITOR,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _PROMETHEUS_RULE,
     ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
 }
 

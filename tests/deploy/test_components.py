@@ -1,12 +1,14 @@
 """What each component is for."""
 
 import re
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import generate_latest
 
 from common.config import RouterConfig, SchedulerConfig
 from common.metrics import NodeMetrics
+from common.node.messages import Moving
 from tests.deploy.conftest import COMPONENTS, OVERLAYS
 from tests.deploy.manifests import (
     environment,
@@ -89,7 +91,7 @@ def test_nodes_of_one_pod_share_two_gpus_and_their_processes(render, programs_of
 def test_a_group_is_one_prefill_node_and_decode_nodes(render, programs_of):
     (group,) = of_kind(render("multi-node-rdma"), "LeaderWorkerSet")
     assert not of_kind(render("multi-node-rdma"), "StatefulSet")
-    count = {p.role: len(p.workload.pod_names) for p in _nodes(programs_of("multi-node-rdma"))}
+    count = {p.role: p.workload.num_pods for p in _nodes(programs_of("multi-node-rdma"))}
     replicas, size = group["spec"]["replicas"], group["spec"]["leaderWorkerTemplate"]["size"]
     assert count == {"prefill": replicas, "decode": replicas * (size - 1)}
 
@@ -100,6 +102,75 @@ def test_a_pod_that_drains_waits_for_as_long_as_a_request_may_take(programs_of):
     for program in programs:
         assert program.config.front.drain_s >= router.config.budget_s
     assert router.container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
+
+
+# TLS --------------------------------------------------------------------------------------------
+
+
+TLS = ["base with tls", "base with tls and leader-worker-set", "base with tls and nvlink"]
+
+
+def _made(objects, program, path):
+    """The Certificate whose Secret has the file that a program is told of."""
+    (mount,) = [
+        mount
+        for mount in program.container["volumeMounts"]
+        if mount["mountPath"] == str(path.parent)
+    ]
+    (volume,) = [v for v in program.workload.spec["volumes"] if v["name"] == mount["name"]]
+    assert path.name in ("tls.crt", "tls.key", "ca.crt")  # what cert-manager writes
+    (certificate,) = [
+        each["spec"]
+        for each in of_kind(objects, "Certificate")
+        if each["spec"]["secretName"] == volume["secret"]["secretName"]
+    ]
+    return certificate
+
+
+@pytest.mark.parametrize("name", TLS)
+def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, name):
+    objects = render(name)
+    for program in programs_of(name):
+        match program.config:
+            case RouterConfig() as config:
+                calls, shows = config.tls_to_nodes, config.front.tls
+                service = named(objects, "Service", "router")["metadata"]
+                of_router = _made(objects, program, shows.cert)
+                assert {service["name"], f"{service['name']}.{service['namespace']}"} <= set(
+                    of_router["dnsNames"]
+                )
+                assert shows.ca is None  # clients need no certificate
+                # With what is shown to clients nobody is let in by a node.
+                assert "client auth" not in of_router["usages"]
+            case config:
+                calls = config.front.tls
+                assert calls.ca  # whoever calls must show a certificate
+        for path in (calls.cert, calls.key, calls.ca):
+            of_node = _made(objects, program, path)
+            assert {"server auth", "client auth"} <= set(of_node["usages"])
+        if program.role != "prefill":  # which calls nobody
+            assert calls.server_name in of_node["dnsNames"]
+
+
+@pytest.mark.parametrize("name", TLS)
+def test_every_certificate_leads_to_one_authority_of_the_namespace(render, name):
+    objects = render(name)
+    issued = {each["metadata"]["name"]: each["spec"] for each in of_kind(objects, "Certificate")}
+    for certificate in issued.values():
+        issuer = named(objects, certificate["issuerRef"]["kind"], certificate["issuerRef"]["name"])
+        match issuer["spec"]:
+            case {"ca": {"secretName": secret}}:
+                (authority,) = [c for c in issued.values() if c["secretName"] == secret]
+                assert authority["isCA"] and not certificate.get("isCA")
+            case {"selfSigned": {}}:
+                assert certificate["isCA"]
+
+
+@pytest.mark.parametrize("name", TLS)
+def test_services_do_not_call_tls_plain(render, name):
+    for service in of_kind(render(name), "Service"):
+        for port in service["spec"]["ports"]:
+            assert port.get("appProtocol") in (None, "https")
 
 
 # Monitoring and autoscaling ---------------------------------------------------------------------
@@ -124,8 +195,9 @@ def test_every_program_is_scraped_under_its_role(render):
 
 
 def _metrics_of_a_node(queues):
-    metrics = NodeMetrics()
-    metrics.engine_moved(1, {f"queue_{name}": 1.0 for name in queues}, [])
+    metrics = NodeMetrics("decode")
+    gauges = {f"queue_{name}": 1.0 for name in queues}
+    metrics.engine_moved(Moving(steps=1, gauges=gauges, state="ready", links=()))
     return generate_latest(metrics.registry).decode()
 
 
@@ -193,17 +265,27 @@ def test_a_policy_lets_nobody_but_baton_reach_a_node(render, name):
 
 
 @pytest.mark.parametrize("name", ["base with network-policy", "multi-node-rdma"])
-def test_baton_reaches_baton_and_dns_alone(render, name):
+def test_baton_reaches_baton_dns_and_the_collector_of_spans_alone(render, programs_of, name):
     rules = [
         rule
         for policy in of_kind(render(name), "NetworkPolicy")
         for rule in policy["spec"].get("egress", ())
     ]
+    reached = set()
     for rule in rules:
-        ports = {port["port"] for port in rule.get("ports", ())}
         (peer,) = rule["to"]
-        assert "podSelector" in peer or ports == {53}
-    assert len(rules) == 2
+        match peer:
+            case {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}:
+                assert "podSelector" not in peer
+                reached |= {(namespace, port["port"]) for port in rule["ports"]}
+            case _:
+                assert set(peer) == {"podSelector"}
+    programs = programs_of("base with tracing")
+    (endpoint,) = {program.config.front.otlp_endpoint for program in programs}
+    collector = urlsplit(endpoint)
+    _, namespace = collector.hostname.split(".")
+    assert reached == {("kube-system", 53), (namespace, collector.port)}
+    assert len(rules) == 3
 
 
 # The tests' own -----------------------------------------------------------------------------------

@@ -124,7 +124,8 @@ def _loaded_by(statement):
 
 
 def test_a_router_loads_nothing_that_its_group_does_not_bring():
-    loaded = _loaded_by("import router.__main__, common.cli.main") - _loaded_by("pass")
+    programs = "import router.__main__, common.cli.main, common.cli.top"
+    loaded = _loaded_by(programs) - _loaded_by("pass")
     brought = _closure(PROJECT["dependency-groups"]["router"]) | {"baton"}
     # Several distributions may share a name, such as google.
     makers = importlib.metadata.packages_distributions()

@@ -44,9 +44,17 @@ def test_a_misspelt_field_is_found():
             schemas.check(wrong, schemas.OLDEST_KUBERNETES)
 
 
-@pytest.mark.parametrize("kind", ["LeaderWorkerSet", "PodMonitor"])
-def test_a_misspelt_field_of_a_custom_kind_is_found(render, kind):
-    (manifest,) = of_kind(render("multi-node-rdma"), kind)
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("multi-node-rdma", "LeaderWorkerSet"),
+        ("multi-node-rdma", "PodMonitor"),
+        ("base with tls", "Issuer"),
+        ("base with tls", "Certificate"),
+    ],
+)
+def test_a_misspelt_field_of_a_custom_kind_is_found(render, name, kind):
+    manifest = of_kind(render(name), kind)[0]
     wrong = yaml.safe_load(yaml.safe_dump(manifest))
     wrong["spec"]["replica"] = 1
     with pytest.raises(ValidationError, match="replica"):
@@ -129,6 +137,7 @@ def test_ports_of_services_are_ports_of_their_pods(objects):
 
 def test_mounts_and_volumes_belong_together(objects):
     configs = {each["metadata"]["name"] for each in of_kind(objects, "ConfigMap")}
+    secrets = {each["spec"]["secretName"] for each in of_kind(objects, "Certificate")}
     for workload in workloads(objects):
         volumes = {volume["name"]: volume for volume in workload.spec["volumes"]}
         containers = [*workload.containers, *workload.spec.get("initContainers", ())]
@@ -140,6 +149,8 @@ def test_mounts_and_volumes_belong_together(objects):
                     assert name in configs
                 case {"persistentVolumeClaim": claim}:  # the one that users make
                     assert claim == {"claimName": "model", "readOnly": True}
+                case {"secret": {"secretName": name}}:
+                    assert name in secrets
                 case {"emptyDir": empty}:
                     assert num_bytes(empty["sizeLimit"]) > 0
                 case _:

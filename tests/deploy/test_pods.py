@@ -5,10 +5,12 @@ Held against overlays, and against every component by itself on the base.
 
 import re
 
+import pytest
+
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
 from protos import node_pb2, router_pb2
 from tests.deploy import manifests
-from tests.deploy.manifests import POD_IP, num_bytes, of_kind, selects, workloads
+from tests.deploy.manifests import POD_IP, named, num_bytes, of_kind, selects, workloads
 from tests.support.programs import ROOT
 
 # Of a program after its drain: streams and the engine are given some seconds to end.
@@ -29,6 +31,8 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
         assert front.host == "0.0.0.0"
         ports = dict(manifests.named_ports([program.container]))
         expected = {f"{program.role}-metrics": front.metrics_port}
+        if front.health_port is not None:
+            expected[f"{program.role}-health"] = front.health_port
         match program.config:
             case RouterConfig(http_port=http_port):
                 expected |= {"http": http_port, "grpc": front.port}
@@ -62,20 +66,22 @@ def test_every_program_finds_its_model_in_a_volume(programs):
         assert f"/{model.split('/')[1]}" in mounts
 
 
-def test_the_router_names_every_pod_and_no_service(objects, programs):
-    pods = {
-        role: {
-            f"{pod}:{program.config.front.port}"
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_router_finds_every_node_by_the_name_of_its_headless_service(objects, programs, role):
+    (router,) = [program for program in programs if program.role == "router"]
+    found = []
+    for entry in getattr(router.config, role):
+        kind, name, port = entry.split(":")
+        assert kind == "dns"
+        service = named(objects, "Service", name)["spec"]
+        found += [
+            program.workload.name
             for program in programs
             if program.role == role
-            for pod in program.workload.pod_names
-        }
-        for role in ("prefill", "decode")
-    }
-    for program in programs:
-        if program.role == "router":
-            assert set(program.config.prefill) == pods["prefill"]
-            assert set(program.config.decode) == pods["decode"]
+            and program.config.front.port == int(port)
+            and selects(service["selector"], program.workload.labels)
+        ]
+    assert sorted(found) == sorted(p.workload.name for p in programs if p.role == role) != []
 
 
 def test_only_the_router_has_a_virtual_address(objects):
@@ -96,13 +102,17 @@ def test_only_the_router_has_a_virtual_address(objects):
 def test_probes_ask_the_program_that_is_there(programs):
     for program in programs:
         container, front = program.container, program.config.front
-        asked = {"port": front.port, "service": SERVICES[program.role]}
+        # Probes of gRPC cannot do TLS, those of HTTP can.
+        port = front.health_port if front.tls.cert else front.port
+        asked = {"port": port, "service": SERVICES[program.role]}
         assert container["readinessProbe"]["grpc"] == asked
         for name in ("startupProbe", "livenessProbe"):
             match program.config:
                 case RouterConfig():
                     # Its gRPC health says whether there are nodes: no reason to restart it.
-                    assert container[name]["httpGet"] == {"path": "/health", "port": "http"}
+                    scheme = {"scheme": "HTTPS"} if front.tls.cert else {}
+                    health = {"path": "/health", "port": "http"}
+                    assert container[name]["httpGet"] == health | scheme
                 case _:
                     assert container[name]["grpc"] == asked
 

@@ -194,6 +194,27 @@ def test_the_expected_duration_follows_what_is_seen():
     assert clock.reading.expected_s == pytest.approx(2.0, rel=0.01)
 
 
+def test_steps_are_counted_by_their_mode_with_their_size_and_time():
+    time = Time()
+    clock = StepClock(time)
+    for mode, tokens, seconds in (
+        (ForwardMode.EXTEND, 100, 0.3),
+        (ForwardMode.EXTEND, 20, 0.3),
+        (ForwardMode.DECODE, 1, 0.02),
+    ):
+        clock.launched(_batch(1, mode, tokens))
+        time.now += seconds
+        clock.finished()
+    counted = clock.meter.distributions()
+    seconds = counted["step_seconds/extend"]
+    assert seconds.total == pytest.approx(0.6)
+    assert seconds.counts[seconds.bounds.index(0.32)] == 2 == sum(seconds.counts)
+    assert counted["batch_tokens/extend"].total == 120
+    assert counted["batch_requests/extend"].total == 2
+    assert sum(counted["step_seconds/decode"].counts) == 1
+    assert sum(counted["step_seconds/mixed"].counts) == 0
+
+
 # The watchdog
 
 

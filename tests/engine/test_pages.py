@@ -111,19 +111,16 @@ def test_the_release_count_moves_when_somebody_else_could_have_a_page():
     assert pages.num_released == before + 2
 
 
-def test_gauges_count_pages_by_kind_of_holder():
-    pages = PageAllocator(5)
-    taken = _allocate(pages, 3)
-    pages.hold(taken[:2], Holder.CACHE)
+def test_gauges_count_every_page_once_by_its_first_kind_of_holder():
+    pages = PageAllocator(7)
+    taken = _allocate(pages, 5)
+    pages.hold(taken[:4], Holder.CACHE)
     pages.hold(taken[:1], Holder.STEP)
-    assert pages.by_holder() == {
-        "free": 2,
-        "request": 3,
-        "step": 1,
-        "read": 0,
-        "publication": 0,
-        "cache": 2,
-    }
+    pages.hold(taken[1:2], Holder.PUBLICATION)
+    pages.drop(taken[1:3], Holder.REQUEST)
+    held = {"free": 2, "request": 3, "step": 0, "read": 0, "publication": 1, "cache": 1}
+    assert pages.by_holder() == held
+    assert pages.num_evictable == held["cache"]
 
 
 @pytest.mark.parametrize("lifo", [False, True])

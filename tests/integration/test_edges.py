@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from common.cli.demo_model import SPECIAL_TOKENS, write
 from tests.integration.oracle import Oracle, oracle
 from tests.support.cluster import RIGS, Cluster, Rig
+from tests.support.noise_model import SPECIAL_TOKENS, write
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
@@ -132,11 +132,12 @@ async def test_a_first_token_that_is_a_stop_token_ends_the_request(cluster: Clus
 async def test_a_stop_string_that_is_the_first_token_ends_the_request(
     cluster: Cluster, known: Oracle
 ):
-    prompt = _prompt(PAGE, seed=4)
+    prompt = _prompt(2 * PAGE + 1, seed=4)
     text = (await cluster.generate(prompt, max_tokens=1, ignore_eos=True)).text
     answer = await cluster.generate(prompt, max_tokens=20, stop=[text])
     assert (answer.text, answer.finish_reason) == ("", "stop")
     assert answer.usage.completion_tokens == 1
+    assert answer.usage.cached_tokens == 2 * PAGE
 
 
 async def test_a_stop_string_across_tokens_is_cut_from_the_text(cluster: Cluster):

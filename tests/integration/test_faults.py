@@ -7,19 +7,19 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 
-from common.cli.demo_model import write
 from tests.integration.oracle import Oracle, oracle
 from tests.support.cluster import RIGS, Cluster, Node, Rig, held
+from tests.support.noise_model import write
 
 pytestmark = [pytest.mark.slow]
 
 NUM_TOKENS = 40
 CANCEL_S = 2.0
 LONG = 2000  # tokens: many chunks
+MID_ANSWER = 200  # tokens: when five are out, it is far from its end
+_LENGTH = {"max_tokens": MID_ANSWER, "ignore_eos": True}
 # A frozen node is taken for dead after 5 s; where a test kills it, death shall be what is seen.
 PATIENT = "--transfer.missed-beats=60"
 
@@ -107,31 +107,62 @@ async def test_without_another_prefill_node_the_decode_node_prefills_by_itself(
         assert (await renewed.describe()).counters["handoffs_held"] == 1
 
 
-async def test_a_killed_decode_node_ends_its_requests_and_no_others(
+SAMPLED = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 11,
+    "frequency_penalty": 0.6,
+    "presence_penalty": 0.3,
+    "repetition_penalty": 1.2,
+}
+
+
+async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_tell(
     make: Callable[..., Cluster], known: Oracle
 ):
-    async with make(num_decode=2, node_flags=(PATIENT,)) as cluster:
+    """In mid-answer, greedy and sampled with penalties, and before the first token."""
+    flags = ("--policy=round_robin",)
+    async with make(num_decode=2, router_flags=flags, node_flags=(PATIENT,)) as cluster:
         doomed, other = cluster.decode
+        prompts = _prompts(4, length=60)
+        undisturbed = [await cluster.generate(p, **SAMPLED, **_LENGTH) for p in prompts]
+        begun = [0] * 8
+
+        async def answer(index: int) -> list[int]:
+            how = SAMPLED if index >= len(prompts) else {}
+            tokens: list[int] = []
+            stream = cluster.stream(prompts[index % len(prompts)], **how, **_LENGTH)
+            async for response in stream:
+                tokens += response.token_ids
+                begun[index] = len(tokens)
+            assert response.finish_reason == "length"
+            assert response.usage.completion_tokens == len(tokens)
+            return tokens
+
+        answers = [asyncio.create_task(answer(index)) for index in range(len(begun))]
+
+        async def all_begun() -> bool:
+            return min(begun) >= 5
+
+        await cluster.wait_until(all_begun, "every answer has begun")
         cluster.freeze(doomed)
-        prompts = _prompts(6)
-        answers = [
-            asyncio.create_task(cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True))
-            for p in prompts
-        ]
+        assert max(begun) < MID_ANSWER
+        late = [asyncio.create_task(cluster.generate(p, **_LENGTH)) for p in prompts]
 
-        async def half_answered() -> bool:
-            return sum(answer.done() for answer in answers) == 3
+        async def half_of_the_late_ones_are_answered() -> bool:
+            return sum(task.done() for task in late) == 2
 
-        await cluster.wait_until(half_answered, "the other decode node serves its half")
+        what = "the other node answers those that it got, so the rest is on the frozen one"
+        await cluster.wait_until(half_of_the_late_ones_are_answered, what)
         await cluster.kill(doomed)
-        ended = await asyncio.gather(*answers, return_exceptions=True)
-        failed = [error for error in ended if isinstance(error, grpc.aio.AioRpcError)]
-        assert [error.code() for error in failed] == [grpc.StatusCode.UNAVAILABLE] * 3
-        for prompt, answer in zip(prompts, ended, strict=True):
-            if not isinstance(answer, BaseException):
-                assert answer.token_ids == known.tokens(prompt, NUM_TOKENS)
-        later = await cluster.generate(prompts[0], max_tokens=5, ignore_eos=True)
-        assert later.token_ids == known.tokens(prompts[0], 5)
+        told = await asyncio.gather(*answers)
+        for prompt, tokens in zip(prompts, told, strict=False):
+            assert tuple(tokens) == known.tokens(prompt, MID_ANSWER)
+        for reference, tokens in zip(undisturbed, told[len(prompts) :], strict=True):
+            assert tuple(tokens) == reference.token_ids
+        for prompt, task in zip(prompts, late, strict=True):
+            assert (await task).token_ids == known.tokens(prompt, MID_ANSWER)
+        assert await cluster.metric("baton_replays_total") == 6
         assert not held(await other.describe())
 
 

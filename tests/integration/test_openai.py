@@ -9,9 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from common.cli.demo_model import write
 from tests.support.cluster import RIGS, Cluster
 from tests.support.http_client import get, post
+from tests.support.noise_model import write
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 

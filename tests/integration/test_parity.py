@@ -102,6 +102,7 @@ async def system(
         path=axes.path,
         num_prefill=num_nodes,
         num_decode=num_nodes,
+        router_flags=("--policy=round_robin",),  # every pair of nodes gets every prompt
         node_flags=(
             f"--engine.cache.page-size={page}",
             f"--engine.scheduler.chunk-tokens={CHUNK_TOKENS}",

@@ -60,7 +60,7 @@ def _programs(pid: int) -> dict[str, int]:
 
 
 def _serving(up: Program) -> dict[str, int]:
-    up.line_with("Ready on", START_S)
+    up.line_with("Ready.", START_S)
     children = _programs(up.pid)
     assert set(children) == {
         "router",
@@ -84,12 +84,14 @@ def _answered(curl: str) -> dict[str, Any]:
     raise AssertionError(curl)
 
 
-def test_it_makes_a_model_answers_a_sample_and_ends_without_a_trace(run):
+def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run):
     up = run()
     children = _serving(up)
-    assert "> Once upon a time\n" in up.output
+    assert "> add 27 15 =\n 42\n" in up.output
     assert up.line_with("grpcurl -plaintext -d '{")
-    assert _answered(up.line_with("curl http"))["choices"][0]["finish_reason"] == "length"
+    answer = _answered(up.line_with("curl http"))
+    assert answer["model"] == "baton-demo"
+    assert answer["choices"][0]["text"].strip() == "42"
     up.send(signal.SIGINT)
     assert up.exit_code() == 0, up.output
     assert not [pid for pid in children.values() if runs(pid)]

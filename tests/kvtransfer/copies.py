@@ -20,6 +20,8 @@ Copier = Callable[[Any], Any]
 Keyer = Callable[[Any, float], Hashable]
 
 _WITH_ATTRIBUTES = (ReaderEnd, OwnerEnd, Beats, Pace, Deadlines)
+# Moments that change nothing in how an end behaves: the pace learns from them, or they are told.
+_TOLD_ONLY = ("admitted_at", "first_ready", "landed")
 _copiers: dict[type, Copier] = {}
 _keyers: dict[type, Keyer] = {}
 
@@ -88,8 +90,7 @@ def _keyer(kind: type) -> Keyer:
     if kind in _WITH_ATTRIBUTES:
         return lambda value, now: tuple(key_of(item, now) for item in value.__dict__.values())
     if is_dataclass(kind):
-        # Only the pace learns from the time of admission.
-        names = [f.name for f in fields(kind) if f.name != "admitted_at"]
+        names = [f.name for f in fields(kind) if f.name not in _TOLD_ONLY]
         return lambda value, now: tuple(key_of(getattr(value, name), now) for name in names)
     if issubclass(kind, Enum):
         return lambda value, now: value.value

@@ -129,6 +129,16 @@ class Side(Generic[E]):
 ENDED = Job("ended", 0, 0, 0, 0, ())
 
 
+def _timeless(event: Any) -> Any:
+    """An event as it is where moments are not told: states that behave alike stay equal."""
+    match event:
+        case FirstToken(id, token):
+            return FirstToken(id, token)
+        case Held(id):
+            return Held(id)
+    return event
+
+
 class ReaderSide(Side[ReaderEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
         super().__init__(ReaderEnd(config, page_size=PAGE_SIZE))
@@ -282,7 +292,7 @@ class ReaderSide(Side[ReaderEnd]):
                         )
                     )
                 case event if self.plan.asynchronous:
-                    self.inbox.append(event)
+                    self.inbox.append(_timeless(event))
                 case event:
                     self._take(event)
         return outputs

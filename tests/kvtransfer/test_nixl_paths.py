@@ -115,7 +115,7 @@ def test_an_owner_offers_what_works_and_says_what_does_not(
     described = msgspec.msgpack.decode(owner.describe(READER), type=Description)
     owner.close()
     assert [offer.path for offer in described.offers] == ["cma"]
-    assert "nixl offers cma; not rdma: nixl" in caplog.text
+    assert 'nixl offers paths=cma because="not rdma: nixl' in caplog.text
 
 
 def test_transports_of_the_environment_are_neither_used_nor_lost(

@@ -14,6 +14,7 @@ from common.errors import EngineFault, TransferError
 from common.sampling import SamplingParams
 from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool
 from kvtransfer.backends.loopback import LoopbackBackend
+from kvtransfer.backends.tcp import TcpBackend
 from kvtransfer.messages import Cancel, Done, Failed, HandoffId, Released
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.ports import (
@@ -36,6 +37,7 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
 from kvtransfer.publisher import Publisher
+from kvtransfer.read_meter import ReadMeter
 from kvtransfer.reader import Reader
 from kvtransfer.transfer import TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
@@ -81,6 +83,7 @@ class Rig:
         self.source.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
         self.landing = Memory(NUM_PAGES, PAGE_BYTES)
         self.reader, self.owner = Engine(), Engine()
+        self.reads = ReadMeter(PAGE_BYTES)
         self.owners = {
             name: backend.serve(self.source.pool, OWNER) for name, backend in backends.items()
         }
@@ -94,6 +97,7 @@ class Rig:
                 config,
                 outlet,
                 wake,
+                self.reads,
             ),
             engine_moves=lambda: self.reader.moves,
             wake_engine=self.reader.wake.release,
@@ -193,6 +197,26 @@ def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig: Rig) -> None
     assert rig.owner.next(HandoffDropped).held
     assert not rig.owners["loopback"].publications.first_refused(READER, np.array([], np.int32))
     assert rig.owners["loopback"].publications.first_refused(READER, np.array([9], np.int32)) == 9
+
+
+def test_what_is_read_is_counted_by_the_path_that_carried_it(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(backends={"tcp": TcpBackend("127.0.0.1")})
+    rig.pair()
+    rig.open()
+    rig.grant()
+    rig.publish_first()
+    rig.publish_last()
+    rig.reader.next(FirstToken)
+    rig.reader.next(Held)
+    told = rig.reads.gauges()
+    assert told["total_read_bytes/tcp"] == 2 * PAGE_BYTES
+    assert told["total_read_descriptors/tcp"] == 2
+    assert told["total_reads_refused/tcp"] == 0
+    assert told["total_read_bytes/rdma"] == 0
+    seconds = rig.reads.distributions()["read_seconds/tcp"]
+    assert sum(seconds.counts) == 2 and seconds.total > 0
 
 
 def test_two_handoffs_at_once_land_in_their_own_pages(rig: Rig) -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolViolation
 from common.sampling import SamplingParams
+from common.timeline import PrefillTimes
+from common.trace_context import SpanName
 from kvtransfer import wire
 from kvtransfer.messages import (
     Admitted,
@@ -70,12 +72,24 @@ hellos = st.builds(
 )
 
 
+traceparents = st.just("") | st.builds(
+    lambda *name: SpanName(*name).header,
+    st.integers(1, 2**128 - 1),
+    st.integers(1, 2**64 - 1),
+    st.booleans(),
+)
+seconds = st.floats(0.0, wire.MAX_BUDGET_S)
+times = st.builds(PrefillTimes, seconds, seconds, seconds, u32)
+
+
 @st.composite
 def opens(draw: st.DrawFn) -> Open:
     tokens = tuple(draw(st.lists(i31, min_size=1, max_size=30)))
     num_generated = draw(st.integers(0, len(tokens) - 1))
     budget_s = draw(st.floats(1e-3, wire.MAX_BUDGET_S))
-    return Open(draw(ids), tokens, num_generated, draw(samplings), budget_s, draw(text))
+    return Open(
+        draw(ids), tokens, num_generated, draw(samplings), budget_s, draw(text), draw(traceparents)
+    )
 
 
 @st.composite
@@ -84,7 +98,9 @@ def readies(draw: st.DrawFn) -> Ready:
     first_token = draw(st.none() | i31)
     pages = tuple(draw(st.lists(u32, max_size=30)))
     end = draw(st.integers(start, 2**32 - 1))
-    return Ready(draw(ids), start, end, pages, first_token is not None, first_token)
+    last = first_token is not None
+    told = draw(st.none() | times) if last else None
+    return Ready(draw(ids), start, end, pages, last, first_token, told)
 
 
 from_reader = st.one_of(
@@ -136,6 +152,18 @@ def _ready(**changes: Any) -> pb.FromOwner:
     return message
 
 
+def test_a_trace_that_is_none_is_ignored_and_not_a_violation() -> None:
+    for header in ("nonsense", "00-0-0-01", "x" * 5000):
+        message = wire.parse(_open(traceparent=header))
+        assert isinstance(message, Open) and message.traceparent == ""
+
+
+def test_times_before_the_last_range_are_ignored() -> None:
+    message = _ready(last=False, first_token=None, times={"prefill_s": 1.0})
+    record = wire.parse(message)
+    assert isinstance(record, Ready) and record.times is None
+
+
 def _hello(**changes: Any) -> pb.FromReader:
     hello = Hello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (Region(0, 1, 1),), "here:1")
     message = wire.to_proto(hello, as_reader=True)
@@ -156,6 +184,9 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "message, complaint",
     [
+        (_ready(times={"prefill_s": -1.0}), "times of"),
+        (_ready(times={"waiting_s": float("nan")}), "times of"),
+        (_ready(times={"bootstrap_s": float("inf")}), "times of"),
         (pb.FromReader(), "without content"),
         (pb.FromOwner(), "without content"),
         (pb.FromReader(grant=pb.Grant(prefix_tokens=1)), "attempt"),

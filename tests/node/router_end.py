@@ -18,16 +18,15 @@ def submit(
     **fields: object,
 ) -> decode_pb2.ToNode:
     sampling = sampling_pb2.Sampling(max_tokens=max_tokens, seed=1)
-    return decode_pb2.ToNode(
-        submit=decode_pb2.Submit(
-            request=request,
-            request_id=request_id or f"r{request}",
-            token_ids=token_ids,
-            sampling=sampling,
-            budget_s=budget_s,
-            **fields,
-        )
+    one = decode_pb2.Submit(
+        request=request,
+        request_id=request_id or f"r{request}",
+        token_ids=token_ids,
+        sampling=sampling,
+        budget_s=budget_s,
+        **fields,
     )
+    return decode_pb2.ToNode(submits=[one])
 
 
 class RouterEnd:
@@ -43,6 +42,7 @@ class RouterEnd:
         self.ends: dict[int, tuple[int, str, int]] = {}  # reason, error, code
         self.statuses: list[decode_pb2.Status] = []
         self.num_steps = 0
+        self.cached_tokens: dict[int, int] = {}
         self.error: grpc.RpcError | None = None
         self._changed = threading.Condition()
         self._over = False
@@ -97,10 +97,11 @@ class RouterEnd:
             return
         step = message.step
         self.num_steps += 1
+        self.cached_tokens |= dict(zip(step.begun, step.cached_tokens, strict=True))
         for request, token in zip(step.request, step.token, strict=True):
             assert request not in self.ends
             self.tokens.setdefault(request, []).append(token)
-        columns = (step.ended, step.reason, step.error, step.error_code, step.cached_tokens)
-        for request, reason, error, code, _ in zip(*columns, strict=True):
+        columns = (step.ended, step.reason, step.error, step.error_code)
+        for request, reason, error, code in zip(*columns, strict=True):
             assert request not in self.ends
             self.ends[request] = (reason, error, code)

@@ -14,6 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from protos import node_pb2, node_pb2_grpc
 from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
+from tests.support.certificates import Authority
+from tests.support.cluster import free_ports
 from tests.support.programs import await_end, runs
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -115,6 +117,22 @@ def test_a_drain_call_does_the_same(start_node):
     assert node.exit_code() == 0
 
 
+def test_a_signal_after_a_drain_call_lets_the_drain_go_on(start_node):
+    # What Kubernetes sends: preStop calls Drain, then comes SIGTERM.
+    node = start_node()
+    address = node.address()
+    with RouterEnd(address) as router:
+        router.send(submit(1, [1, 2], 100))
+        router.wait_for(lambda: router.tokens)
+        node_call(address, "Drain", node_pb2.DrainRequest())
+        node.line_with("draining")
+        node.send(signal.SIGTERM)
+        router.wait_for_end(1)
+        assert router.tokens == {1: [1, 2] * 50}
+    assert node.exit_code() == 0
+    assert "because=drained" in node.output
+
+
 def test_a_second_signal_ends_the_node_now(start_node):
     node = start_node()
     with RouterEnd(node.address()) as router:
@@ -184,6 +202,18 @@ def test_a_stopped_engine_is_unhealthy_until_it_goes_on(start_node):
     eventually(lambda: health(address) == SERVING)
 
 
+def test_probes_that_know_no_tls_ask_a_port_that_has_health_alone(start_node, tmp_path):
+    (port,) = free_ports(1)
+    config = Authority().write(tmp_path)
+    address = start_node(tls=config, health_port=port).address()
+    eventually(lambda: health(f"127.0.0.1:{port}", "baton.v1.Node") == SERVING)
+    for closed in (address, f"127.0.0.1:{port}"):
+        with pytest.raises(grpc.RpcError):
+            describe(closed)
+    with pytest.raises(grpc.RpcError):
+        health(address)
+
+
 def test_a_stopped_engine_does_not_hold_the_end_of_the_node(start_node):
     node = start_node(drain_s=0.2)
     engine = describe(node.address()).pids[1]
@@ -200,7 +230,7 @@ def test_wrong_configuration_found_by_the_engine_is_one_line_and_exit_code_2(sta
     assert "Traceback" not in node.output
 
 
-@pytest.mark.parametrize("flag", ["port", "metrics_port"])
+@pytest.mark.parametrize("flag", ["port", "metrics_port", "health_port"])
 def test_a_second_node_on_a_port_gives_one_line_and_exit_code_2(start_node, flag):
     # Seen failing with grpc.so_reuseport at its default: the second node served beside the first.
     with socket.socket() as probe:
@@ -257,9 +287,9 @@ def test_metrics_are_served_over_http(start_node):
         def scraped() -> str:
             return urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
 
-        eventually(lambda: 'baton_queue_requests{queue="running"} 1.0\n' in scraped())
+        eventually(lambda: 'baton_queue_requests{queue="on_device"} 1.0\n' in scraped())
         text = scraped()
-    assert 'baton_rejected_total{reason="invalid"} 1.0\n' in text
+    assert 'baton_node_rejected_total{reason="invalid"} 1.0\n' in text
     assert 'baton_streams{kind="router"} 1.0\n' in text
     assert 'baton_kv_pages{holder="free"} 8.0\n' in text
     assert "baton_host_kv_pages 3.0\n" in text

@@ -50,7 +50,7 @@ class Transfer:
 
     def __init__(self) -> None:
         ours, theirs = socket_pair()
-        self.metrics = NodeMetrics()
+        self.metrics = NodeMetrics("decode")
         self.streams = PairStreams(theirs, self.metrics)
         self._socket = ours
         self._inbox: asyncio.Queue[PairInput] = asyncio.Queue()
@@ -116,7 +116,7 @@ async def pair():
     port = rpc.bind(server, "127.0.0.1", 0)
     assert service.register(server) == ("baton.v1.KvTransfer",)
     await server.start()
-    dialer = PairDialer(reader.streams, reader.metrics, QUICK)
+    dialer = PairDialer(reader.streams, reader.metrics, times=QUICK)
     dialling = asyncio.ensure_future(dialer.run())
     yield Pair(owner, reader, dialer, service, f"127.0.0.1:{port}")
     dialling.cancel()
@@ -311,7 +311,7 @@ async def test_an_owner_that_answers_garbage_is_dialled_again():
     await server.start()
     reader = Transfer()
     await reader.start()
-    dialer = PairDialer(reader.streams, reader.metrics, QUICK)
+    dialer = PairDialer(reader.streams, reader.metrics, times=QUICK)
     dialling = asyncio.ensure_future(dialer.run())
     reader.say(LocalHello(READER))
     dialer.dial(frozenset({f"127.0.0.1:{port}"}))

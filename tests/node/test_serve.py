@@ -43,25 +43,52 @@ def test_tokens_of_all_requests_come_in_order_and_end_once(address):
             assert router.ends[i] == (LENGTH, "", 0)
 
 
-def test_status_comes_first_and_names_the_paired_owners(address):
+def test_status_comes_first_and_names_links_and_pages(address):
     with RouterEnd(address) as router:
         router.wait_for(lambda: router.statuses)
         assert router.num_steps == 0
-        router.wait_for(lambda: list(router.statuses[-1].paired) == ["127.0.0.1:1"])
-        assert router.statuses[-1].state == "ready"
-        assert router.statuses[-1].serves_alone
+        router.wait_for(lambda: router.statuses[-1].links)
+        status = router.statuses[-1]
+        assert [(link.peer, link.path, link.gib_per_s) for link in status.links] == [
+            ("127.0.0.1:1", "tcp", 2.0)
+        ]
+        assert (status.pages_total, status.pages_free, status.page_size) == (8, 5, 16)
+        assert status.state == "ready"
+        assert status.serves_alone
+
+
+def test_what_was_cached_is_told_once_the_prompt_is_computed(address):
+    with RouterEnd(address) as router:
+        router.send(submit(1, [1], 100_000))
+        router.wait_for(lambda: router.tokens)
+        assert router.cached_tokens == {1: 3}
+        assert not router.ends
 
 
 def test_a_cancelled_request_ends_and_its_neighbour_goes_on(address):
     with RouterEnd(address) as router:
         router.send(submit(1, [1], 100_000), submit(2, [2], 100_000))
         router.wait_for(lambda: len(router.tokens) == 2)
-        router.send(decode_pb2.ToNode(cancel=decode_pb2.CancelRequest(request=1)))
+        router.send(decode_pb2.ToNode(cancels=[1]))
         router.wait_for_end(1)
         assert router.ends[1] == (ABORT, "", 0)
         said = len(router.tokens[2])
         router.wait_for(lambda: len(router.tokens[2]) > said + 2)
     eventually(lambda: running(address) == 0)
+
+
+def test_one_message_tells_peers_submits_and_cancels(node, address):
+    message = decode_pb2.ToNode(
+        peers=decode_pb2.Peers(prefill_addresses=["127.0.0.1:31"]),
+        submits=[*submit(1, [1], 100_000).submits, *submit(2, [2], 2).submits],
+        cancels=[1, 77],
+    )
+    with RouterEnd(address) as router:
+        router.send(message)
+        node.line_with("peers 127.0.0.1:31\n")
+        router.wait_for_end(1, 2)
+        assert router.ends[1] == (ABORT, "", 0)
+        assert router.tokens[2] == [2, 2]
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -93,15 +120,18 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
         (submit(1, [3], budget_s=1e8), "budget_s"),
         (submit(1, [3], request_id="x" * 257), "request_id"),
         (submit(1, [3], prefill_addresses=["unix:/tmp/x"]), "host:port"),
-        (decode_pb2.ToNode(submit=decode_pb2.Submit(request=1, token_ids=[1], budget_s=1)), "seed"),
+        (
+            decode_pb2.ToNode(submits=[decode_pb2.Submit(request=1, token_ids=[1], budget_s=1)]),
+            "seed",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_submit_ends_that_request_and_not_the_stream(address, bad, sentence):
-    if not bad.submit.HasField("sampling"):
-        bad.submit.sampling.max_tokens = 3
+    if not bad.submits[0].HasField("sampling"):
+        bad.submits[0].sampling.max_tokens = 3
     with RouterEnd(address) as router:
-        router.send(bad, submit(2, [7], 2))
+        router.send(decode_pb2.ToNode(submits=[*bad.submits, *submit(2, [7], 2).submits]))
         router.wait_for_end(1, 2)
         reason, error, code = router.ends[1]
         assert (reason, code) == (ERROR, INVALID_ARGUMENT.value[0])

@@ -49,7 +49,7 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
             assert asked.tokens == known.greedy(prompt, 8)
             rig.until_free()
         assert [(said.start, said.end, said.pages) for said in _said(rig, Ready)] == [(48, 48, ())]
-        assert asked.ended.cached_tokens == 48
+        assert asked.cached_tokens == 48
         assert rig.decode[0].count("handoffs_held") == 2
 
 
@@ -131,5 +131,5 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
         after = rig.ask(PROMPT)
         rig.run()
         assert before.tokens == known.greedy(PROMPT, 8)
-        assert after.reason is FinishReason.ERROR and after.ended.error_code == 8
+        assert after.reason is FinishReason.ERROR and after.ended.error_code == 14
         rig.until(lambda: decode.router.drained, "the node has drained")

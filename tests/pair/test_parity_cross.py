@@ -71,7 +71,7 @@ def test_what_either_side_has_cached_is_neither_computed_nor_read_again(known, c
         asked = rig.ask(prompt)
         rig.run()
         assert asked.tokens == known.greedy(prompt, 8)
-        assert asked.ended.cached_tokens == (0 if cold == "prefill decode" else 96)
+        assert asked.cached_tokens == (0 if cold == "prefill decode" else 96)
         assert prefill.count("cached_tokens") - before == (0 if "prefill" in cold else 96)
         moved = sum(len(said.pages) for said in rig.wires.seen if isinstance(said, Ready))
         assert moved == (7 if "decode" in cold else 1)

@@ -11,6 +11,7 @@ from common.engine.request import FinishReason
 from kvtransfer.messages import Admitted, Beat, Cancel, Done, Failed, Grant, Open, Ready, Released
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
+from tests.support.timeline_laws import check
 
 NUM_ACTIONS = 70
 MAX_LIVE = 16
@@ -131,6 +132,7 @@ def test_every_request_ends_once_and_rightly(known, seed):
         walk.end()
         for one in rig.asked:
             assert one.tokens == known.greedy(one.prompt, MAX_TOKENS)[: len(one.tokens)]
+            check(one.ended, len(one.tokens))
             if one.reason is FinishReason.LENGTH:
                 assert len(one.tokens) == one.sampling.max_tokens
             elif one.reason is FinishReason.ABORT:

@@ -10,7 +10,7 @@ from tests.router.rig import VOCABULARY_SIZE, byte_level_tokenizer
 from tests.router.test_detokenizer import BYTE_LEVEL
 from tests.router.test_stops import cut
 
-LENGTH = End("length", 3)
+LENGTH = End("length")
 
 
 def answer(*stops: str) -> Answer:
@@ -58,6 +58,6 @@ def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
 def test_an_end_brings_the_text_that_was_held_back() -> None:
     subject = answer("STOP")
     assert subject.add(ids("one ST"), None).text == "one "
-    last = subject.add([], LENGTH)
+    last = subject.add([], LENGTH, 3)
     assert isinstance(last, LastPiece)
     assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)

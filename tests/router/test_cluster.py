@@ -10,7 +10,7 @@ from grpc import StatusCode
 from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import GetClusterRequest
 from tests.router.rig import collect, eventually, failure, router_for
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 
 async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_nodes(
@@ -21,7 +21,10 @@ async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_n
         nodes = [StubDecodeNode(paired=prefill, serves_alone=False) for _ in range(2)]
         async with nodes[0] as d0, nodes[1] as d1:
             decode = [d0.address, d1.address]
-            async with router_for(model, decode=decode, prefill=prefill) as (client, router):
+            async with router_for(model, decode=decode, prefill=prefill, policy="round_robin") as (
+                client,
+                router,
+            ):
                 await eventually(lambda: len(router.cluster.usable()) == 2)
                 calls = [client.generate("x") for _ in range(8)]
                 firsts = []
@@ -46,31 +49,33 @@ async def test_a_router_is_not_ready_until_a_decode_node_has_a_prefill_node(mode
             await eventually(lambda: decode.num_described)
             error = await failure(client.generate("x"))
             assert error.code() is StatusCode.UNAVAILABLE
-            decode.change_status(paired=[prefill.address])
+            decode.change_status(links=links_to([prefill.address]))
             await client.wait_until_serving()
-            decode.change_status(paired=[])
+            decode.change_status(links=[])
             await client.wait_until_serving(False)
 
 
-async def test_the_death_of_a_decode_node_ends_its_requests_and_no_others(model: Path) -> None:
-    async with StubDecodeNode() as d0, StubDecodeNode() as d1:
-        async with router_for(model, decode=[d0.address, d1.address]) as (client, router):
-            await eventually(lambda: len(router.cluster.usable()) == 2)
-            calls = [client.generate("x") for _ in range(2)]
-            one, other = (await d0.submitted()).request, (await d1.submitted()).request
-            d0.say({one: [20]})
-            await d0.die()
-            ends = await asyncio.gather(
-                *(collect(call) for call in calls), _finish(d1, other), return_exceptions=True
-            )
-            errors = [end for end in ends if isinstance(end, Exception)]
-            assert len(errors) == 1
-            assert errors[0].code() is StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
-            assert "is gone" in errors[0].details()  # type: ignore[attr-defined]
-            for _ in range(2):
-                call = client.generate("x")
-                await _finish(d1, (await d1.submitted()).request)
-                await collect(call)
+async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_prefill_node(
+    model: Path,
+) -> None:
+    async with (
+        StubNode() as prefill,
+        StubDecodeNode(serves_alone=False) as d0,
+        StubDecodeNode(serves_alone=False) as d1,
+    ):
+        d0.status.falls_back = True
+        decode = [d0.address, d1.address]
+        async with router_for(model, decode=decode, prefill=[prefill.address]) as (client, router):
+            await client.wait_until_serving()
+            call = client.generate("x")
+            alone = await d0.submitted()
+            assert list(alone.prefill_addresses) == []
+            await _finish(d0, alone.request)
+            await collect(call)
+            d1.change_status(links=links_to([prefill.address]))
+            await eventually(lambda: [c.address for c in router.cluster.usable()] == [d1.address])
+            d1.change_status(links=[])
+            await eventually(lambda: [c.address for c in router.cluster.usable()] == [d0.address])
 
 
 async def _finish(node: StubDecodeNode, number: int) -> None:

@@ -12,14 +12,20 @@ from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
 from router.admission import Admission
 from router.answer import LastPiece, Piece
+from router.cache_watch import CacheWatch
 from router.cluster import Cluster
-from router.decode_client import DecodeClient
+from router.discovery import Discovery
 from router.generation import Generator
-from router.policy import RoundRobin
+from router.load import Load
+from router.membership import Membership
+from router.policy.round_robin import RoundRobin
+from router.prefix_index import PrefixIndex
 from router.survey import Survey
+from router.timelines import Timelines
 from router.token_buffer import End, TokenBuffer
 from router.tokenizer import RouterTokenizer
 from router.validation import Limits, Prompts
+from router.wanted import from_request
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -34,36 +40,41 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
         writing.set()
         await may_write.wait()
 
-    async with StubDecodeNode() as node, rpc.make_channel(node.address) as channel:
-        address = node.address
-        survey = Survey(
-            {address: "decode"},
-            {address: channel},
-            tokenizer_hash=tokenizer.hash,
-            on_change=lambda: None,
+    async with StubDecodeNode() as node:
+        discovery = Discovery([], [node.address])
+        await discovery.start()
+        survey = Survey(tokenizer_hash=tokenizer.hash, on_change=lambda: cluster.refresh())
+        cluster = Cluster(survey, RoundRobin(), Load(), on_change=lambda: None)
+        membership = Membership(
+            discovery,
+            survey,
+            cluster,
+            rpc.make_channel,
+            CacheWatch(PrefixIndex()),
+            budget_s=10.0,
         )
-        client = DecodeClient(address, channel, peers=[], on_move=lambda _: survey.want())
-        cluster = Cluster({address: client}, survey, RoundRobin([], [address]))
+        metrics = RouterMetrics()
         generator = Generator(
             tokenizer,
             Prompts(tokenizer, None),
             Limits(CONTEXT_LENGTH, VOCABULARY_SIZE),
             cluster,
             Admission(1),
-            RouterMetrics(),
+            metrics,
+            Timelines(metrics, None),
             budget_s=10.0,
         )
-        nodes = asyncio.create_task(cluster.run())
+        nodes = asyncio.create_task(membership.run())
         await eventually(lambda: cluster.ready)
         request = GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(max_tokens=40))
-        generating = asyncio.create_task(generator.generate(request, write))
+        generating = asyncio.create_task(generator.generate(from_request(request), write))
         submit = await node.submitted()
         node.say({submit.request: [20]})
         await writing.wait()
         for token in range(21, 60):
             node.say({submit.request: [token]})
         node.say(ended={submit.request: FINISH_REASON_LENGTH})
-        await eventually(lambda: client.num_live == 0)
+        await eventually(lambda: cluster.usable()[0].num_live == 0)
         may_write.set()
         await generating
         nodes.cancel()
@@ -73,8 +84,8 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
 async def test_a_buffer_takes_no_more_tokens_than_were_asked_for() -> None:
     buffer = TokenBuffer(max_tokens=2)
     assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
-    buffer.end(End("length", 0))
-    assert await buffer.drain() == ([1, 2], End("length", 0))
+    buffer.end(End("length"))
+    assert await buffer.drain() == ([1, 2], End("length"))
 
 
 async def test_tokens_before_a_failure_are_still_told() -> None:

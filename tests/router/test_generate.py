@@ -106,6 +106,16 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_request(model: Path) 
         assert await node.cancelled() == number
 
 
+async def test_what_was_cached_is_known_of_an_answer_that_a_stop_string_cut(model: Path) -> None:
+    async with served(model) as (client, node, _):
+        call = client.generate("over", sampling=Sampling(stop=["STOP"]))
+        number = (await node.submitted()).request
+        node.say({number: ids("one")}, cached_tokens=1)
+        node.say({number: ids("STOP")})
+        usage = (await collect(call))[2].usage
+        assert (usage.cached_tokens, usage.completion_tokens) == (1, len(ids("one") + ids("STOP")))
+
+
 async def test_a_stop_string_in_the_first_token_gives_no_text(model: Path) -> None:
     async with served(model) as (client, node, _):
         call = client.generate("x", sampling=Sampling(stop=["h"]))
@@ -200,7 +210,7 @@ async def test_bad_input_reaches_no_node_and_leaves_nothing(model: Path) -> None
             error = await failure(client.generate(**request))
             assert error.code() is StatusCode.INVALID_ARGUMENT, error
         assert router.admission.num_live == 0
-        assert [message.WhichOneof("message") for message in node.received] == ["peers"]
+        assert not any(message.submits for message in node.received)
 
 
 async def test_invalid_utf8_is_an_invalid_argument(model: Path) -> None:
@@ -216,7 +226,6 @@ async def test_invalid_utf8_is_an_invalid_argument(model: Path) -> None:
     [
         (StatusCode.INVALID_ARGUMENT, StatusCode.INVALID_ARGUMENT),
         (StatusCode.RESOURCE_EXHAUSTED, StatusCode.RESOURCE_EXHAUSTED),
-        (StatusCode.UNAVAILABLE, StatusCode.UNAVAILABLE),
         (StatusCode.INTERNAL, StatusCode.UNAVAILABLE),
         (StatusCode.OK, StatusCode.UNAVAILABLE),
     ],
@@ -274,11 +283,9 @@ async def test_a_node_that_breaks_the_protocol_loses_its_stream_and_may_come_bac
         call = client.generate("x")
         await node.submitted()
         node.send(message)
-        assert (await failure(call)).code() is StatusCode.UNAVAILABLE
-        await client.wait_until_serving()
-        again = client.generate("x")
+        await client.wait_until_serving(False)
         node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
-        await collect(again)
+        await collect(call)
 
 
 async def test_tokenize_and_detokenize_are_inverse(model: Path) -> None:

@@ -232,7 +232,7 @@ async def test_a_choice_that_fails_ends_the_others(model: Path) -> None:
     async with api_for(model) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", n=2))
         one, other = [(await api.node.submitted()).request for _ in range(2)]
-        api.node.say(ended={one: FINISH_REASON_ERROR}, error="broken", error_code=14)
+        api.node.say(ended={one: FINISH_REASON_ERROR}, error="broken", error_code=13)
         assert (await asking).status == 503
         assert await api.node.cancelled() == other
         await eventually(lambda: api.router.admission.num_live == 0)
@@ -277,7 +277,7 @@ async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) 
     [
         (StatusCode.INVALID_ARGUMENT, 400),
         (StatusCode.RESOURCE_EXHAUSTED, 429),
-        (StatusCode.UNAVAILABLE, 503),
+        (StatusCode.INTERNAL, 503),
         (StatusCode.DEADLINE_EXCEEDED, 504),
     ],
 )
@@ -312,7 +312,7 @@ async def test_a_stream_that_fails_midway_says_so_and_not_done(model: Path) -> N
         api.node.say({number: ids("a")})
         stream = aiter(await asking)
         assert (await anext(stream)).choices[0].text == "a"
-        api.node.say(ended={number: FINISH_REASON_ERROR}, error="node is gone", error_code=14)
+        api.node.say(ended={number: FINISH_REASON_ERROR}, error="node is gone", error_code=13)
         with pytest.raises(openai.APIError, match="node is gone"):
             await anext(stream)
 

@@ -241,7 +241,7 @@ async def test_a_wrong_field_of_a_completion_is_named(
         assert answer.error["type"] == "invalid_request_error"
         assert answer.error["message"].startswith(param.partition("[")[0].partition(".")[0])
         assert api.router.admission.num_live == 0
-        assert [message.WhichOneof("message") for message in api.node.received] == ["peers"]
+        assert not any(message.submits for message in api.node.received)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ async def test_a_wrong_field_of_a_chat_is_named(
         answer = await api.post(CHAT, **fields)
         assert answer.status == 400, answer.body
         assert answer.error["param"].startswith(param)
-        assert [message.WhichOneof("message") for message in api.node.received] == ["peers"]
+        assert not any(message.submits for message in api.node.received)
 
 
 async def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path: Path) -> None:

@@ -193,6 +193,8 @@ async def test_http_clients_are_served_to_the_end_at_sigterm(
         (["--model", "/absent", "--decode", ABSENT], "no such directory"),
         (["--model", "MODEL"], "at least one decode node"),
         (["--model", "MODEL", "--decode", "nonsense"], "host:port"),
+        (["--model", "MODEL", "--decode", "dns:nonsense"], "--decode: 'dns:nonsense'"),
+        (["--model", "MODEL", "--decode", "file:/absent"], "cannot read /absent: No such file"),
         (["--model", "MODEL", "--decode", ABSENT, "--prefill", ABSENT], "named twice"),
         (["--model", "MODEL", "--decode", ABSENT, "--budget-s", "0"], "--budget-s"),
     ],

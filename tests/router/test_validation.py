@@ -17,6 +17,7 @@ from router.validation import (
     check_request_id,
     parse,
 )
+from router.wanted import from_prompt, from_request
 from tests.router.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 
 LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE)
@@ -51,7 +52,7 @@ def messages(*turns: tuple[str, str]) -> ChatMessages:
 )
 async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        await parse(GenerateRequest(**fields), "r", prompts(), LIMITS)
+        await parse(from_request(GenerateRequest(**fields)), "r", prompts(), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +81,19 @@ async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) ->
 async def test_bad_sampling_is_refused(fields: dict[str, Any], sentence: str) -> None:
     request = GenerateRequest(text="x", sampling=Sampling(**fields))
     with pytest.raises(InvalidRequest, match=sentence):
-        await parse(request, "r", prompts(), LIMITS)
+        await parse(from_request(request), "r", prompts(), LIMITS)
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_budget_that_is_no_time_is_refused(timeout_s: float) -> None:
     with pytest.raises(InvalidRequest, match="timeout_s"):
-        budget_s(GenerateRequest(timeout_s=timeout_s), 600.0)
+        budget_s(from_request(GenerateRequest(timeout_s=timeout_s)).timeout_s, 600.0)
 
 
 def test_a_budget_is_the_shorter_of_the_clients_and_the_routers() -> None:
-    assert budget_s(GenerateRequest(), 600.0) == 600.0
-    assert budget_s(GenerateRequest(timeout_s=5.0), 600.0) == 5.0
-    assert budget_s(GenerateRequest(timeout_s=900.0), 600.0) == 600.0
+    assert budget_s(from_request(GenerateRequest()).timeout_s, 600.0) == 600.0
+    assert budget_s(5.0, 600.0) == 5.0
+    assert budget_s(900.0, 600.0) == 600.0
 
 
 def test_a_request_id_of_any_length_is_not_carried() -> None:
@@ -103,7 +104,7 @@ def test_a_request_id_of_any_length_is_not_carried() -> None:
 async def test_messages_without_a_template_are_refused() -> None:
     request = TokenizeRequest(messages=messages(("user", "x")))
     with pytest.raises(InvalidRequest, match="no chat template"):
-        await prompts(None).encode(request)
+        await prompts(None).encode(from_prompt(request))
 
 
 @pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44), (1_000_000, 44)])
@@ -111,28 +112,32 @@ async def test_max_tokens_is_what_the_context_leaves_at_most(
     asked: int | None, expected: int
 ) -> None:
     request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
-    job = await parse(request, "r", prompts(), LIMITS)
+    job = await parse(from_request(request), "r", prompts(), LIMITS)
     assert job.sampling.max_tokens == expected
 
 
 async def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     request = GenerateRequest(token_ids=tokens(*[5] * (CONTEXT_LENGTH - 1)))
-    assert (await parse(request, "r", prompts(), LIMITS)).sampling.max_tokens == 1
+    assert (await parse(from_request(request), "r", prompts(), LIMITS)).sampling.max_tokens == 1
 
 
 async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept() -> None:
     unset = GenerateRequest(text="x")
-    drawn = {(await parse(unset, "r", prompts(), LIMITS)).sampling.seed for _ in range(8)}
+    drawn = {
+        (await parse(from_request(unset), "r", prompts(), LIMITS)).sampling.seed for _ in range(8)
+    }
     assert len(drawn) == 8
     request = GenerateRequest(text="x", sampling=Sampling(seed=0))
-    assert (await parse(request, "r", prompts(), LIMITS)).sampling.seed == 0
+    assert (await parse(from_request(request), "r", prompts(), LIMITS)).sampling.seed == 0
 
 
 async def test_special_tokens_start_a_text_but_not_a_rendered_template() -> None:
     plain = byte_level_tokenizer()
-    text = await prompts().encode(TokenizeRequest(text="the fox"))
+    text = await prompts().encode(from_prompt(TokenizeRequest(text="the fox")))
     assert text == [0, *plain.encode("the fox", add_special_tokens=False).ids]
-    chat = await prompts().encode(TokenizeRequest(messages=messages(("user", "the fox"))))
+    chat = await prompts().encode(
+        from_prompt(TokenizeRequest(messages=messages(("user", "the fox"))))
+    )
     rendered = "<s>[user] the fox\n[assistant]"
     assert chat == plain.encode(rendered, add_special_tokens=False).ids
     assert chat.count(0) == 1
@@ -151,3 +156,13 @@ async def test_a_tokenizer_saved_with_truncation_still_encodes_everything() -> N
 def test_what_is_no_tokenizer_is_a_wrong_configuration() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         RouterTokenizer(b"{}")
+
+
+@pytest.mark.parametrize("num_characters", [1, 1023, 1024, 1025, 5000])
+async def test_texts_of_any_length_are_encoded_alike(num_characters: int) -> None:
+    tokenizer = byte_level_tokenizer()
+    text = ("the quick brown fox jumps over the lazy dog; größer " * 100)[:num_characters]
+    subject = RouterTokenizer(tokenizer.to_str().encode())
+    for special in (True, False):
+        expected = tokenizer.encode(text, add_special_tokens=special).ids
+        assert await subject.encode(text, add_special_tokens=special) == expected

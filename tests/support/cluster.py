@@ -8,6 +8,7 @@ failure inside it carries the ends of all logs.
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -24,11 +25,18 @@ from typing import Any, Self
 import grpc.aio
 import pytest
 
+from common import tls
 from common.cli import client
 from common.cli.children import Child
 from common.cli.plan import Program
+from common.config import TlsConfig
 from common.rpc import make_channel
-from protos.node_pb2 import DescribeRequest, DescribeResponse, FlushCacheRequest
+from protos.node_pb2 import (
+    DescribeRequest,
+    DescribeResponse,
+    DrainRequest,
+    FlushCacheRequest,
+)
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import (
     GenerateRequest,
@@ -40,6 +48,8 @@ from protos.router_pb2 import (
 )
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
+from tests.support.certificates import flags as tls_flags
+from tests.support.http_client import get
 from tests.support.programs import ROOT, runs
 
 START_S = 60.0
@@ -87,7 +97,7 @@ class Node:
     child: Child
     stub: Any
     channel: grpc.aio.Channel
-    killed: bool = False
+    killed: bool = False  # or has ended by itself, as it should
 
     @property
     def address(self) -> str:
@@ -118,32 +128,44 @@ class Cluster:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         paired: bool = True,
+        by_file: bool = False,
+        tls_config: TlsConfig | None = None,
     ) -> None:
         """
         Args:
             paired: be ready only when the router is, and every decode node has paired with all.
+            by_file: the router has the nodes' names from a file, so that they can come and go.
             path: of the KV, forced: "nixl" | "tcp", or "auto".
             node_flags: for every node; the role's own flags go before them.
+            tls_config: of every program, and of what is asked here. Clients need no certificate.
         """
-        common = (f"--transfer.path={path}", *node_flags)
+        secret = tls_config or TlsConfig()
+        self._certificates = tls.certificates(secret, "the test's")
+        common = (f"--transfer.path={path}", *tls_flags("front.tls", secret), *node_flags)
+        base = ("--dtype=float32", *common)
+        self._flags = {
+            "prefill": (f"--device={rig.prefill_device}", *base, *prefill_flags),
+            "decode": (f"--device={rig.decode_device}", *base, *decode_flags),
+        }
+        self._model = model
         free = free_ports(2 + num_prefill + num_decode)
-        nodes = []
-        for role, count, device, flags in (
-            ("prefill", num_prefill, rig.prefill_device, prefill_flags),
-            ("decode", num_decode, rig.decode_device, decode_flags),
-        ):
-            base = (f"--device={device}", "--dtype=float32", *common)
-            if not any(flag.startswith("--engine.cache.num-pages") for flag in (*flags, *common)):
-                base = (*base, f"--engine.cache.num-pages={NUM_PAGES}")
-            nodes += [
-                _program(f"{role}-{i}", f"{role}_node", next(free), model, (*base, *flags))
-                for i in range(count)
-            ]
+        counts = {"prefill": num_prefill, "decode": num_decode}
+        nodes = [
+            self._node_program(role, i, next(free))
+            for role, count in counts.items()
+            for i in range(count)
+        ]
         self.http_port = next(free)
+        self._roster = logs / "nodes.yaml" if by_file else None
+        self._named = {
+            role: [node.address for node in nodes if node.module == f"{role}_node"]
+            for role in counts
+        }
         router = (
             f"--http-port={self.http_port}",
-            *(f"--prefill={node.address}" for node in nodes[:num_prefill]),
-            *(f"--decode={node.address}" for node in nodes[num_prefill:]),
+            *tls_flags("front.tls", secret.model_copy(update={"ca": None})),
+            *tls_flags("nodes-tls", TlsConfig(ca=secret.ca)),
+            *(f"--{role}={entry}" for role in counts for entry in self._entries(role)),
             *router_flags,
         )
         self._programs = [_program("router", "router", next(free), model, router), *nodes]
@@ -158,7 +180,7 @@ class Cluster:
 
     async def __aenter__(self) -> Self:
         self._router = self._child(self._programs[0])
-        self._channel = make_channel(self.address)
+        self._channel = make_channel(self.address, self._certificates)
         self._stub = RouterStub(self._channel)  # type: ignore[no-untyped-call]
         for program in self._programs[1:]:
             nodes = self.prefill if program.module == "prefill_node" else self.decode
@@ -232,6 +254,40 @@ class Cluster:
         nodes[nodes.index(node)] = renewed = self._node(node.program)
         return renewed
 
+    async def kill_router(self) -> None:
+        self._router.send(signal.SIGKILL)
+        await self._router.ended()
+
+    async def start_router_again(self) -> None:
+        """A new process on the killed router's addresses. Returns once it is ready."""
+        self._router = self._child(self._programs[0])
+        async with asyncio.timeout(START_S):
+            await client.until_serving(self.address, self._programs[0].service)
+
+    async def join(self, role: str) -> Node:
+        """Starts one more node, and tells the router of it once it serves."""
+        nodes = self.prefill if role == "prefill" else self.decode
+        program = self._node_program(role, len(nodes), next(free_ports(1)))
+        nodes.append(node := self._node(program))
+        await client.until_serving(program.address, program.service, self._certificates)
+        self._named[role].append(program.address)
+        self._write_roster()
+        return node
+
+    def leave(self, node: Node) -> None:
+        """The router is told of the node no more."""
+        for addresses in self._named.values():
+            if node.address in addresses:
+                addresses.remove(node.address)
+        self._write_roster()
+
+    async def drain(self, node: Node) -> None:
+        """Tells it to end when its requests have; it must exit with 0."""
+        node.killed = True
+        await node.stub.Drain(DrainRequest(), timeout=5.0)
+        async with asyncio.timeout(STOP_S):
+            assert await node.child.ended() == 0
+
     async def stop_with(self, number: signal.Signals) -> None:
         """Sends a signal to every process of every live program at once; each must exit with 0."""
         await self.until_nothing_is_held()
@@ -249,6 +305,12 @@ class Cluster:
         """The cluster, as the router knows it."""
         response: GetClusterResponse = await self._stub.GetCluster(GetClusterRequest(), timeout=5.0)
         return response
+
+    async def metric(self, name: str) -> float:
+        """One of the router's, without labels."""
+        text = (await get(self.http_port, "/metrics")).body.decode()
+        (value,) = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+        return float(value)
 
     async def wait_until(
         self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 20.0
@@ -311,13 +373,30 @@ class Cluster:
 
     # Inside -------------------------------------------------------------------------------------
 
+    def _node_program(self, role: str, number: int, port: int) -> Program:
+        flags = self._flags[role]
+        if not any(flag.startswith("--engine.cache.num-pages") for flag in flags):
+            flags = (*flags, f"--engine.cache.num-pages={NUM_PAGES}")
+        return _program(f"{role}-{number}", f"{role}_node", port, self._model, flags)
+
+    def _entries(self, role: str) -> list[str]:
+        """What the router is told of the nodes of a role when it starts."""
+        if self._roster is None:
+            return self._named[role]
+        self._write_roster()
+        return [f"file:{self._roster}"]
+
+    def _write_roster(self) -> None:
+        assert self._roster is not None, "this cluster's nodes are fixed"
+        self._roster.write_text(json.dumps(self._named))
+
     def _child(self, program: Program) -> Child:
         log = self._logs / f"{program.name}-{time.monotonic_ns()}.log"
         command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
         return Child(program.name, command, log, directory=ROOT)
 
     def _node(self, program: Program) -> Node:
-        channel = make_channel(program.address)
+        channel = make_channel(program.address, self._certificates)
         stub = NodeStub(channel)  # type: ignore[no-untyped-call]
         return Node(program, self._child(program), stub, channel)
 
@@ -325,7 +404,7 @@ class Cluster:
         async def ready() -> None:
             async with asyncio.timeout(START_S):
                 for program in self._programs[0 if self._must_pair else 1 :]:
-                    await client.until_serving(program.address, program.service)
+                    await client.until_serving(program.address, program.service, self._certificates)
                 if self._must_pair:
                     await self.wait_until(self._paired, "all nodes are paired", START_S)
 

@@ -13,6 +13,7 @@ import torch
 from common.config import CacheConfig, DecodeConfig, EngineConfig, SchedulerConfig, TransferConfig
 from common.engine.batch import Launched
 from common.engine.build import Engine
+from common.engine.cache_events import CacheEvents
 from common.engine.kv import HostPool, KVPool
 from common.engine.limits import RequestLimits
 from common.engine.loop import EventLoop
@@ -37,6 +38,7 @@ from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
 from kvtransfer.publisher import Publisher
+from kvtransfer.read_meter import ReadMeter
 from kvtransfer.reader import Reader
 from kvtransfer.transfer import TransferThread
 from prefill_node.role import PrefillRole
@@ -91,6 +93,7 @@ class Asked:
     sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
     ended: Ended | None = None
+    cached_tokens: int | None = None  # None: not told yet
 
     @property
     def reason(self) -> FinishReason | None:
@@ -127,8 +130,11 @@ class RouterEnd:
         assert step.stream == STREAM
         numbers = np.frombuffer(step.requests, np.uint64).tolist()
         tokens = np.frombuffer(step.tokens, np.uint32).tolist()
+        for number, cached_tokens in step.begun:
+            self.asked[number].cached_tokens = cached_tokens
         for number, token in zip(numbers, tokens, strict=True):
             assert self.asked[number].ended is None, "a token after the end"
+            assert self.asked[number].cached_tokens is not None, "a token, and nothing has begun"
             self.asked[number].tokens.append(token)
         for ended in step.ended:
             assert self.asked[ended.request].ended is None, "a request ended twice"
@@ -251,6 +257,7 @@ def decode_node(
             common.transfer,
             outlet,
             wake,
+            ReadMeter(engine.pool.page_bytes),
         ),
         engine_moves=lambda: True,
         wake_engine=common.wake,
@@ -264,6 +271,7 @@ def decode_node(
         pages=engine.pages,
         cache=engine.cache,
         page_size=common.page_size,
+        page_bytes=engine.pool.page_bytes,
         limits=engine.limits,
         port=transfer,
         desk=desk,
@@ -336,4 +344,9 @@ def _hello(engine: Engine, instance: int, address: str) -> Hello:
 
 
 def _desk(router: RouterEnd, engine: Engine) -> Desk:
-    return Desk(router, pages_by_holder=engine.pages.by_holder, progress=lambda: (0, 0.0))
+    return Desk(
+        router,
+        pages_by_holder=engine.pages.by_holder,
+        progress=lambda: (0, 0.0),
+        cache=CacheEvents(engine.cache),
+    )

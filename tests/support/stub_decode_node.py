@@ -9,13 +9,21 @@ import argparse
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc.aio
 import uvloop
 
 from common import rpc
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
+
+T = TypeVar("T")
+
+
+def links_to(peers: Sequence[str]) -> list[router_pb2.LinkState]:
+    """What a Status says of a node that has paired with these."""
+    return [router_pb2.LinkState(peer=peer, path="tcp", gib_per_s=2.5) for peer in peers]
+
 
 _WAIT_S = 10.0
 _instance_ids = itertools.count(1)
@@ -40,6 +48,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.answering = asyncio.Event()  # cleared: Describe is not answered
         self.answering.set()
         self.num_described = 0
+        self.watchers: list[asyncio.Queue[node_pb2.CacheEvents | None]] = []
         self.address = ""
         self._port = port
         self._server: grpc.aio.Server | None = None
@@ -68,6 +77,20 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.num_described += 1
         return self.description
 
+    async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
+        news: asyncio.Queue[node_pb2.CacheEvents | None] = asyncio.Queue()
+        self.watchers.append(news)
+        try:
+            while (events := await news.get()) is not None:
+                await context.write(events)
+        finally:
+            self.watchers.remove(news)
+
+    def tell_cache(self, **fields: Any) -> None:
+        """CacheEvents with these fields to every watcher; without any, their calls end."""
+        for news in self.watchers:
+            news.put_nowait(node_pb2.CacheEvents(**fields) if fields else None)
+
     def _add_services(self, server: grpc.aio.Server) -> None:
         rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, self)
 
@@ -85,10 +108,12 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         on_submit: Callable[[decode_pb2.Submit], None] = lambda submit: None,
     ) -> None:
         super().__init__("decode", tokenizer_hash=tokenizer_hash, port=port)
-        self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone, paired=paired)
+        self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone)
+        self.status.links.extend(links_to(paired))
         self.received: list[decode_pb2.ToNode] = []
         self.streams: list[asyncio.Queue[decode_pb2.FromNode]] = []
-        self._arrivals: asyncio.Queue[decode_pb2.ToNode] = asyncio.Queue()
+        # What `received` said, one by one: a Submit, or the number of a cancelled request.
+        self._arrivals: asyncio.Queue[decode_pb2.Submit | int] = asyncio.Queue()
         self._on_submit = on_submit
 
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
@@ -105,11 +130,11 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
 
     async def submitted(self) -> decode_pb2.Submit:
         """The next Submit; whatever came before it is skipped."""
-        return (await self._next("submit")).submit
+        return await self._next(decode_pb2.Submit)
 
     async def cancelled(self) -> int:
         """The number of the next request that the router cancels."""
-        return (await self._next("cancel")).cancel.request
+        return await self._next(int)
 
     def say(
         self,
@@ -124,9 +149,11 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
 
         Args:
             tokens: new tokens by request.
-            ended: finish reasons by request; the three that follow are those of each.
+            ended: finish reasons by request; the two that follow are those of each.
+            cached_tokens: told of all of them, if there are any.
         """
         ends = ended or {}
+        begun = sorted({*(tokens or ()), *ends}) if cached_tokens else []
         pairs = [(number, token) for number, many in (tokens or {}).items() for token in many]
         self.send(
             decode_pb2.FromNode(
@@ -135,7 +162,8 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
                     token=[token for _, token in pairs],
                     ended=list(ends),
                     reason=list(ends.values()),
-                    cached_tokens=[cached_tokens] * len(ends),
+                    begun=begun,
+                    cached_tokens=[cached_tokens] * len(begun),
                     error=[error] * len(ends),
                     error_code=[error_code] * len(ends),
                 )
@@ -161,16 +189,17 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
     async def _receive(self, messages: AsyncIterator[decode_pb2.ToNode]) -> None:
         async for message in messages:
             self.received.append(message)
-            self._arrivals.put_nowait(message)
-            if message.HasField("submit"):
-                self._on_submit(message.submit)
+            for arrival in (*message.submits, *message.cancels):
+                self._arrivals.put_nowait(arrival)
+            for submit in message.submits:
+                self._on_submit(submit)
 
-    async def _next(self, kind: str) -> decode_pb2.ToNode:
+    async def _next(self, kind: type[T]) -> T:
         async with asyncio.timeout(_WAIT_S):
             while True:
-                message = await self._arrivals.get()
-                if message.WhichOneof("message") == kind:
-                    return message
+                arrival = await self._arrivals.get()
+                if isinstance(arrival, kind):
+                    return arrival
 
 
 class Metronome:
@@ -198,7 +227,8 @@ class Metronome:
                 self._step()
 
     def _begin(self, submit: decode_pb2.Submit) -> None:
-        self._left[submit.request] = min(self._num_tokens, submit.sampling.max_tokens)
+        length = min(self._num_tokens, submit.sampling.max_tokens)
+        self._left[submit.request] = length - submit.num_generated
 
     def _step(self) -> None:
         self.node.say(

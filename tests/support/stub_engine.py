@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.config import DecodeConfig
+from common.engine.cache_events import CacheEvents
+from common.engine.pages import Holder, PageAllocator
+from common.engine.radix import RadixCache
 from common.errors import ConfigError
+from common.node.cache_reports import CacheReports
 from common.node.engine_process import EngineChannel, EngineStart, run_engine
 from common.node.ipc import PeerGone
 from common.node.messages import (
@@ -25,9 +29,11 @@ from common.node.messages import (
     StepTokens,
     StreamEnded,
     SubmitRequest,
+    WatchCache,
 )
 
 STEP_S = 0.005
+PAGE_SIZE = 16
 STOP, LENGTH, ABORT = 1, 2, 3
 
 
@@ -50,12 +56,16 @@ class EchoEngine:
         self._drained = False
         self._steps = 0
         self._report_at = 0.0
+        self._pages = PageAllocator(64)
+        self._cache = RadixCache(PAGE_SIZE, self._pages)
+        self._cache_reports = CacheReports(CacheEvents(self._cache), channel.post)
 
     def run(self) -> None:
         while True:
             for message in self._channel.take():
                 self._take(message)
             self._step()
+            self._cache_reports.flush()
             self._report()
             if self._draining and not self._live and not self._drained:
                 self._drained = True
@@ -68,9 +78,12 @@ class EchoEngine:
                 if self._model == "crash":
                     raise RuntimeError("the stub was told to crash")
                 self._live[message.stream, message.request] = Live(message)
+                self._remember(message)
+            case WatchCache():
+                self._cache_reports.watch(message)
             case CancelSubmitted(stream=stream, request=request):
                 if self._live.pop((stream, request), None):
-                    self._say(stream, ended=(Ended(request, ABORT, 0),))
+                    self._say(stream, ended=(Ended(request, ABORT),))
             case StreamEnded(stream=stream):
                 self._live = {key: live for key, live in self._live.items() if key[0] != stream}
             case Ask(number=number, what="describe"):
@@ -82,24 +95,35 @@ class EchoEngine:
                 self._channel.post(Answer(number))
             case Ask(number=number, what="flush_cache"):
                 busy = "1 request is running" if self._live else ""
+                if not busy:
+                    self._cache.flush()
                 self._channel.post(Answer(number, error=busy, integer=5))
             case Ask(number=number, what="abort", argument=name):
                 doomed = [key for key, live in self._live.items() if live.submit.request_id == name]
                 for stream, request in doomed:
                     del self._live[stream, request]
-                    self._say(stream, ended=(Ended(request, ABORT, 0),))
+                    self._say(stream, ended=(Ended(request, ABORT),))
                 self._channel.post(Answer(number, integer=len(doomed)))
+
+    def _remember(self, submit: SubmitRequest) -> None:
+        """As if the whole prompt had been computed at once."""
+        tokens = np.frombuffer(submit.token_ids, np.int32)
+        pages = self._cache.allocate(len(tokens) // PAGE_SIZE, Holder.REQUEST)
+        if pages is not None:
+            self._cache.insert(tokens, pages)
+            self._pages.drop(pages, Holder.REQUEST)
 
     def _step(self) -> None:
         self._steps += bool(self._live)
         for (stream, request), live in list(self._live.items()):
             token = int(live.prompt[live.said % len(live.prompt)])
+            begun = ((request, 3),) if not live.said else ()
             live.said += 1
             over = live.said == live.submit.sampling.max_tokens
             if over:
                 del self._live[stream, request]
-            ended = (Ended(request, LENGTH, 3),) if over else ()
-            self._say(stream, [request], [token], ended)
+            ended = (Ended(request, LENGTH),) if over else ()
+            self._say(stream, [request], [token], ended, begun)
 
     def _say(
         self,
@@ -107,9 +131,10 @@ class EchoEngine:
         requests: "list[int]" = [],  # noqa: B006
         tokens: "list[int]" = [],  # noqa: B006
         ended: tuple[Ended, ...] = (),
+        begun: tuple[tuple[int, int], ...] = (),
     ) -> None:
         columns = np.array(requests, "<u8").tobytes(), np.array(tokens, "<u4").tobytes()
-        self._channel.post(StepTokens(stream, *columns, ended))
+        self._channel.post(StepTokens(stream, *columns, ended, begun))
 
     def _report(self) -> None:
         if time.monotonic() < self._report_at:
@@ -117,7 +142,7 @@ class EchoEngine:
         self._report_at = time.monotonic() + 0.2
         state = "draining" if self._draining else "ready"
         gauges = {
-            "queue_running": float(len(self._live)),
+            "queue_on_device": float(len(self._live)),
             "host_pages": 3.0,
             "pages_free": 8.0,
             "total_retractions": 2.0,
@@ -125,7 +150,7 @@ class EchoEngine:
             "total_handoffs_held": 4.0,
         }
         links = (("127.0.0.1:1", "tcp", 2.0),)
-        self._channel.post(Moving(self._steps, gauges, state, ("127.0.0.1:1",), links))
+        self._channel.post(Moving(self._steps, gauges, state, links, pages_free=5))
 
 
 def body(start: EngineStart[DecodeConfig]) -> None:
@@ -136,7 +161,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         time.sleep(600)
     if model != "hang":
         ready = EngineReady(
-            "stub", {"model": "0"}, "1", start.config.engine.context_length or 64, 8
+            "stub", {"model": "0"}, "1", start.config.engine.context_length or 64, 8, 16
         )
         start.channel.post(ready)
     try:

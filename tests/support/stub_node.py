@@ -11,7 +11,10 @@ def parts(front: Front) -> NodeParts:
     serve = ServeService(
         front.engine,
         front.metrics,
+        front.supervision,
+        front.tracer,
         serves_alone=True,
+        falls_back=False,
         on_peers=lambda peers: print("peers", *sorted(peers), flush=True),
     )
     return NodeParts(

@@ -1,0 +1,58 @@
+"""What a bench shows while it runs, on standard error: bars on a terminal, lines anywhere else."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class Show:
+    """Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description:<34}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> "Show":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False)
+
+    def plan(self, what: str, total: int) -> Callable[[], None]:
+        """A bar over everything; call what it gives after each of `total`."""
+        task = self._progress.add_task(what, total=total)
+        return lambda: self._progress.advance(task)
+
+    @contextmanager
+    def doing(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """A bar while the block runs; call what it gives after each of `total` (None: unknown)."""
+        if not self._console.is_terminal:
+            self.say(f"{what} ...")
+        task = self._progress.add_task(what, total=total)
+        try:
+            yield lambda: self._progress.advance(task)
+        finally:
+            self._progress.remove_task(task)

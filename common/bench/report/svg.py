@@ -1,0 +1,187 @@
+"""Line plots as SVG text. Colours are classes: the page's style sheet says what they are, so that
+one plot serves light and dark. Small on purpose: what libraries make brings its own colours, fonts
+or scripts from elsewhere."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 560, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
+_ASIDE = 3.0  # pixels between the spreads of two lines, which would hide each other
+_ROOM = 2.0  # times the extremes of all points: how far a spread may stretch an axis
+_NUM_COLOURS = 8  # classes c0 to c7
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line. `low` and `high`, where given, are the ends of each point's spread."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    colour: int = 0
+    dashed: bool = False
+    marks: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    log_x: bool = False
+    log_y: bool = False
+    level: float | None = None  # a horizontal line
+    mark: float | None = None  # a vertical one
+    note: str = ""  # a sentence below it
+
+
+class _Axis:
+    """Values to pixels. A logarithmic axis has no place for what is not above zero."""
+
+    def __init__(
+        self, values: Sequence[float], pixels: tuple[float, float], *, log: bool, zero: bool
+    ) -> None:
+        usable = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        low, high = (min(usable), max(usable)) if usable else (1.0, 10.0)
+        self.log = log
+        if log:
+            if low == high:
+                low, high = low / 2, high * 2
+            self.ticks = _log_ticks(low, high)
+        else:
+            low = min(0.0, low) if zero else low
+            if low == high:
+                high = low + 1.0
+            self.ticks = _ticks(low, high)
+        self._low = min(low, *self.ticks)
+        self._high = max(high, *self.ticks)
+        self._pixels = pixels
+
+    def __call__(self, value: float) -> float:
+        scale: Callable[[float], float] = math.log if self.log else float
+        low, high = scale(self._low), scale(self._high)
+        share = (scale(value) - low) / (high - low)
+        start, end = self._pixels
+        return start + share * (end - start)
+
+    def within(self, value: float) -> float:
+        """The nearest place on the axis."""
+        return self(min(max(value, self._low), self._high))
+
+    def has(self, value: float | None) -> bool:
+        return value is not None and math.isfinite(value) and (value > 0 or not self.log)
+
+
+def render(plot: Plot) -> str:
+    """The whole <svg> element."""
+    xs = [x for one in plot.series for x in one.xs]
+    ys = [y for one in plot.series for y in one.ys if math.isfinite(y)]
+    if plot.level is not None:
+        ys.append(plot.level)
+    # A spread far beyond all points would leave them no room: it runs out of the picture.
+    most = _ROOM * max(ys, default=1.0)
+    least = min(ys, default=0.0) / _ROOM
+    spread = [v for one in plot.series for v in (*one.low, *one.high) if v is not None]
+    ys += [min(max(v, least), most) for v in spread]
+    across = _Axis(xs, (_LEFT, WIDTH - _RIGHT), log=plot.log_x, zero=False)
+    up = _Axis(ys, (HEIGHT - _BOTTOM, _TOP), log=plot.log_y, zero=True)
+    parts = [*_grid(across, up), *_labels(plot)]
+    if plot.level is not None and up.has(plot.level):
+        y = up(plot.level)
+        parts.append(f'<path class="level" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
+    if plot.mark is not None and across.has(plot.mark):
+        x = across(plot.mark)
+        parts.append(f'<path class="mark" d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}"/>')
+    for index, series in enumerate(plot.series):
+        aside = _ASIDE * (index - (len(plot.series) - 1) / 2)
+        parts += _line(series, across, up, aside)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(plot.title)}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def _grid(across: _Axis, up: _Axis) -> list[str]:
+    parts = []
+    bottom = HEIGHT - _BOTTOM
+    for tick in up.ticks:
+        y = up(tick)
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
+        parts.append(f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" class="end">{number(tick)}</text>')
+    for tick in across.ticks:
+        x = across(tick)
+        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="mid">{number(tick)}</text>')
+    return parts
+
+
+def _labels(plot: Plot) -> list[str]:
+    middle_x, middle_y = (_LEFT + WIDTH - _RIGHT) / 2, (_TOP + HEIGHT - _BOTTOM) / 2
+    return [
+        f'<text x="{middle_x:.0f}" y="{HEIGHT - 8}" class="mid axis">{escape(plot.x_label)}</text>',
+        f'<text transform="translate(14 {middle_y:.0f}) rotate(-90)" class="mid axis">'
+        f"{escape(plot.y_label)}</text>",
+    ]
+
+
+def _line(series: Series, across: _Axis, up: _Axis, aside: float) -> list[str]:
+    colour = f"c{series.colour % _NUM_COLOURS}"
+    points = [
+        (across(x), up(y), x, y)
+        for x, y in zip(series.xs, series.ys, strict=True)
+        if across.has(x) and up.has(y)
+    ]
+    if not points:
+        return []
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in points)
+    dashes = " dashed" if series.dashed else ""
+    parts = [f'<path class="line {colour}{dashes}" d="M{path}"/>']
+    for x, low, high in zip(series.xs, series.low, series.high, strict=False):
+        if across.has(x) and low is not None and high is not None and up.has(high):
+            place = across(x) + aside
+            ends = f"M{place:.1f} {up.within(low):.1f}V{up.within(high):.1f}"
+            parts.append(f'<path class="spread {colour}" d="{ends}"/>')
+    if series.marks:
+        parts += [
+            f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
+            f"<title>{escape(series.name)}: {number(value_x)}, {number(value_y)}</title></circle>"
+            for x, y, value_x, value_y in points
+        ]
+    return parts
+
+
+def number(value: float) -> str:
+    """Short, for people: 0.025, 1.5, 12, 3.2k."""
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    if size >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers from at most `low` to at least `high`."""
+    raw = (high - low) / 5
+    magnitude = 10 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each decade, or powers of ten where those are too many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1, 2, 5) if last - first <= 3 else (1,)
+    ticks = [m * 10.0**power for power in range(first, last + 1) for m in steps]
+    inside = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+    return inside if len(inside) >= 3 else [tick for tick in _ticks(low, high) if tick > 0]

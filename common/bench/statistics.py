@@ -1,0 +1,156 @@
+"""Numbers about numbers: percentiles with their counts, ratios over repeats with their spread."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Student's t at 97.5 %, by degrees of freedom.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
+_T_MANY = 2.145  # from 14 on it only falls: a little too wide is honest
+_RESAMPLES = 2000
+
+
+def nearest_rank(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all are not above; 0 where there is none."""
+    if not values:
+        return 0.0
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def distribution(values: Iterable[float]) -> dict[str, Any]:
+    """Count, mean, p50, p90, p99 (linear between ranks) and max; None where there is no value."""
+    data = np.fromiter(values, float)
+    if not len(data):
+        return {"n": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
+    p50, p90, p99 = np.percentile(data, (50, 90, 99)).tolist()
+    return {
+        "n": len(data),
+        "mean": _rounded(data.mean()),
+        "p50": _rounded(p50),
+        "p90": _rounded(p90),
+        "p99": _rounded(p99),
+        "max": _rounded(data.max()),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How one system does against another: the geometric mean over paired repeats, and where it
+    lies with 95 % confidence if repeats differ as these do (Student's t on logarithms)."""
+
+    mean: float
+    low: float | None  # None: one repeat says nothing of how repeats differ
+    high: float | None
+    repeats: int
+
+    @property
+    def verdict(self) -> str:
+        """Of a ratio of times: "lower", "higher", or "undecided"."""
+        if self.low is None or self.high is None or self.low <= 1 <= self.high:
+            return "undecided"
+        return "lower" if self.high < 1 else "higher"
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "mean": _rounded(self.mean),
+            "low": None if self.low is None else _rounded(self.low),
+            "high": None if self.high is None else _rounded(self.high),
+            "repeats": self.repeats,
+        }
+
+
+def ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
+    """
+    Args:
+        pairs: (value, what it is held against) of each repeat; those without both, or with a zero,
+            are left out.
+    Returns:
+        None where no pair is left.
+    """
+    logs = np.array([math.log(a / b) for a, b in pairs if a and b])
+    if not len(logs):
+        return None
+    mean = float(logs.mean())
+    if len(logs) == 1:
+        return Ratio(math.exp(mean), None, None, 1)
+    degrees = len(logs) - 1
+    t = _T[degrees - 1] if degrees <= len(_T) else _T_MANY
+    half = t * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """From which x on a curve of ratios stays below 1."""
+
+    at: float | None  # None: never in the range
+    below: float | None  # the longest x before it that is not below 1; None: there is none
+    first: float | None  # the shortest x from which on all are below 1
+
+    @property
+    def everywhere(self) -> bool:
+        return self.first is not None and self.below is None
+
+
+def crossing(xs: Sequence[float], logs: Sequence[float]) -> Crossing:
+    """
+    Args:
+        xs: ascending, above 0.
+        logs: logarithm of the ratio at each.
+    Returns:
+        `at` is linear in log x between the two neighbours, or the first x itself.
+    """
+    index = len(xs)
+    while index and logs[index - 1] < 0:
+        index -= 1
+    if index == len(xs):
+        return Crossing(None, xs[-1] if xs else None, None)
+    if index == 0:
+        return Crossing(xs[0], None, xs[0])
+    a, b = logs[index - 1], logs[index]
+    left, right = math.log(xs[index - 1]), math.log(xs[index])
+    at = math.exp(left + (right - left) * a / (a - b))
+    return Crossing(at, xs[index - 1], xs[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """What becomes of a crossing when the repeats are drawn again, with replacement."""
+
+    same: float  # share of draws with the same answer: the same two neighbours, or never
+    never: float  # share of draws without a crossing
+    low: float | None  # 5 % and 95 % of the crossings there were
+    high: float | None
+
+
+def confidence(xs: Sequence[float], logs: np.ndarray, seed: int = 0) -> Confidence | None:
+    """
+    Args:
+        logs: [repeats, len(xs)], logarithms of the ratio in each repeat.
+    Returns:
+        None for fewer than three repeats: drawn again, two can say almost nothing else.
+    """
+    repeats = len(logs)
+    if repeats < 3:
+        return None
+    expected = crossing(xs, logs.mean(axis=0).tolist())
+    rng = np.random.default_rng(seed)
+    drawn = [
+        crossing(xs, logs[rng.integers(repeats, size=repeats)].mean(axis=0).tolist())
+        for _ in range(_RESAMPLES)
+    ]
+    places = [one.at for one in drawn if one.at is not None]
+    low, high = np.percentile(places, (5, 95)).tolist() if places else (None, None)
+    return Confidence(
+        same=sum(one.first == expected.first for one in drawn) / _RESAMPLES,
+        never=1 - len(places) / _RESAMPLES,
+        low=low,
+        high=high,
+    )
+
+
+def _rounded(value: float) -> float:
+    return round(float(value), 6)

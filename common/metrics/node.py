@@ -1,0 +1,369 @@
+"""What a node counts. Its front counts streams; all else is the engine's, which reports it twice a
+second, and is told at the scrape as it was reported: nothing is counted twice.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from prometheus_client.core import Metric
+
+from common import bounds
+from common.distribution import Counted
+from common.metrics.declared import Declared, Values
+from common.metrics.program import INFO, PROCESS, registry_of
+from common.node.messages import Moving
+
+Role = Literal["prefill", "decode"]
+Refusal = Literal["invalid", "draining", "overloaded", "deadline"]
+StreamKind = Literal["router", "pair"]
+Pairing = Literal["up", "refused", "failed"]
+
+STATES = ("starting", "ready", "unhealthy", "draining")
+QUEUES = (
+    *("waiting", "chunked", "on_device", "retracted"),
+    *("bootstrap", "inflight"),  # of a prefill node alone
+    *("prealloc", "transfer"),  # of a decode node alone
+)
+HOLDERS = ("free", "request", "step", "read", "publication", "cache")
+MODES = ("extend", "decode", "mixed")
+PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
+
+# Of the front ------------------------------------------------------------------------------------
+
+REJECTED = Declared(
+    "baton_node_rejected",
+    "counter",
+    "Requests, or hand-offs, that this node would not take, or not go on with.",
+    {"reason": ("invalid", "draining", "overloaded", "deadline")},
+)
+STREAMS = Declared("baton_streams", "gauge", "Open streams.", {"kind": ("router", "pair")})
+STREAM_ENDS = Declared(
+    "baton_stream_ends", "counter", "Streams that are over.", {"kind": ("router", "pair")}
+)
+CUT_OFF = Declared(
+    "baton_streams_cut_off", "counter", "Streams ended because the other side did not read."
+)
+PAIRINGS = Declared(
+    "baton_pairings",
+    "counter",
+    "Attempts to pair with a prefill node, by how they ended.",
+    {"outcome": ("up", "refused", "failed")},
+)
+STATE = Declared("baton_node_state", "gauge", "1 for the state of the node.", {"state": STATES})
+SILENCE = Declared(
+    "baton_engine_silence_seconds",
+    "gauge",
+    "Since the engine's last report; it reports twice a second, but not within a step.",
+)
+
+# Of the engine -----------------------------------------------------------------------------------
+
+PAGES = Declared(
+    "baton_kv_pages",
+    "gauge",
+    "KV pages by holder, which together are the pool; one with several holders counts for the "
+    "first of request, step, read, publication, cache.",
+    {"holder": HOLDERS},
+)
+HOST_PAGES = Declared("baton_host_kv_pages", "gauge", "Host pages that retracted requests fill.")
+QUEUE = Declared(
+    "baton_queue_requests",
+    "gauge",
+    "Requests in each queue of the engine; on_device: in the chunk or the running batch.",
+    {"queue": QUEUES},
+    sparse=True,
+)
+STEP_SECONDS = Declared(
+    "baton_step_seconds",
+    "histogram",
+    "A step's time on the device: end of the step before, or launch, -> its result is here.",
+    {"mode": MODES},
+    bounds.STEP_S,
+)
+BATCH_REQUESTS = Declared(
+    "baton_batch_requests",
+    "histogram",
+    "Requests in a step.",
+    {"mode": MODES},
+    bounds.BATCH_REQUESTS,
+)
+BATCH_TOKENS = Declared(
+    "baton_batch_tokens",
+    "histogram",
+    "Tokens computed in a step that has prompts.",
+    {"mode": ("extend", "mixed")},
+    bounds.BATCH_TOKENS,
+)
+WAITED = Declared(
+    "baton_engine_waited_seconds",
+    "counter",
+    "Time that the engine thread waited: for the device, or idle for work.",
+    {"on": ("device", "work")},
+)
+THREAD_CPU = Declared(
+    "baton_engine_thread_cpu_seconds",
+    "counter",
+    "CPU time of the engine thread: scheduling, launching, finishing.",
+)
+ENGINE_CPU = Declared(
+    "baton_engine_cpu_seconds", "counter", "CPU time of the engine process, all threads."
+)
+STANDSTILLS = Declared(
+    "baton_engine_standstills",
+    "counter",
+    "Times that the watchdog found work waiting and no step finished; told once it is over.",
+)
+SELF_CHECKS = Declared(
+    "baton_self_checks",
+    "counter",
+    "Times that an idle engine found every page and slot accounted for; else it ends.",
+)
+PROMPT_TOKENS = Declared(
+    "baton_prompt_tokens", "counter", "Prompt tokens of requests admitted to be prefilled here."
+)
+CACHED_TOKENS = Declared(
+    "baton_cached_tokens", "counter", "Of these, those whose KV the prefix cache had."
+)
+SAMPLED_TOKENS = Declared("baton_sampled_tokens", "counter", "Tokens sampled on this node.")
+FINISHED = Declared("baton_finished_requests", "counter", "Requests that have left the scheduler.")
+DEADLINES = Declared(
+    "baton_deadlines", "counter", "Requests whose total budget was spent in the scheduler."
+)
+RETRACTIONS = Declared(
+    "baton_retractions", "counter", "Requests taken off the device for want of pages."
+)
+RECOMPUTED = Declared(
+    "baton_recomputed", "counter", "Retracted requests whose KV had to be computed anew."
+)
+HANDOFFS = Declared(
+    "baton_handoffs",
+    "counter",
+    "Hand-offs by how they ended; held: the reader has everything. "
+    "Failed: given up by the owner itself; each of those is lost as well.",
+    {"outcome": ("held", "lost", "failed")},
+)
+
+# Of a decode node's engine -----------------------------------------------------------------------
+
+OPENED = Declared("baton_handoffs_opened", "counter", "Attempts at hand-offs.")
+RETRIES = Declared(
+    "baton_handoff_retries", "counter", "Of these, those after a lost one of the same request."
+)
+HANDOFF_SECONDS = Declared(
+    "baton_handoff_seconds",
+    "histogram",
+    "Hand-off opened -> its pages are here and confirmed, the prefill included.",
+    bounds=bounds.HANDOFF_S,
+)
+HANDOFF_TOKENS = Declared(
+    "baton_handoff_prompt_tokens",
+    "counter",
+    "Tokens of hand-offs held, by where their KV was: in this node's cache, in the prefill "
+    "node's, or nowhere yet.",
+    {"source": ("own_cache", "owner_cache", "computed")},
+)
+PAGES_READ = Declared("baton_kv_pages_read", "counter", "Pages of hand-offs held that were read.")
+LOCAL_PREFILLS = Declared(
+    "baton_local_prefills",
+    "counter",
+    "Prompts that this decode node prefills itself: it is colocated; they are short; no "
+    "candidate is paired; all attempts are lost.",
+    {"reason": ("colocated", "short", "no_owner", "exhausted")},
+)
+READ_BYTES = Declared(
+    "baton_handoff_read_bytes", "counter", "Bytes read from prefill nodes.", {"path": PATHS}
+)
+READ_DESCRIPTORS = Declared(
+    "baton_handoff_read_descriptors",
+    "counter",
+    "Transfer descriptors of these reads: one a page.",
+    {"path": PATHS},
+)
+READ_SECONDS = Declared(
+    "baton_handoff_read_seconds",
+    "histogram",
+    "Time of one read, of the pages of one chunk.",
+    {"path": PATHS},
+    bounds.READ_S,
+)
+READS_REFUSED = Declared(
+    "baton_handoff_reads_refused",
+    "counter",
+    "Reads that the owner refused: it does not publish these pages.",
+    {"path": PATHS},
+)
+READS_IN_FLIGHT = Declared(
+    "baton_handoff_reads_in_flight", "gauge", "Reads given to links and not over."
+)
+# By path and not by peer: addresses are no closed set. Describe tells each link.
+LINKS = Declared("baton_links", "gauge", "Usable links to prefill nodes.", {"path": PATHS})
+SLOWEST = Declared(
+    "baton_slowest_link_bytes_per_second",
+    "gauge",
+    "Speed, when it was proved, of the slowest link of each path that there is.",
+    {"path": PATHS},
+    sparse=True,
+)
+LINK_CHANGES = Declared(
+    "baton_link_changes",
+    "counter",
+    "Prefill nodes that became usable for this node, and that ceased to be.",
+    {"change": ("up", "down")},
+)
+
+BOTH = (
+    *(REJECTED, STREAMS, STREAM_ENDS, CUT_OFF, STATE, SILENCE, PAGES, HOST_PAGES, QUEUE),
+    *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU, STANDSTILLS),
+    *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
+    *(RETRACTIONS, RECOMPUTED, HANDOFFS),
+)
+DECODE = (
+    *(PAIRINGS, OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
+    *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
+    *(LINKS, SLOWEST, LINK_CHANGES),
+)
+DECLARED: Mapping[Role, tuple[Declared, ...]] = {
+    "prefill": (*BOTH, INFO, *PROCESS),
+    "decode": (*BOTH, *DECODE, INFO, *PROCESS),
+}
+
+# What an engine counts, under its own names; some with a label's value behind a slash.
+_TOTALS = {
+    "refused": REJECTED,
+    "prompt_tokens": PROMPT_TOKENS,
+    "cached_tokens": CACHED_TOKENS,
+    "generated_tokens": SAMPLED_TOKENS,
+    "finished": FINISHED,
+    "deadlines": DEADLINES,
+    "retractions": RETRACTIONS,
+    "recomputed": RECOMPUTED,
+    "handoffs_opened": OPENED,
+    "handoff_retries": RETRIES,
+    "handoff_tokens": HANDOFF_TOKENS,
+    "pages_read": PAGES_READ,
+    "local_prefills": LOCAL_PREFILLS,
+    "read_bytes": READ_BYTES,
+    "read_descriptors": READ_DESCRIPTORS,
+    "reads_refused": READS_REFUSED,
+    "link_changes": LINK_CHANGES,
+    "waited": WAITED,
+    "thread_cpu": THREAD_CPU,
+    "process_cpu": ENGINE_CPU,
+    "standstills": STANDSTILLS,
+    "self_checks": SELF_CHECKS,
+}
+_GAUGES = {"host_pages": HOST_PAGES, "reads_in_flight": READS_IN_FLIGHT}
+_DISTRIBUTIONS = {
+    "step_seconds": STEP_SECONDS,
+    "batch_requests": BATCH_REQUESTS,
+    "batch_tokens": BATCH_TOKENS,
+    "handoff_seconds": HANDOFF_SECONDS,
+    "read_seconds": READ_SECONDS,
+}
+_HANDOFFS = "handoffs_"  # of any other such counter the rest of the name is the outcome
+
+
+class NodeMetrics:
+    """Metrics of a node, told by its front. Written by its event loop, told on the thread that
+    scrapes."""
+
+    def __init__(self, role: Role) -> None:
+        self._declared = [each for each in DECLARED[role] if each not in (INFO, *PROCESS)]
+        self._streams = STREAMS.numbers()
+        self._stream_ends = STREAM_ENDS.numbers()
+        self._pairings = PAIRINGS.numbers()
+        self._cut_off = CUT_OFF.numbers()
+        self._refused = REJECTED.numbers()
+        self._liveness: Callable[[], tuple[str, float]] = lambda: ("starting", 0.0)
+        self._moving = Moving(steps=0, gauges={}, state="ready", links=())
+        self.registry = registry_of(role, self._families)
+
+    def liveness_from(self, liveness: Callable[[], tuple[str, float]]) -> None:
+        """Names whoever knows the node's state and the seconds of its engine's silence. Called on
+        the thread that scrapes."""
+        self._liveness = liveness
+
+    def engine_moved(self, moving: Moving) -> None:
+        """Takes the engine's latest report."""
+        self._moving = moving
+
+    def refused(self, reason: Refusal) -> None:
+        """A submission that the engine has not seen."""
+        self._refused[reason,] += 1
+
+    def stream_opened(self, kind: StreamKind) -> None:
+        self._streams[kind,] += 1
+
+    def stream_closed(self, kind: StreamKind) -> None:
+        self._streams[kind,] -= 1
+        self._stream_ends[kind,] += 1
+
+    def pairing(self, outcome: Pairing) -> None:
+        self._pairings[outcome,] += 1
+
+    def cut_off(self) -> None:
+        self._cut_off[()] += 1
+
+    def _families(self) -> Iterable[Metric]:
+        series = _reported(self._moving)
+        state, silent_s = self._liveness()
+        series[STATE.name], series[SILENCE.name] = {(state,): 1.0}, {(): silent_s}
+        series[STREAMS.name], series[STREAM_ENDS.name] = {**self._streams}, {**self._stream_ends}
+        series[PAIRINGS.name], series[CUT_OFF.name] = {**self._pairings}, {**self._cut_off}
+        rejected = series.setdefault(REJECTED.name, {})
+        for values, number in self._refused.items():
+            by_engine = rejected.get(values, 0.0)
+            assert not isinstance(by_engine, Counted)
+            rejected[values] = by_engine + number
+        for declared in self._declared:
+            yield declared.family(series.get(declared.name, {}))
+
+
+def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:
+    """What an engine's report says, by the name of the metric."""
+    series: dict[str, dict[Values, float | Counted]] = {}
+    for name, value in moving.gauges.items():
+        declared, values = _place(name)
+        if declared is not None:
+            series.setdefault(declared.name, {})[values] = value
+    for name, counted in moving.distributions.items():
+        key, _, label = name.partition("/")
+        series.setdefault(_DISTRIBUTIONS[key].name, {})[_values(label)] = counted
+    series[LINKS.name], series[SLOWEST.name] = _links(moving)
+    return series
+
+
+def _place(name: str) -> tuple[Declared | None, Values]:
+    """Which series a value of a report is; None for what is told otherwise."""
+    if name in _GAUGES:
+        return _GAUGES[name], ()
+    kind, _, rest = name.partition("_")
+    if kind == "pages":
+        return PAGES, (rest,)
+    if kind == "queue":
+        return QUEUE, (rest,)
+    key, _, label = rest.partition("/")
+    if key in _TOTALS:
+        declared = _TOTALS[key]
+        # A total of what is also counted by label.
+        return (None, ()) if declared.labels and not label else (declared, _values(label))
+    if key.startswith(_HANDOFFS):
+        return HANDOFFS, (key.removeprefix(_HANDOFFS),)
+    return None, ()
+
+
+def _values(label: str) -> Values:
+    return (label,) if label else ()
+
+
+def _links(
+    moving: Moving,
+) -> tuple[dict[Values, float | Counted], dict[Values, float | Counted]]:
+    """Number and slowest speed, by path."""
+    speeds: dict[str, list[float]] = {}
+    for _, path, gib_per_s in moving.links:
+        speeds.setdefault(path, []).append(gib_per_s * 2**30)
+    return (
+        {(path,): float(len(of_path)) for path, of_path in speeds.items()},
+        {(path,): min(of_path) for path, of_path in speeds.items()},
+    )

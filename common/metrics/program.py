@@ -1,0 +1,57 @@
+"""What every program tells about itself, under the usual names where there are any."""
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client.core import Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from common.metrics.declared import Declared
+
+ROLES = ("router", "prefill", "decode")
+
+INFO = Declared(
+    "baton_info",
+    "gauge",
+    "Always 1: which version of Baton this is, and which program of it.",
+    {"version": (version("baton"),), "role": ROLES},
+    sparse=True,
+)
+PROCESS = (
+    Declared("process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds."),
+    Declared("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
+    Declared("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
+    Declared(
+        "process_start_time_seconds",
+        "gauge",
+        "Start time of the process since unix epoch in seconds.",
+    ),
+    Declared("process_open_fds", "gauge", "Number of open file descriptors."),
+    Declared("process_max_fds", "gauge", "Maximum number of open file descriptors."),
+)
+
+
+class _Families(Collector):
+    def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
+        self._make = make
+
+    def collect(self) -> Iterable[Metric]:
+        return self._make()
+
+
+def registry_of(role: str, families: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+    """What a program serves: `families`, and what there is to say of any program.
+
+    Args:
+        role: one of ROLES.
+        families: called at each scrape, on the thread that scrapes.
+    """
+    # No second series for each one, with the time of its making.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(_Families(lambda: [INFO.family({(version("baton"), role): 1.0})]))
+    registry.register(_Families(families))
+    return registry

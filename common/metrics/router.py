@@ -1,0 +1,208 @@
+"""What a router counts: requests and their times, as its clients see them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from prometheus_client.core import Metric
+
+from common.metrics.declared import Declared
+from common.metrics.program import INFO, PROCESS, registry_of
+from common.timeline import TtftPhase
+
+Rejection = Literal["invalid", "overloaded", "no_node"]
+
+NODE_STATES = ("ready", "unhealthy", "draining", "starting", "unreachable")
+_OTHER = "other"
+# Those that the router's own code answers with.
+_STATUSES = (
+    *("200", "400", "404", "405", "408", "413", "415", "429", "431", "499"),
+    *("500", "503", "504"),
+)
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TTFT_PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, *_TTFT_S)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 10.0)
+_REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+
+REQUESTS = Declared(
+    "baton_requests",
+    "counter",
+    "Accepted requests by how they ended.",
+    {"outcome": ("stop", "length", "cancelled", "error")},
+)
+REJECTED = Declared(
+    "baton_rejected",
+    "counter",
+    "Requests refused before any node saw them.",
+    {"reason": ("invalid", "overloaded", "no_node")},
+)
+LIVE = Declared("baton_live_requests", "gauge", "Accepted requests under way.")
+PROMPT_TOKENS = Declared(
+    "baton_accepted_prompt_tokens", "counter", "Prompt tokens of accepted requests."
+)
+TOKENS = Declared("baton_generated_tokens", "counter", "Tokens written to clients.")
+FIRST_TOKEN = Declared(
+    "baton_time_to_first_token_seconds",
+    "histogram",
+    "Router accepts the request -> router writes the first token.",
+    bounds=_TTFT_S,
+)
+TTFT_PHASE = Declared(
+    "baton_ttft_phase_seconds",
+    "histogram",
+    "The time to first token by what it was spent on; the phases of a request add up to it.",
+    {"phase": tuple(phase.label for phase in TtftPhase)},
+    bounds=_TTFT_PHASE_S,
+)
+NEXT_TOKEN = Declared(
+    "baton_inter_token_latency_seconds",
+    "histogram",
+    "Router writes tokens -> router writes the request's next ones, shared out among these.",
+    bounds=_ITL_S,
+)
+REQUEST_SECONDS = Declared(
+    "baton_request_seconds",
+    "histogram",
+    "Router receives the request -> its end, of accepted requests.",
+    bounds=_REQUEST_S,
+)
+READY = Declared("baton_ready", "gauge", "1 while a request could be placed on some node, else 0.")
+NODES = Declared(
+    "baton_nodes",
+    "gauge",
+    "Nodes that this router knows, by what they said of themselves when last asked.",
+    {"kind": ("prefill", "decode"), "state": NODE_STATES},
+)
+STREAMS_LOST = Declared(
+    "baton_decode_streams_lost",
+    "counter",
+    "Streams to decode nodes that ended by themselves; every request on them was hit.",
+)
+REPLAYS = Declared("baton_replays", "counter", "Requests that went on at another decode node.")
+HTTP_CONNECTIONS = Declared("baton_http_connections", "gauge", "Open connections of HTTP clients.")
+HTTP_ANSWERS = Declared(
+    "baton_http_answers",
+    "counter",
+    "HTTP requests answered to their end.",
+    {"status": (*_STATUSES, _OTHER)},
+)
+
+DECLARED = (
+    REQUESTS,
+    REJECTED,
+    LIVE,
+    PROMPT_TOKENS,
+    TOKENS,
+    FIRST_TOKEN,
+    TTFT_PHASE,
+    NEXT_TOKEN,
+    REQUEST_SECONDS,
+    READY,
+    NODES,
+    STREAMS_LOST,
+    REPLAYS,
+    HTTP_CONNECTIONS,
+    HTTP_ANSWERS,
+    INFO,
+    *PROCESS,
+)
+
+
+class RouterMetrics:
+    """Metrics of a router. Written by its event loop, told on whatever thread scrapes."""
+
+    def __init__(self) -> None:
+        self._ended = REQUESTS.numbers()
+        self._rejected = REJECTED.numbers()
+        self._live = LIVE.numbers()
+        self._prompt_tokens = PROMPT_TOKENS.numbers()
+        self._tokens = TOKENS.numbers()
+        self._first_token = FIRST_TOKEN.distributions()
+        self._ttft_phases = TTFT_PHASE.distributions()
+        self._next_token = NEXT_TOKEN.distributions()
+        self._request_seconds = REQUEST_SECONDS.distributions()
+        self._ready = READY.numbers()
+        self._nodes = NODES.numbers()
+        self._streams_lost = STREAMS_LOST.numbers()
+        self._replays = REPLAYS.numbers()
+        self._http_connections = HTTP_CONNECTIONS.numbers()
+        self._http_answers = HTTP_ANSWERS.numbers()
+        self.registry = registry_of("router", self._families)
+
+    def _families(self) -> Iterable[Metric]:
+        yield REQUESTS.family(self._ended)
+        yield REJECTED.family(self._rejected)
+        yield LIVE.family(self._live)
+        yield PROMPT_TOKENS.family(self._prompt_tokens)
+        yield TOKENS.family(self._tokens)
+        yield FIRST_TOKEN.family(self._first_token)
+        yield TTFT_PHASE.family(self._ttft_phases)
+        yield NEXT_TOKEN.family(self._next_token)
+        yield REQUEST_SECONDS.family(self._request_seconds)
+        yield READY.family(self._ready)
+        yield NODES.family(self._nodes)
+        yield STREAMS_LOST.family(self._streams_lost)
+        yield REPLAYS.family(self._replays)
+        yield HTTP_CONNECTIONS.family(self._http_connections)
+        yield HTTP_ANSWERS.family(self._http_answers)
+
+    # Requests -------------------------------------------------------------------------------------
+
+    def accepted(self, num_prompt_tokens: int) -> None:
+        self._live[()] += 1
+        self._prompt_tokens[()] += num_prompt_tokens
+
+    def ended(self, outcome: str, seconds: float) -> None:
+        """An accepted request's end, so long after its arrival.
+
+        Args:
+            outcome: "stop", "length", "cancelled" or "error".
+        """
+        self._live[()] -= 1
+        self._ended[outcome,] += 1
+        self._request_seconds[()].add(seconds)
+
+    def rejected(self, reason: Rejection) -> None:
+        self._rejected[reason,] += 1
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token[()].add(seconds)
+
+    def ttft_split(self, seconds: Sequence[float]) -> None:
+        """seconds: of every TtftPhase, in order."""
+        for distribution, each in zip(self._ttft_phases.values(), seconds, strict=True):
+            distribution.add(each)
+
+    def next_token(self, seconds: float, times: int = 1) -> None:
+        """So many tokens, each so long after the one before."""
+        self._next_token[()].add(seconds, times)
+
+    def tokens(self, num_tokens: int) -> None:
+        self._tokens[()] += num_tokens
+
+    # Nodes ----------------------------------------------------------------------------------------
+
+    def ready(self, ready: bool) -> None:
+        self._ready[()] = float(ready)
+
+    def nodes(self, numbers: Mapping[tuple[str, str], int]) -> None:
+        """Replaces how many nodes there are of each kind and state; those not named are 0."""
+        for kind, state in self._nodes:
+            self._nodes[kind, state] = numbers.get((kind, state), 0)
+
+    def stream_lost(self) -> None:
+        """A decode node's stream has ended by itself."""
+        self._streams_lost[()] += 1
+
+    def replayed(self) -> None:
+        """A request whose decode node was lost has been placed anew."""
+        self._replays[()] += 1
+
+    # HTTP -----------------------------------------------------------------------------------------
+
+    def http_connections(self, number: int) -> None:
+        self._http_connections[()] = number
+
+    def http_answered(self, status: int) -> None:
+        series = (str(status),)
+        self._http_answers[series if series in self._http_answers else (_OTHER,)] += 1

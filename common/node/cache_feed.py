@@ -1,0 +1,90 @@
+"""The front's side of Node.WatchCache: streams of what the prefix cache has and what changes.
+
+The books are the engine's; here each watcher has a stream, and begins with its own snapshot.
+"""
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from common.errors import Overloaded, ServingError
+from common.node.cache_reports import ALL_WATCHERS
+from common.node.engine_link import EngineLink
+from common.node.messages import CacheChanged, WatchCache
+from common.node.streams import Outgoing
+from protos import node_pb2
+
+MAX_WATCHERS = 64
+MAX_UNSENT_BYTES = 16 << 20  # of one watcher; a snapshot of 1 Mi pages is half of it
+
+
+@dataclass(slots=True, eq=False)
+class _Watcher:
+    outgoing: Outgoing[node_pb2.CacheEvents] = field(
+        default_factory=lambda: Outgoing(max_bytes=MAX_UNSENT_BYTES)
+    )
+    begun: bool = False  # it has been sent everything
+
+
+class CacheFeed:
+    """Event loop only."""
+
+    def __init__(self, engine: EngineLink) -> None:
+        self._engine = engine
+        self._numbers = itertools.count(ALL_WATCHERS + 1)
+        self._watchers: dict[int, _Watcher] = {}
+
+    async def watch(self, write: Callable[[node_pb2.CacheEvents], Awaitable[None]]) -> None:
+        """Writes everything, then every change, until cancelled.
+
+        Raises:
+            NodeUnavailable: the engine is not there, or the node ends.
+            Overloaded: too many watch, or this one does not read.
+        """
+        self._engine.check_ready()
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} calls watch the cache already")
+        number, watcher = next(self._numbers), _Watcher()
+        self._watchers[number] = watcher
+        self._engine.send(WatchCache(number, on=True))
+        try:
+            await watcher.outgoing.converse(write, _nothing(), lambda _: None)
+        finally:
+            del self._watchers[number]
+            self._engine.send(WatchCache(number, on=False))
+
+    def changed(self, change: CacheChanged) -> None:
+        """The engine has told a change, to one watcher or to all that have had everything."""
+        events = node_pb2.CacheEvents(
+            page_size=change.page_size,
+            cleared=change.cleared,
+            stored=_integers(change.stored),
+            removed=_integers(change.removed),
+        )
+        if change.watcher == ALL_WATCHERS:
+            for watcher in self._watchers.values():
+                if watcher.begun:
+                    watcher.outgoing.put(events)
+        elif change.watcher in self._watchers:
+            watcher = self._watchers[change.watcher]
+            watcher.begun = True
+            watcher.outgoing.put(events)
+
+    def end(self, error: ServingError) -> None:
+        """Ends every stream with `error`."""
+        for watcher in self._watchers.values():
+            watcher.outgoing.close(error)
+
+
+def _integers(packed: bytes) -> "array[int]":
+    integers = array("Q")
+    integers.frombytes(packed)
+    return integers
+
+
+async def _nothing() -> AsyncIterator[None]:
+    """What a watcher says after its request."""
+    await asyncio.Event().wait()
+    yield

@@ -1,0 +1,159 @@
+"""When what happened to one request on a node: stamps, of which its front makes a timeline.
+
+Stamps are time.monotonic() of this host; 0.0 is "not yet". They are set as a request goes from
+queue to queue, never per token, and cross to the front once, at the end. Nothing here decides
+anything.
+"""
+
+import msgspec
+
+from common.timeline import MAX_ATTEMPTS, Attempt, Interval, Phase, PrefillTimes, Timeline
+from common.trace_context import Trace
+
+
+class AttemptStamps(msgspec.Struct, array_like=True, eq=False):
+    """One attempt at a hand-off, on a decode node."""
+
+    prefill: str  # address
+    path: str
+    opened: float
+    granted: float = 0.0
+    first_ready: float = 0.0
+    first_token: float = 0.0
+    landed: float = 0.0  # its last page
+    held: float = 0.0
+    joined: float = 0.0
+    lost: float = 0.0
+    reason: str = ""
+    times: PrefillTimes | None = None
+    num_pages: int = 0
+    num_bytes: int = 0
+
+    @property
+    def outcome(self) -> str:
+        if self.lost:
+            return "lost"
+        return "held" if self.held else "given_up"
+
+
+class RequestStamps(msgspec.Struct, array_like=True, eq=False):
+    """One request on a decode node, from its Submit on."""
+
+    request_id: str
+    num_prompt: int
+    trace: Trace
+    received: float  # at the front
+    taken: float  # by the engine thread
+    attempts: list[AttemptStamps] = []
+    queued: float = 0.0  # for prefill on this node
+    admitted: float = 0.0  # to it: its first forward was chosen
+    prefilled: float = 0.0  # on this node
+    first_token: float = 0.0
+    away: list[float] = []  # when it left the device, came back, left again
+    ended: float = 0.0
+
+    def open(self, attempt: AttemptStamps) -> None:
+        """Of more than can be told, the last ones are."""
+        self.attempts.append(attempt)
+        del self.attempts[:-MAX_ATTEMPTS]
+
+    def note_first_token(self, now: float) -> None:
+        """The first first token counts: a redo samples none that is told."""
+        self.first_token = self.first_token or now
+
+    def timeline(self) -> Timeline:
+        """Of a request that has ended."""
+        zero, ended = self.received, self.ended
+        rows = [Interval(Phase.DISPATCH, 0, 0.0, self.taken - zero)]
+        running = self.prefilled
+        for number, attempt in enumerate(self.attempts, 1):
+            rows += _of_attempt(attempt, number, attempt.lost or ended, zero)
+            running = attempt.joined or running
+        if self.queued:
+            admitted = self.admitted if self.admitted >= self.queued else 0.0
+            begun = (Phase.LOCAL_QUEUE, self.queued), (Phase.LOCAL_PREFILL, admitted)
+            rows += _chain(begun, self.prefilled or ended, zero)
+        if running:
+            rows.append(Interval(Phase.RUNNING, 0, running - zero, ended - zero))
+        returns = [*self.away[1::2], ended]
+        rows += [
+            Interval(Phase.RETRACTED, 0, out - zero, back - zero)
+            for out, back in zip(self.away[::2], returns, strict=False)
+        ]
+        return Timeline(
+            tuple(rows),
+            tuple(_told(attempt) for attempt in self.attempts),
+            self.first_token - zero if self.first_token else None,
+        )
+
+
+class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
+    """One hand-off on a prefill node, from its Open on."""
+
+    request_id: str
+    num_prompt: int
+    traceparent: str
+    opened: float
+    granted: float = 0.0
+    admitted: float = 0.0  # its first forward was chosen
+    done: float = 0.0  # its last chunk
+    num_chunks: int = 0
+    dropped: float = 0.0
+
+    def times(self) -> PrefillTimes:
+        """Of a hand-off whose last chunk is done."""
+        return PrefillTimes(
+            self.granted - self.opened,
+            self.admitted - self.granted,
+            self.done - self.admitted,
+            self.num_chunks,
+        )
+
+    def timeline(self) -> Timeline:
+        """Of a hand-off that was dropped."""
+        begun = (
+            (Phase.BOOTSTRAP_QUEUE, self.opened),
+            (Phase.WAITING_QUEUE, self.granted),
+            (Phase.PREFILL, self.admitted),
+            (Phase.INFLIGHT_QUEUE, self.done),
+        )
+        return Timeline(tuple(_chain(begun, self.dropped, self.opened)))
+
+
+def _of_attempt(attempt: AttemptStamps, number: int, until: float, zero: float) -> list[Interval]:
+    begun = (
+        (Phase.PREALLOC_QUEUE, attempt.opened),
+        (Phase.PREFILL_WAIT, attempt.granted),
+        (Phase.TRANSFER, attempt.first_ready),
+        (Phase.RELEASE, attempt.landed),
+        (Phase.JOIN, attempt.held),
+    )
+    rows = _chain(begun, attempt.joined or until, zero, number)
+    if attempt.times is not None:
+        moments = (attempt.opened - zero, attempt.granted - zero, attempt.first_token - zero)
+        rows += attempt.times.between(*moments, number)
+    return rows
+
+
+def _chain(
+    begun: tuple[tuple[Phase, float], ...], until: float, zero: float, attempt: int = 0
+) -> list[Interval]:
+    """Phases that follow each other; those that never began are left out."""
+    there = [(phase, start - zero) for phase, start in begun if start]
+    ends = [*(start for _, start in there[1:]), until - zero]
+    return [
+        Interval(phase, attempt, start, end)
+        for (phase, start), end in zip(there, ends, strict=True)
+    ]
+
+
+def _told(attempt: AttemptStamps) -> Attempt:
+    return Attempt(
+        attempt.prefill,
+        attempt.path,
+        attempt.outcome,
+        attempt.reason,
+        attempt.num_pages,
+        attempt.num_bytes,
+        attempt.times.num_chunks if attempt.times else 0,
+    )

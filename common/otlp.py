@@ -1,0 +1,152 @@
+"""Spans by OpenTelemetry's own library, sent over OTLP/gRPC by a thread of its own.
+
+Imported by common/tracing.py only where an endpoint is configured. Headers, certificates and
+resource attributes come from the library's usual OTEL_* variables.
+"""
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from common.trace_context import UNTRACED, SpanName, Trace, parse
+from common.tracing import FLUSH_S, Attributes, Child
+
+log = logging.getLogger(__name__)
+
+EXPORT_S = 5.0  # for one batch, retries included
+MAX_WAITING = 4096  # spans; more are dropped
+_BATCH = 256
+_BATCH_DELAY_MS = 1000.0
+_LET_GO_S = 1.0  # for an export under way, once its channel is closed
+
+
+class OtlpTracer:
+    """A common.tracing.Tracer."""
+
+    def __init__(self, endpoint: str, service: str, ratio: float) -> None:
+        self._ratio = ratio
+        self._names = _Names()
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON,  # who is sampled is decided in `enter`
+            resource=Resource.create(
+                {
+                    SERVICE_NAME: service,
+                    SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}",
+                }
+            ),
+            shutdown_on_exit=False,
+            id_generator=self._names,
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=MAX_WAITING,
+                schedule_delay_millis=_BATCH_DELAY_MS,
+                max_export_batch_size=_BATCH,
+            )
+        )
+        self._tracer = self._provider.get_tracer("baton")
+
+    def enter(self, parent: str, *, root: bool = False) -> Trace:
+        above = parse(parent)
+        if above is None:
+            if not root or random.random() >= self._ratio:
+                return UNTRACED
+            return Trace("", SpanName(_drawn(128), _drawn(64), sampled=True).header)
+        own = SpanName(above.trace_id, _drawn(64), sampled=True).header if above.sampled else ""
+        return Trace(parent, own)
+
+    def tell(
+        self,
+        trace: Trace,
+        name: str,
+        *,
+        begun: float,
+        ended: float,
+        children: Sequence[Child],
+        attributes: Attributes,
+        error: str = "",
+    ) -> None:
+        to_unix_ns = time.time_ns() - time.monotonic_ns()
+
+        def unix_ns(moment: float) -> int:
+            return int(moment * 1e9) + to_unix_ns
+
+        self._names.next = parse(trace.own)
+        span = self._tracer.start_span(
+            name,
+            context=_below(parse(trace.parent)),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=unix_ns(begun),
+        )
+        inside = set_span_in_context(span, Context())
+        for child in children:
+            self._tracer.start_span(
+                child.name,
+                context=inside,
+                attributes=child.attributes,
+                start_time=unix_ns(child.start),
+            ).end(unix_ns(child.end))
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(unix_ns(ended))
+
+    def close(self) -> None:
+        # The library's own end of it waits for half a minute.
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)
+        if ending.is_alive():
+            log.warning("spans are left: the collector has not taken them within %.1f s", FLUSH_S)
+            self._exporter.shutdown()
+            ending.join(_LET_GO_S)
+
+
+class _Names(IdGenerator):
+    """Gives the next span the name that was told to others ahead of it, others a fresh one."""
+
+    def __init__(self) -> None:
+        self.next: SpanName | None = None
+
+    def generate_trace_id(self) -> int:
+        return self.next.trace_id if self.next else _drawn(128)
+
+    def generate_span_id(self) -> int:
+        name, self.next = self.next, None
+        return name.span_id if name else _drawn(64)
+
+
+def _below(parent: SpanName | None) -> Context:
+    if parent is None:
+        return Context()
+    flags = TraceFlags(TraceFlags.SAMPLED if parent.sampled else TraceFlags.DEFAULT)
+    context = SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)
+    return set_span_in_context(NonRecordingSpan(context), Context())
+
+
+def _drawn(num_bits: int) -> int:
+    """Never 0, which the standard excludes."""
+    return random.getrandbits(num_bits) or 1

@@ -1,0 +1,233 @@
+"""The timeline of a request: a closed list of phases, each with its start and end.
+
+A decode node tells it with a request's end, in seconds since the Submit arrived there. Of a
+prefill node it knows durations only, which came with the last Ready: no clock is compared with
+another host's. What a peer says is never trusted: it is cut to what can be.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, cast
+
+import msgspec
+
+from protos import decode_pb2 as pb
+
+MAX_ATTEMPTS = 16
+MAX_INTERVALS = 8 * MAX_ATTEMPTS
+MAX_TEXT = 300  # characters of an address or a reason
+
+
+class Phase(IntEnum):
+    """The numbers of decode.proto. Those of one attempt at a hand-off name its number."""
+
+    DISPATCH = 1  # Submit at the front -> the engine thread has it
+    PREALLOC_QUEUE = 2  # opened at a prefill node -> pages reserved, granted
+    PREFILL_WAIT = 3  # granted -> first Ready
+    TRANSFER = 4  # first Ready -> last page read
+    RELEASE = 5  # last page read -> Released(held)
+    JOIN = 6  # held -> in the running batch
+    LOCAL_QUEUE = 7  # the waiting queue of a prompt that the decode node prefills
+    LOCAL_PREFILL = 8  # its first forward is chosen -> its first token
+    RUNNING = 9  # in the running batch -> ended
+    RETRACTED = 10  # off the device for want of pages; inside RUNNING
+    BOOTSTRAP_QUEUE = 11  # prefill node: Open arrived -> granted
+    WAITING_QUEUE = 12  # prefill node: granted -> its first forward is chosen
+    PREFILL = 13  # prefill node: first chunk chosen -> last chunk done
+    INFLIGHT_QUEUE = 14  # prefill node: last chunk done -> dropped; only that node knows it
+
+    @property
+    def on_prefill_node(self) -> bool:
+        return self >= Phase.BOOTSTRAP_QUEUE
+
+
+class TtftPhase(IntEnum):
+    """What the time to first token is divided into; the last one is all that nobody measured."""
+
+    TOKENIZE = 0
+    PLACE = 1
+    DISPATCH = 2
+    RETRIES = 3  # attempts at hand-offs that came before the one that gave the token
+    PREALLOC_QUEUE = 4
+    WAITING_QUEUE = 5
+    PREFILL = 6
+    NETWORK = 7
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Interval(NamedTuple):
+    phase: Phase
+    attempt: int  # from 1; 0 where it belongs to none
+    start: float  # seconds since the Submit arrived
+    end: float
+
+
+class Attempt(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt at a hand-off."""
+
+    prefill: str  # address of the prefill node
+    path: str  # of the link to it
+    outcome: str  # "held" | "lost" | "given_up"
+    reason: str = ""
+    num_pages: int = 0  # read
+    num_bytes: int = 0
+    num_chunks: int = 0  # the prompt was computed in
+
+
+class Timeline(msgspec.Struct, frozen=True, array_like=True):
+    intervals: tuple[Interval, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    first_token: float | None = None  # when the decode node had it
+
+
+NOTHING = Timeline()
+
+
+class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
+    """What a prefill node measured of one hand-off. Durations, never moments of its clock."""
+
+    bootstrap_s: float  # Open arrived -> granted
+    waiting_s: float  # granted -> its first forward was chosen
+    prefill_s: float  # first chunk chosen -> last chunk done
+    num_chunks: int
+
+    def between(
+        self, opened: float, granted: float, first_token: float, attempt: int
+    ) -> list[Interval]:
+        """These durations on the clock of the one who waited for them, as near the middle of what
+        is possible as they fit, and cut where they do not."""
+        total = self.bootstrap_s + self.waiting_s + self.prefill_s
+        earliest = max(opened, granted - self.bootstrap_s)
+        latest = max(first_token - total, earliest)
+        start = (earliest + latest) / 2
+        rows = []
+        for phase, seconds in (
+            (Phase.BOOTSTRAP_QUEUE, self.bootstrap_s),
+            (Phase.WAITING_QUEUE, self.waiting_s),
+            (Phase.PREFILL, self.prefill_s),
+        ):
+            end = start + seconds
+            rows.append(Interval(phase, attempt, min(start, first_token), min(end, first_token)))
+            start = end
+        return rows
+
+
+# On the wire ------------------------------------------------------------------------------------
+
+
+def to_proto(timeline: Timeline) -> pb.Timeline:
+    intervals = timeline.intervals
+    message = pb.Timeline(
+        phase=[cast(pb.Phase, row.phase) for row in intervals],
+        attempt=[row.attempt for row in intervals],
+        start_s=[row.start for row in intervals],
+        end_s=[row.end for row in intervals],
+        attempts=[
+            pb.Attempt(
+                prefill_address=one.prefill,
+                path=one.path,
+                outcome=one.outcome,
+                reason=one.reason,
+                pages=one.num_pages,
+                bytes=one.num_bytes,
+                chunks=one.num_chunks,
+            )
+            for one in timeline.attempts
+        ],
+    )
+    if timeline.first_token is not None:
+        message.first_token_s = timeline.first_token
+    return message
+
+
+def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
+    """What of it can be true.
+
+    Args:
+        longest_s: since the request was sent there; nothing in it can be later.
+    """
+    attempts = tuple(
+        Attempt(
+            one.prefill_address[:MAX_TEXT],
+            one.path[:MAX_TEXT],
+            one.outcome if one.outcome in ("held", "lost") else "given_up",
+            one.reason[:MAX_TEXT],
+            one.pages,
+            one.bytes,
+            one.chunks,
+        )
+        for one in message.attempts[:MAX_ATTEMPTS]
+    )
+    # Columns of different lengths lose what they do not have in common.
+    rows = zip(message.phase, message.attempt, message.start_s, message.end_s, strict=False)
+    intervals: list[Interval] = []
+    for phase, attempt, start, end in list(rows)[:MAX_INTERVALS]:
+        known = _PHASES.get(phase)
+        if known is not None and attempt <= len(attempts) and 0.0 <= start <= end:  # nor NaN
+            end = min(end, longest_s)
+            intervals.append(Interval(known, attempt, min(start, end), end))
+    first_token = message.first_token_s if message.HasField("first_token_s") else None
+    if first_token is not None and not 0.0 <= first_token <= longest_s:
+        first_token = None
+    return Timeline(tuple(intervals), attempts, first_token)
+
+
+_PHASES = {int(phase): phase for phase in Phase}
+
+# The split of the time to first token ------------------------------------------------------------
+
+
+def split_ttft(
+    message: pb.Timeline, *, tokenize_s: float, place_s: float, ttft_s: float
+) -> tuple[float, ...]:
+    """The seconds of every TtftPhase, in order; they add up to `ttft_s`, whatever the node says.
+
+    Args:
+        tokenize_s, place_s: as the router measured them, with all that came before it submitted
+            the request to the node whose timeline this is.
+    """
+    rows = [
+        row
+        for row in zip(message.phase, message.attempt, message.start_s, message.end_s, strict=False)
+        if row[0] in _PARTS and 0.0 <= row[2] <= row[3]  # nor NaN
+    ]
+    parts = [0.0] * len(TtftPhase)
+    parts[TtftPhase.TOKENIZE] = tokenize_s
+    parts[TtftPhase.PLACE] = place_s
+    given_by = _attempt_of_first_token(rows, message.first_token_s)
+    first_begun = min((row[2] for row in rows if row[0] in _BEGINNINGS), default=0.0)
+    for phase, attempt, start, end in rows:
+        if attempt == given_by or int(phase) == Phase.DISPATCH:
+            parts[_PARTS[phase]] += end - start
+            if phase in _BEGINNINGS:
+                parts[TtftPhase.RETRIES] = start - first_begun
+    left = ttft_s
+    for index, seconds in enumerate(parts):
+        parts[index] = min(seconds, left)
+        left -= parts[index]
+    parts[TtftPhase.NETWORK] = left
+    return tuple(parts)
+
+
+_BEGINNINGS = frozenset((int(Phase.PREALLOC_QUEUE), int(Phase.LOCAL_QUEUE)))
+_PARTS = {
+    int(Phase.DISPATCH): int(TtftPhase.DISPATCH),
+    int(Phase.PREALLOC_QUEUE): int(TtftPhase.PREALLOC_QUEUE),
+    int(Phase.WAITING_QUEUE): int(TtftPhase.WAITING_QUEUE),
+    int(Phase.PREFILL): int(TtftPhase.PREFILL),
+    int(Phase.LOCAL_QUEUE): int(TtftPhase.WAITING_QUEUE),
+    int(Phase.LOCAL_PREFILL): int(TtftPhase.PREFILL),
+}
+
+
+def _attempt_of_first_token(
+    rows: Sequence[tuple[int, int, float, float]], first_token: float
+) -> int:
+    """The attempt whose prefill node sampled it; 0 where it was sampled on the decode node."""
+    for phase, attempt, _, end in rows:
+        if phase == Phase.PREFILL and end <= first_token:
+            return attempt
+    return 0

@@ -1,0 +1,234 @@
+"""Certificates from files: checked when they are read, and read anew when the files change.
+
+At the start anything wrong is a ConfigError. Later, what was good stays in use: files that are
+half replaced, or replaced by nonsense, are a warning and not an outage.
+"""
+
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from common.config import TlsConfig
+from common.errors import ConfigError
+from common.logs import kv
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pems:
+    """What the files of one TlsConfig held at one moment; b"" for a file that is not configured."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes
+
+
+class Certificates:
+    """The files of one TlsConfig. Any thread may ask."""
+
+    def __init__(self, config: TlsConfig, knob: str) -> None:
+        """
+        Args:
+            knob: what users call the record, such as "--front.tls"; for messages.
+        Raises:
+            ConfigError: a file cannot be read or holds something else, or the certificate is not
+                the key's or not valid now.
+        """
+        self.config = config
+        self._knob = knob
+        self._lock = threading.Lock()
+        self._stamp = self._look()
+        self._pems = self._read()
+
+    def current(self) -> Pems:
+        """The same object as long as the files have not changed for the better. Cheap enough to
+        be asked before every handshake."""
+        with self._lock:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return self._pems
+            self._stamp = stamp
+            try:
+                self._pems = self._read()
+            except ConfigError as error:
+                log.warning("new certificates are not used %s", kv(because=error))
+            else:
+                log.info("certificates were read anew %s", kv(knob=self._knob))
+            return self._pems
+
+    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """What tells versions of the files apart."""
+        paths = (self.config.cert, self.config.key, self.config.ca)
+        return tuple(None if path is None else _version(path) for path in paths)
+
+    def _read(self) -> Pems:
+        cert, key, ca = self.config.cert, self.config.key, self.config.ca
+        try:
+            pems = Pems(cert=_content(cert), key=_content(key), ca=_content(ca))
+            if cert and key:
+                _check_shown(cert, pems.cert, key, pems.key)
+            if ca and not any(map(_is_valid, _certificates(ca, pems.ca))):
+                raise ConfigError(f"no certificate in {ca} is valid now")
+        except ConfigError as error:
+            raise ConfigError(f"{self._knob}: {error}") from error
+        return pems
+
+
+def certificates(config: TlsConfig, knob: str) -> Certificates | None:
+    """None where nothing is configured. Raises ConfigError, as Certificates does."""
+    return Certificates(config, knob) if config.cert or config.ca else None
+
+
+def kind(certificates: Certificates | None) -> str:
+    """For people: "off", "on", or "mutual", where callers too must show a certificate."""
+    if certificates is None:
+        return "off"
+    return "mutual" if certificates.config.ca else "on"
+
+
+def names_and_end(pems: Pems) -> tuple[list[str], datetime]:
+    """For whom the certificate that is shown was made, and until when it is good."""
+    shown = x509.load_pem_x509_certificate(pems.cert)
+    try:
+        names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return [], shown.not_valid_after_utc
+    return [str(name.value) for name in names], shown.not_valid_after_utc
+
+
+def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """For a gRPC server: every handshake is with the newest certificates. With a `ca`, a caller
+    without a certificate signed by it is not heard."""
+    used = certificates.current()
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        pems = certificates.current()
+        if pems is used:
+            return None
+        used = pems
+        return _server_configuration(pems)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _server_configuration(used),
+        newer,  # type: ignore[arg-type]  # None is for no change, says the documentation
+        require_client_authentication=bool(used.ca),
+    )
+
+
+def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
+    """For a gRPC channel, which keeps them for its life."""
+    return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
+
+
+def server_contexts(
+    certificates: Certificates, application_protocol: str
+) -> Callable[[], ssl.SSLContext]:
+    """What to take, before each handshake, for a server that is not gRPC's.
+
+    Raises:
+        ConfigError: OpenSSL cannot use the certificate.
+    """
+    used = certificates.current()
+    context = _server_context(used, application_protocol)
+
+    def newest() -> ssl.SSLContext:
+        nonlocal used, context
+        pems = certificates.current()
+        if pems is not used:
+            used = pems
+            try:
+                context = _server_context(pems, application_protocol)
+            except ConfigError as error:
+                log.warning("new certificates are not used %s", kv(because=error))
+        return context
+
+    return newest
+
+
+def _server_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    pair = (pems.key, pems.cert)
+    return grpc.ssl_server_certificate_configuration([pair], pems.ca or None)
+
+
+def _server_context(pems: Pems, application_protocol: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols([application_protocol])
+    # It reads files only, and those that were checked may have been replaced since.
+    file = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(file, pems.key + b"\n" + pems.cert)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+        if pems.ca:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=pems.ca.decode("ascii", "replace"))
+    except ssl.SSLError as error:
+        raise ConfigError(f"OpenSSL cannot use a certificate: {error}") from error
+    finally:
+        os.close(file)
+    return context
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _content(path: Path | None) -> bytes:
+    if path is None:
+        return b""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no PEM certificate") from error
+
+
+def _check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
+    chain = _certificates(cert, cert_pem)
+    try:
+        private = load_pem_private_key(key_pem, None)
+    except TypeError as error:  # what the library says of a password
+        raise ConfigError(f"{key} is encrypted") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{key} holds no PEM private key") from error
+    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+    if private.public_key().public_bytes(*form) != chain[0].public_key().public_bytes(*form):
+        raise ConfigError(f"{cert} is not the certificate of the key {key}")
+    for each in chain:
+        if not _is_valid(each):
+            begin, end = each.not_valid_before_utc, each.not_valid_after_utc
+            raise ConfigError(f"{cert} is valid from {begin:%FT%TZ} to {end:%FT%TZ}, not now")
+
+
+def _is_valid(certificate: x509.Certificate) -> bool:
+    now = datetime.now(UTC)
+    return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc

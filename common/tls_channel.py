@@ -1,0 +1,111 @@
+"""A gRPC channel whose certificates can change. gRPC's own keeps those that it was made with.
+
+Calls go over an inner channel until there are newer certificates: then the next call makes a new
+one, and the old one lives as long as its calls. A connection that stands is never ended for that.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from common import tls
+
+
+class TlsChannel(grpc.aio.Channel):
+    """For one event loop. The caller closes it."""
+
+    def __init__(
+        self, address: str, certificates: tls.Certificates, options: Sequence[tuple[str, Any]]
+    ) -> None:
+        """
+        Args:
+            address: host:port.
+            certificates: with a `ca`, of whose the other side's certificate must be.
+            options: as gRPC's own channels take them.
+        """
+        self._address = address
+        self._certificates = certificates
+        self._options = list(options)
+        if certificates.config.server_name:
+            name = certificates.config.server_name
+            self._options.append(("grpc.ssl_target_name_override", name))
+        self._used = certificates.current()
+        self._inner = self._make()
+        self._num_calls: dict[grpc.aio.Channel, int] = {self._inner: 0}  # of inner ones, old too
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def unary_unary(self, *method: Any, **how: Any) -> Any:
+        return self._method("unary_unary", method, how)
+
+    def unary_stream(self, *method: Any, **how: Any) -> Any:
+        return self._method("unary_stream", method, how)
+
+    def stream_unary(self, *method: Any, **how: Any) -> Any:
+        return self._method("stream_unary", method, how)
+
+    def stream_stream(self, *method: Any, **how: Any) -> Any:
+        return self._method("stream_stream", method, how)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """As gRPC's: calls have `grace` seconds, and none without."""
+        await asyncio.gather(*(each.close(grace) for each in list(self._num_calls)))
+        await asyncio.gather(*self._closing)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._newest().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._newest().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._newest().channel_ready()
+
+    def _method(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            inner = self._newest()
+            made = getattr(inner, kind)(*method, **how)(*arguments, **settings)
+            self._num_calls[inner] += 1
+            made.add_done_callback(lambda _: self._done(inner))
+            return made
+
+        return call
+
+    def _done(self, inner: grpc.aio.Channel) -> None:
+        self._num_calls[inner] -= 1
+        self._see_off(inner)
+
+    def _newest(self) -> grpc.aio.Channel:
+        pems = self._certificates.current()
+        if pems is not self._used:
+            old, self._used = self._inner, pems
+            self._inner = self._make()
+            self._num_calls[self._inner] = 0
+            self._see_off(old)
+        return self._inner
+
+    def _see_off(self, inner: grpc.aio.Channel) -> None:
+        """Closes an old one that has no calls."""
+        if inner is not self._inner and not self._num_calls[inner]:
+            del self._num_calls[inner]
+            closing = asyncio.ensure_future(inner.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _make(self) -> grpc.aio.Channel:
+        credentials = tls.channel_credentials(self._used)
+        return grpc.aio.secure_channel(self._address, credentials, options=self._options)

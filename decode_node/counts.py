@@ -1,0 +1,73 @@
+"""What a decode node counts of its hand-offs and of what it prefills itself. Engine thread only."""
+
+from collections.abc import Mapping
+
+from grpc import StatusCode
+
+from common import bounds
+from common.distribution import Counted, Distribution
+from common.errors import ServingError
+
+_NAMES = (
+    *("handoffs_opened", "handoffs_held", "handoffs_lost", "handoff_retries", "pages_read"),
+    *("handoff_tokens/own_cache", "handoff_tokens/owner_cache", "handoff_tokens/computed"),
+    *("link_changes/up", "link_changes/down"),
+    *("refused/invalid", "refused/draining", "refused/overloaded", "refused/deadline"),
+)
+_LOCAL = ("colocated", "short", "no_owner", "exhausted")
+_REFUSALS = {
+    StatusCode.INVALID_ARGUMENT: "invalid",
+    StatusCode.DEADLINE_EXCEEDED: "deadline",
+    StatusCode.UNAVAILABLE: "draining",
+}
+
+
+class DecodeCounts:
+    """Names are those of Node.Describe; one with a slash ends with a reason, source or change."""
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys(_NAMES, 0)
+        self._local = dict.fromkeys(_LOCAL, 0)
+        self._seconds = Distribution(bounds.HANDOFF_S)
+
+    def link(self, *, up: bool) -> None:
+        self._totals["link_changes/up" if up else "link_changes/down"] += 1
+
+    def local_prefill(self, reason: str) -> None:
+        """reason: "colocated", "short", "no_owner" or "exhausted"."""
+        self._local[reason] += 1
+
+    def opened(self, attempt: int) -> None:
+        """Attempts are numbered from 1."""
+        self._totals["handoffs_opened"] += 1
+        self._totals["handoff_retries"] += attempt > 1
+
+    def held(
+        self, seconds: float, *, pages_read: int, tokens: int, own: int, owner_cached: int
+    ) -> None:
+        """
+        Args:
+            seconds: since it was opened.
+            tokens: of the request; `own` are those that this node had, `owner_cached` those that
+                the owner had, both from the first one on.
+        """
+        totals = self._totals
+        totals["handoffs_held"] += 1
+        totals["pages_read"] += pages_read
+        totals["handoff_tokens/own_cache"] += own
+        totals["handoff_tokens/owner_cache"] += max(owner_cached - own, 0)
+        totals["handoff_tokens/computed"] += tokens - max(own, owner_cached)
+        self._seconds.add(seconds)
+
+    def lost(self) -> None:
+        self._totals["handoffs_lost"] += 1
+
+    def refused(self, error: ServingError) -> None:
+        self._totals[f"refused/{_REFUSALS.get(error.status, 'overloaded')}"] += 1
+
+    def totals(self) -> dict[str, int]:
+        by_reason = {f"local_prefills/{reason}": count for reason, count in self._local.items()}
+        return {**self._totals, "local_prefills": sum(self._local.values()), **by_reason}
+
+    def distributions(self) -> Mapping[str, Counted]:
+        return {"handoff_seconds": self._seconds.counted()}

@@ -1,0 +1,116 @@
+"""The gRPC API, from the comments and fields of protos/*.proto."""
+
+import tempfile
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    ServiceDescriptorProto,
+)
+from grpc_tools import protoc
+
+ROOT = Path(__file__).parents[2]
+# In the order of who calls: clients, operators, routers, decode nodes.
+FILES = ("router", "sampling", "node", "decode", "kvtransfer")
+_HEAD = """# gRPC API
+
+Every program has reflection and the health service on: `grpcurl -plaintext HOST:PORT list`. What
+clients need is the service Router; the others are between the programs.
+"""
+# Field numbers in descriptor.proto, of which the paths of comments are made.
+_MESSAGE, _ENUM, _SERVICE = 4, 5, 6
+_MEMBER = 2
+_Path = tuple[int, ...]
+
+
+def page() -> str:
+    with tempfile.NamedTemporaryFile() as made:
+        arguments = ["protoc", f"-I{ROOT}", f"-I{files('grpc_tools') / '_proto'}"]
+        arguments += ["--include_source_info", f"--descriptor_set_out={made.name}"]
+        arguments += [str(ROOT / "protos" / f"{name}.proto") for name in FILES]
+        if protoc.main(arguments):
+            raise RuntimeError("protoc does not take protos/*.proto")
+        described = FileDescriptorSet.FromString(made.read())
+    by_name = {Path(file.name).stem: file for file in described.file}
+    return _HEAD + "".join(part for name in FILES for part in _file(by_name[name]))
+
+
+def _file(file: FileDescriptorProto) -> Iterator[str]:
+    about = {
+        tuple(place.path): _sentence(place.leading_comments or place.trailing_comments)
+        for place in file.source_code_info.location
+    }
+    # The comment above `syntax` is about the file.
+    syntax = file.source_code_info.location
+    head = next((_sentence(place.leading_comments) for place in syntax if place.path == [12]), "")
+    yield f"\n## {file.name}\n\n{head}\n"
+    for index, service in enumerate(file.service):
+        yield from _service(service, (_SERVICE, index), about)
+    for index, message in enumerate(file.message_type):
+        yield from _message(message, (_MESSAGE, index), about)
+    for index, enum in enumerate(file.enum_type):
+        yield from _enum(enum, (_ENUM, index), about)
+
+
+def _service(
+    service: ServiceDescriptorProto, path: _Path, about: dict[_Path, str]
+) -> Iterator[str]:
+    yield f"\n### service {service.name}\n\n{about.get(path, '')}\n\n"
+    yield "| method | takes | returns | |\n|---|---|---|---|\n"
+    for index, method in enumerate(service.method):
+        takes = _stream(method.client_streaming) + _link(method.input_type)
+        returns = _stream(method.server_streaming) + _link(method.output_type)
+        told = about.get((*path, _MEMBER, index), "")
+        yield f"| `{method.name}` | {takes} | {returns} | {told} |\n"
+
+
+def _message(message: DescriptorProto, path: _Path, about: dict[_Path, str]) -> Iterator[str]:
+    yield f"\n### {message.name}\n\n{about.get(path, '')}\n\n"
+    if not message.field:
+        return
+    entries = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
+    yield "| field | type | |\n|---|---|---|\n"
+    for index, field in enumerate(message.field):
+        kind, told = _field(field, entries), about.get((*path, _MEMBER, index), "")
+        yield f"| `{field.name}` = {field.number} | {kind} | {told} |\n"
+
+
+def _enum(enum: EnumDescriptorProto, path: _Path, about: dict[_Path, str]) -> Iterator[str]:
+    yield f"\n### {enum.name}\n\n{about.get(path, '')}\n\n| value | |\n|---|---|\n"
+    for index, value in enumerate(enum.value):
+        yield f"| `{value.name}` = {value.number} | {about.get((*path, _MEMBER, index), '')} |\n"
+
+
+def _field(field: FieldDescriptorProto, entries: dict[str, DescriptorProto]) -> str:
+    entry = entries.get(field.type_name.rpartition(".")[2])
+    if entry is not None:
+        key, value = entry.field
+        return f"map of {_scalar(key)} to {_scalar(value)}"
+    repeated = "repeated " if field.label == FieldDescriptorProto.LABEL_REPEATED else ""
+    optional = "optional " if field.proto3_optional else ""
+    return repeated + optional + _scalar(field)
+
+
+def _scalar(field: FieldDescriptorProto) -> str:
+    if field.type_name:
+        return _link(field.type_name)
+    return FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+
+
+def _link(full_name: str) -> str:
+    name = full_name.rpartition(".")[2]
+    return f"[{name}](#{name.lower()})"
+
+
+def _stream(streaming: bool) -> str:
+    return "stream of " if streaming else ""
+
+
+def _sentence(comment: str) -> str:
+    return " ".join(comment.split()).replace("|", "\\|")

@@ -1,0 +1,73 @@
+"""The HTTP API, from the router's own OpenAPI document."""
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from router.openai import openapi
+
+_HEAD = """# HTTP API
+
+The router speaks OpenAI's API on port 8000. The same as an OpenAPI document is at `/openapi.json`
+of every router. What is not listed here and would change an answer is refused by name; anything
+else that a client sends is ignored.
+"""
+
+
+def page() -> str:
+    document = openapi.document(version("baton"))
+    parts = [_HEAD]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            if method != "parameters":
+                parts += _operation(f"{method.upper()} {path}", operation)
+    parts.append("\n## Records\n")
+    for name, schema in document["components"]["schemas"].items():
+        parts.append(f"\n### {_short(name)}\n\n{schema.get('description', '')}\n\n")
+        parts += _table(schema)
+    return "".join(parts)
+
+
+def _operation(title: str, operation: Mapping[str, Any]) -> Iterator[str]:
+    yield f"\n## {title}\n\n{operation['summary']}\n\n"
+    if body := operation.get("requestBody"):
+        record = body["content"]["application/json"]["schema"]
+        yield f"Takes {_kind(record)}.\n\n"
+    yield "| status | |\n|---|---|\n"
+    for status, response in operation["responses"].items():
+        yield f"| {status} | {response['description']} |\n"
+
+
+def _table(schema: Mapping[str, Any]) -> Iterator[str]:
+    required = schema.get("required", ())
+    yield "| field | type | |\n|---|---|---|\n"
+    for name, field in schema.get("properties", {}).items():
+        mark = " (required)" if name in required else ""
+        yield f"| `{name}` | {_kind(field)} | {field.get('description', '')}{mark} |\n"
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    match schema:
+        case {"$ref": reference}:
+            name = _short(reference)
+            return f"[{name}](#{name.lower()})"
+        case {"anyOf": options}:
+            kinds = dict.fromkeys(_kind(option) for option in options if _kind(option) != "null")
+            return " or ".join(kinds)
+        case {"type": "array", "items": items}:
+            return f"list of {_kind(items)}"
+        case {"type": [*kinds]}:
+            return " or ".join(kind for kind in kinds if kind != "null")
+        case {"type": kind, "minimum": low, "maximum": high}:
+            return f"{kind}, {low} to {high}"
+        case {"type": kind}:
+            return str(kind)
+        case {"enum": values}:
+            return " or ".join(f"`{value}`" for value in values)
+        case _:
+            return "any"
+
+
+def _short(reference: str) -> str:
+    """ "#/components/schemas/router.openai.chat.Choice" -> "chat.Choice"."""
+    return ".".join(reference.rpartition("/")[2].split(".")[-2:])

@@ -1,0 +1,79 @@
+"""docs/metrics.md, from what the programs declare. `python -m docs.generate.metrics` writes it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from common.metrics import node, router
+from common.metrics.declared import Declared
+from common.metrics.program import INFO, PROCESS
+
+FILE = Path(__file__).parents[1] / "metrics.md"
+_HEAD = """# Metrics
+
+Every program serves Prometheus metrics on `--metrics-port`, and a router also under `/metrics` of
+its HTTP port. Of a router with several `--processes` each has a metrics port of its own, counted up
+from `--metrics-port`: scrape all of them, and not the HTTP port.
+
+Units are base units, and what labels can say is a closed list: no addresses, no request ids. A
+series is there from the start, with 0, so that the first failure is an increase too; those marked
+*sparse* are there once there is something to say.
+
+Counters end with `_total`. Of a histogram there are `_bucket`, `_sum` and `_count`.
+
+A node's engine reports to its front twice a second, and between two steps: a value is as old as
+that, or as the step under way is long.
+
+Nodes do not say in each series which role they have: that is for the scraper, as the component
+`monitoring` for Kubernetes does it. Elsewhere:
+
+```yaml
+scrape_configs:
+  - job_name: baton
+    static_configs:
+      - {targets: ["router.example:8000"], labels: {role: router}}
+      - {targets: ["prefill.example:9101"], labels: {role: prefill}}
+      - {targets: ["decode.example:9102"], labels: {role: decode}}
+```
+
+Dashboards and alert rules are in `deploy/kubernetes/components/monitoring`;
+[the runbook](runbook.md) says what to do about each alert.
+
+This page is made from `common/metrics/` by `python -m docs.generate.metrics`.
+"""
+
+
+def page() -> str:
+    common = (INFO, *PROCESS)
+    parts = [_HEAD]
+    for title, declared in (
+        ("Router", [each for each in router.DECLARED if each not in common]),
+        ("Prefill and decode nodes", node.BOTH),
+        ("Decode nodes alone", node.DECODE),
+        ("Every program", common),
+    ):
+        parts += _table(title, declared)
+    return "".join(parts)
+
+
+def _table(title: str, declared: Sequence[Declared]) -> Iterator[str]:
+    yield f"\n## {title}\n\n| metric | type | labels | |\n|---|---|---|---|\n"
+    for each in declared:
+        name = each.name + ("_total" if each.kind == "counter" else "")
+        about = each.help + (" *Sparse.*" if each.sparse else "")
+        yield f"| `{name}` | {each.kind} | {_labels(each)} | {_escaped(about)} |\n"
+
+
+def _labels(declared: Declared) -> str:
+    return "; ".join(f"{name}: {_values(values)}" for name, values in declared.labels.items())
+
+
+def _values(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("->", "→")
+
+
+if __name__ == "__main__":
+    FILE.write_text(page())

@@ -1,0 +1,58 @@
+"""What a reader has read, by the path that carried it.
+
+Written by the transfer thread, read by any other: paths are made before they are needed.
+"""
+
+from common import bounds
+from common.distribution import Counted, Distribution
+
+PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
+
+
+class _Path:
+    __slots__ = ("num_bytes", "num_descriptors", "num_refused", "seconds")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_descriptors = 0
+        self.num_refused = 0
+        self.seconds = Distribution(bounds.READ_S)
+
+
+class ReadMeter:
+    """
+    Args:
+        page_bytes: moved by one descriptor.
+    Attributes:
+        in_flight: reads given to links and not over.
+    """
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._paths = {name: _Path() for name in PATHS}
+        self.in_flight = 0
+
+    def ended(self, path: str, num_bytes: int, seconds: float, *, refused: bool) -> None:
+        """One read of a link is over; a path that is none of PATHS is not counted."""
+        of_path = self._paths.get(path)
+        if of_path is None:
+            return
+        if refused:
+            of_path.num_refused += 1
+            return
+        of_path.num_bytes += num_bytes
+        of_path.num_descriptors += num_bytes // self._page_bytes
+        of_path.seconds.add(seconds)
+
+    def gauges(self) -> dict[str, float]:
+        gauges = {"reads_in_flight": float(self.in_flight)}
+        for name, path in self._paths.items():
+            gauges[f"total_read_bytes/{name}"] = float(path.num_bytes)
+            gauges[f"total_read_descriptors/{name}"] = float(path.num_descriptors)
+            gauges[f"total_reads_refused/{name}"] = float(path.num_refused)
+        return gauges
+
+    def distributions(self) -> dict[str, Counted]:
+        return {
+            f"read_seconds/{name}": path.seconds.counted() for name, path in self._paths.items()
+        }

@@ -1,0 +1,39 @@
+"""Between the cluster and its policy: what there is to choose from, and what was chosen."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """The part of a request that decides where it goes."""
+
+    token_ids: Sequence[int]
+    session: str = ""  # requests of one session belong together; "": of none
+
+
+class PrefillChoice(msgspec.Struct, frozen=True):
+    """A prefill node that a decode node can read from."""
+
+    address: str
+    path: str = ""  # as in LinkState
+    gib_per_s: float = 0.0  # 0: not measured
+
+
+class DecodeChoice(msgspec.Struct, frozen=True):
+    """A decode node that takes requests now, as it last said of itself."""
+
+    address: str
+    prefill: tuple[PrefillChoice, ...]  # empty where it prefills itself
+    num_live: int  # requests of this router on it
+    pages_total: int = 0  # 0: not told
+    pages_free: int = 0  # those that the prefix cache alone holds are free
+    page_size: int = 16
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where one request goes, and what that costs."""
+
+    decode: str
+    prefill: tuple[str, ...]  # candidates in order of preference
+    uncached_tokens: int  # of the prompt, for the first candidate to compute, as far as is known

@@ -1,0 +1,89 @@
+"""A client's connection until TLS stands. From then on a Connection has it.
+
+It counts as a connection from the start and has a deadline: a client that says nothing does not
+hold its place for long.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from typing import cast
+
+from common.logs import kv
+from router.http.connection import Connection
+from router.http.shared import Shared
+
+log = logging.getLogger(__name__)
+
+
+class Handshake(asyncio.Protocol):
+    """Made by the server for each client that connects, where it serves TLS."""
+
+    def __init__(self, shared: Shared, context: Callable[[], ssl.SSLContext]) -> None:
+        """
+        Args:
+            context: asked once for each handshake.
+        """
+        self.deadline = math.inf  # the event loop has one for handshakes
+        self._shared = shared
+        self._context = context
+        self._peer: object = None
+        self._shaking: asyncio.Task[None]
+
+    def expire(self) -> None:
+        self.abort()
+
+    def drain(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self._shaking.cancel()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes the socket away from the transport, before anything is read: of what a loop does
+        with a socket of somebody else's, it tells whether the handshake failed."""
+        # As many as a Connection has words for.
+        if len(self._shared.members) < 2 * self._shared.limits.max_connections:
+            descriptor = os.dup(transport.get_extra_info("socket").fileno())
+            self._peer = transport.get_extra_info("peername")
+            self._shared.join(self)
+            self._shaking = asyncio.ensure_future(self._shake(socket.socket(fileno=descriptor)))
+        cast(asyncio.Transport, transport).abort()
+
+    async def _shake(self, client: socket.socket) -> None:
+        limits = self._shared.limits
+        try:
+            client.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Standing(self._stands),
+                client,
+                ssl=self._context(),
+                ssl_handshake_timeout=limits.handshake_s,
+                ssl_shutdown_timeout=limits.linger_s,
+            )
+        except OSError as error:  # of TLS, a reset, or the deadline
+            log.info("no TLS with a client %s", kv(peer=self._peer, because=error))
+        finally:
+            if self in self._shared.members:  # it has not come to `_stands`
+                self._shared.leave(self)
+                client.close()
+
+    def _stands(self, transport: asyncio.Transport) -> None:
+        self._shared.leave(self)
+        connection = Connection(self._shared)
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
+
+
+class _Standing(asyncio.Protocol):
+    """What the event loop has in hand until the handshake's end."""
+
+    def __init__(self, stands: Callable[[asyncio.Transport], None]) -> None:
+        self._stands = stands
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._stands(cast(asyncio.Transport, transport))

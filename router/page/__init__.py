@@ -1,0 +1,1 @@
+"""The page at / of the router: static files, made by no build step, using nothing from outside."""

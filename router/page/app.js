@@ -1,0 +1,68 @@
+// Joins the parts of the page. Each part knows its own piece of the document and nothing else.
+
+import { Ask } from "./ask.js";
+import { byId, mark, say } from "./dom.js";
+import { Feed } from "./feed.js";
+import { age } from "./format.js";
+import { Links } from "./links.js";
+import { legend, Nodes } from "./nodes.js";
+import { Rates } from "./rates.js";
+import { Requests } from "./requests.js";
+import { Timeline } from "./timeline.js";
+import { about, Totals } from "./totals.js";
+
+const REQUESTS_EVERY = 2; // answers about the cluster
+
+const rates = new Rates();
+const totals = new Totals(byId("tiles"));
+const sides = [
+  new Nodes(byId("prefill-nodes"), byId("prefill-count"), "prefill"),
+  new Nodes(byId("decode-nodes"), byId("decode-count"), "decode"),
+];
+const links = new Links(byId("fabric"), byId("links"), byId("paths"));
+const timeline = new Timeline();
+const requests = new Requests((id) => timeline.show(id));
+const ask = new Ask((id) => {
+  requests.choose(id);
+  requests.refresh();
+});
+
+let answers = 0;
+let lastAnswer;
+
+function show(cluster) {
+  lastAnswer = Date.now();
+  connected(true);
+  const { router } = cluster;
+  rates.take(cluster);
+  totals.show(cluster, rates);
+  for (const side of sides) side.show(cluster, rates);
+  links.show(cluster, rates);
+  ask.know(router);
+  say(byId("model"), router.model);
+  say(byId("router-state"), router.state === "ready" ? "ready" : `${router.state}: ${router.reason}`);
+  mark(byId("router-state"), "data-state", router.state);
+  say(byId("about"), about(router));
+  document.body.classList.toggle("no-prefill", !cluster.nodes.some((node) => node.role === "prefill"));
+  if (answers++ % REQUESTS_EVERY === 0) requests.refresh();
+}
+
+function lose(words) {
+  connected(false);
+  say(byId("lost-words"), words);
+  // Not part of what is read out: it changes with every try.
+  const since = (Date.now() - lastAnswer) / 1e3;
+  say(byId("lost-age"), lastAnswer === undefined ? "" : `What is shown is ${age(since)} old.`);
+  say(byId("router-state"), "connection lost");
+  mark(byId("router-state"), "data-state", "lost");
+}
+
+function connected(yes) {
+  byId("lost").hidden = yes;
+  document.body.classList.toggle("stale", !yes);
+}
+
+const feed = new Feed("/cluster", show, lose);
+byId("reconnect").addEventListener("click", () => feed.now());
+legend(byId("holders"));
+feed.start();

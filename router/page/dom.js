@@ -1,0 +1,53 @@
+// Elements without HTML: whatever a node, a model or a client has named becomes text, never markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const byId = (id) => document.getElementById(id);
+
+/** An element with attributes and children; a string among them becomes text. */
+export function element(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+export function shape(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+function filled(made, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== undefined && value !== null && value !== false) made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+/** Changes a text only if it differs: what is unchanged is not read out again, nor painted. */
+export function say(target, text) {
+  if (target.textContent !== text) target.textContent = text;
+}
+
+export function mark(target, name, value) {
+  if (target.getAttribute(name) !== value) target.setAttribute(name, value);
+}
+
+/**
+ * Keeps one child of `parent` for each item, in order, by key: made once, then updated in place, so
+ * that focus, scroll position and open details stay.
+ */
+export function keep(parent, items, key, make, update) {
+  const present = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let next = parent.firstElementChild;
+  for (const item of items) {
+    const name = key(item);
+    let child = present.get(name);
+    if (child === undefined) {
+      child = make(item);
+      child.dataset.key = name;
+    }
+    present.delete(name);
+    if (child === next) next = next.nextElementSibling;
+    else parent.insertBefore(child, next);
+    update(child, item);
+  }
+  for (const child of present.values()) child.remove();
+}

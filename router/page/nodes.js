@@ -1,0 +1,184 @@
+// The nodes of one role, a card each.
+
+import { element, keep, mark, say } from "./dom.js";
+import { count, gigabytes, percent } from "./format.js";
+
+/** Holders of pages in the order of the bar, and what they mean. */
+export const HOLDERS = {
+  request: "requests that are here",
+  step: "a forward that is under way",
+  read: "being read from another node",
+  publication: "another node may read it",
+  cache: "the prefix cache alone; given up when room is needed",
+  free: "nobody",
+};
+const QUEUES = {
+  bootstrap: "opened by a decode node, not yet granted",
+  inflight: "computed, and held until the decode node has read it",
+  prealloc: "waiting for pages",
+  transfer: "its pages are being computed and read",
+  waiting: "waiting for a forward",
+  chunked: "its prompt is computed in chunks",
+  on_device: "in the chunk or the running batch",
+  retracted: "off the device for want of pages",
+};
+const STATES = {
+  ready: "ready",
+  starting: "starting",
+  draining: "draining",
+  unhealthy: "unhealthy",
+  unreachable: "unreachable",
+};
+const RARE = new Set(["chunked", "retracted"]); // queues that are shown when something is in them
+const MOST_OPEN = 4; // more nodes than this on one side start closed
+const MOST_TALL = 8; // more than this take one line each
+
+export class Nodes {
+  /** Args: the list to fill, where their number goes, and the role of these nodes. */
+  constructor(list, counter, role) {
+    this.list = list;
+    this.counter = counter;
+    this.role = role;
+  }
+
+  show(cluster, rates) {
+    const nodes = cluster.nodes.filter((node) => node.role === this.role);
+    this.list.classList.toggle("many", nodes.length > MOST_TALL);
+    const open = nodes.length <= MOST_OPEN;
+    const make = (node) => card(node, open);
+    keep(this.list, nodes, (node) => node.address, make, (child, node) => fill(child, node, rates));
+    say(this.counter, nodes.length ? `${nodes.length}` : "none");
+  }
+}
+
+export function legend(list) {
+  for (const [name, meaning] of Object.entries(HOLDERS)) {
+    list.append(element("li", { title: meaning, "data-holder": name }, name));
+  }
+}
+
+function card(node, open) {
+  return element(
+    "li",
+    { class: "node", "data-role": node.role, "data-address": node.address },
+    element(
+      "details",
+      { open: open && "" },
+      element(
+        "summary",
+        {},
+        element("span", { class: "node-head" },
+          element("span", { class: "address mono" }, node.address),
+          element("span", { class: "speed" }),
+          element("span", { class: "state" }),
+        ),
+        element("span", { class: "bar", role: "img" },
+          ...Object.keys(HOLDERS).map((name) => element("span", { "data-holder": name })),
+        ),
+      ),
+      element("div", { class: "node-body" },
+        element("ul", { class: "legend amounts", "aria-hidden": "true" }),
+        element("dl", { class: "facts" }),
+        element("ul", { class: "queues", "aria-label": "Queues" }),
+        element("ul", { class: "reads", "aria-label": "Reads from" }),
+        element("p", { class: "hint pids" }),
+      ),
+    ),
+  );
+}
+
+function fill(child, node, rates) {
+  mark(child, "data-state", node.state);
+  const at = (selector) => child.querySelector(selector);
+  say(at(".state"), STATES[node.state] ?? node.state);
+  const [speed, unit] = mainRate(node, rates);
+  say(at(".speed"), speed === undefined ? "" : `${count(speed)} ${unit}`);
+  fillPages(at(".bar"), at(".amounts"), node.pages);
+  keep(at(".facts"), facts(node, rates), (fact) => fact.label, makeFact, updateFact);
+  const queues = sorted(node.queues, QUEUES).filter(([name, number]) => number || !RARE.has(name));
+  keep(at(".queues"), queues, ([name]) => name, makeQueue, (item, [, number]) => {
+    say(item.lastChild, count(number));
+    item.classList.toggle("some", number > 0);
+  });
+  keep(at(".reads"), node.links, (link) => link.peer, makeRead, (item, link) => {
+    mark(item, "data-path", link.path);
+    say(item.lastChild, `${link.path} ${gigabytes(link.gib_per_s)}`);
+  });
+  say(at(".pids"), words(node));
+}
+
+const mainRate = (node, rates) =>
+  node.role === "prefill"
+    ? [rates.of(node.address, "prompt_tokens"), "prompt tok/s"]
+    : [rates.of(node.address, "generated_tokens"), "tok/s"];
+
+function fillPages(bar, amounts, pages) {
+  const all = Object.values(pages).reduce((a, b) => a + b, 0);
+  for (const part of bar.children) {
+    const number = pages[part.dataset.holder] ?? 0;
+    part.style.flexGrow = number;
+    part.hidden = number === 0;
+  }
+  const held = sorted(pages, HOLDERS).filter(([name, number]) => name !== "free" && number > 0);
+  const sentence = all
+    ? `${count(pages.free ?? 0)} of ${count(all)} pages free` +
+      held.map(([name, number]) => `, ${name} ${count(number)}`).join("")
+    : "no pages known";
+  mark(bar, "aria-label", sentence);
+  bar.classList.toggle("unknown", all === 0);
+  // For eyes; ears have the sentence.
+  const shown = all ? [...held, ["free", pages.free ?? 0]] : [];
+  keep(amounts, shown, ([name]) => name, makeAmount, (item, [name, number]) => {
+    say(item, name === "free" ? `${count(number)} of ${count(all)} free` : count(number));
+  });
+}
+
+const makeAmount = ([name]) =>
+  element("li", { "data-holder": name, title: `${name}: ${HOLDERS[name] ?? ""}` });
+
+function facts(node, rates) {
+  if (node.state === "unreachable") return [];
+  const of = (counter) => rates.of(node.address, counter);
+  const shown = [
+    { label: "steps/s", value: of("steps") },
+    { label: "hand-offs/s", value: of("handoffs_held") },
+  ];
+  const { prompt_tokens: prompt = 0, cached_tokens: cached = 0 } = node.counters;
+  if (prompt) shown.push({ label: "found in cache", text: percent(cached / prompt) });
+  const { retractions = 0, local_prefills: local = 0, handoffs_lost: lost = 0 } = node.counters;
+  if (local) shown.push({ label: "local prefills", value: local });
+  if (lost) shown.push({ label: "hand-offs lost", value: lost, bad: true });
+  if (node.role === "decode" || retractions) {
+    shown.push({ label: "retractions", value: retractions, bad: retractions > 0 });
+  }
+  return shown;
+}
+
+const makeFact = (fact) => element("div", {}, element("dt", {}, fact.label), element("dd"));
+
+function updateFact(child, fact) {
+  say(child.lastChild, fact.text ?? (fact.value === undefined ? "–" : count(fact.value)));
+  child.classList.toggle("bad", Boolean(fact.bad));
+}
+
+/** The entries of `numbers` in the order of `known`, and then those that are not in it. */
+function sorted(numbers, known) {
+  const names = [...new Set([...Object.keys(known), ...Object.keys(numbers)])];
+  return names.filter((name) => name in numbers).map((name) => [name, numbers[name]]);
+}
+
+function makeQueue([name]) {
+  const label = element("span", {}, name.replaceAll("_", " "));
+  return element("li", { title: QUEUES[name] }, label, " ", element("strong"));
+}
+
+const makeRead = (link) =>
+  element("li", {}, element("span", { class: "mono clip" }, link.peer), " ", element("span"));
+
+function words(node) {
+  const parts = [];
+  if (node.mode === "colocated") parts.push("prefills by itself");
+  if (node.pids.length) parts.push(`pid ${node.pids.join(", ")}`);
+  if (node.instance_id !== "0") parts.push(`instance ${BigInt(node.instance_id).toString(16)}`);
+  return parts.join(" · ");
+}

@@ -1,0 +1,49 @@
+// What happens per second, from counters that only grow. Knows nodes by address and instance.
+
+const WINDOW_S = 4;
+
+export class Rates {
+  constructor() {
+    this.samples = new Map(); // address: samples of one instance, oldest first
+  }
+
+  /** Takes a cluster as the router tells it; nodes that are not in it are forgotten. */
+  take(cluster) {
+    const kept = new Map();
+    for (const node of cluster.nodes) {
+      const sample = {
+        instance: node.instance_id,
+        at: node.seen_s,
+        values: { ...node.counters, steps: node.steps },
+      };
+      const before = this.samples.get(node.address) ?? [];
+      if (node.state === "unreachable") {
+        kept.set(node.address, []);
+        continue;
+      }
+      const last = before.at(-1);
+      // Another instance counts from zero; another router has another clock.
+      const goes = last?.instance === sample.instance && last.at <= sample.at;
+      const samples = goes ? before : [];
+      if (!goes || last.at < sample.at) samples.push(sample);
+      while (samples.length > 2 && samples[1].at <= sample.at - WINDOW_S) samples.shift();
+      kept.set(node.address, samples);
+    }
+    this.samples = kept;
+  }
+
+  /** Per second over the last seconds; undefined while there is nothing to compare. */
+  of(address, counter) {
+    const samples = this.samples.get(address) ?? [];
+    const [first, last] = [samples[0], samples.at(-1)];
+    if (samples.length < 2) return undefined;
+    const grown = (last.values[counter] ?? 0) - (first.values[counter] ?? 0);
+    return Math.max(0, grown / (last.at - first.at));
+  }
+
+  /** The sum over these nodes; undefined when nothing is known of any. */
+  sum(nodes, counter) {
+    const known = nodes.map((node) => this.of(node.address, counter)).filter((r) => r !== undefined);
+    return known.length ? known.reduce((a, b) => a + b, 0) : undefined;
+  }
+}

@@ -1,0 +1,78 @@
+// The list of recent requests; one of them is chosen.
+
+import { byId, element, keep, mark, say } from "./dom.js";
+import { duration } from "./format.js";
+import { fetchJson } from "./feed.js";
+
+const SHOWN = 60;
+const ENDS = { stop: "stop", length: "length", cancelled: "cancelled", error: "error", live: "live" };
+
+export class Requests {
+  /** `onChoose(id)` is called when a person chooses one, or `choose` does. */
+  constructor(onChoose) {
+    this.onChoose = onChoose;
+    this.rows = byId("request-rows");
+    this.chosen = undefined;
+    this.rows.addEventListener("click", (event) => {
+      const row = event.target.closest("tr");
+      if (row) this.choose(row.dataset.key);
+    });
+  }
+
+  async refresh() {
+    let requests;
+    try {
+      ({ requests } = await fetchJson("/requests"));
+    } catch (error) {
+      // Without a connection the page says so at its top already.
+      if (error.status) say(byId("requests-note"), error.message);
+      return;
+    }
+    const shown = requests.slice(0, SHOWN);
+    byId("requests-frame").hidden = !shown.length;
+    const note = shown.length ? `the latest ${shown.length}` : "None yet. Send a prompt.";
+    say(byId("requests-note"), note);
+    keep(this.rows, shown, (request) => request.id, make, (row, request) => fill(row, request));
+    this.markChosen();
+    if (this.chosen === undefined && shown.length) {
+      const ended = shown.find((request) => request.outcome !== "live");
+      if (ended) this.choose(ended.id);
+    }
+  }
+
+  choose(id) {
+    this.chosen = id;
+    this.markChosen();
+    this.onChoose(id);
+  }
+
+  markChosen() {
+    for (const row of this.rows.children) {
+      const chosen = row.dataset.key === this.chosen;
+      row.classList.toggle("chosen", chosen);
+      mark(row.querySelector("button"), "aria-pressed", String(chosen));
+    }
+  }
+}
+
+function make(request) {
+  const name = element("button", { type: "button", class: "mono clip", title: request.id }, request.id);
+  return element(
+    "tr",
+    {},
+    element("td", { class: "name" }, name),
+    element("td", { class: "number" }),
+    element("td", { class: "number" }),
+    element("td", { class: "number" }),
+    element("td", { class: "end" }),
+  );
+}
+
+function fill(row, request) {
+  const [, tokens, first, all, end] = row.children;
+  say(tokens, `${request.prompt_tokens} + ${request.completion_tokens}`);
+  say(first, duration(request.ttft_s));
+  say(all, duration(request.seconds));
+  say(end, ENDS[request.outcome] ?? request.outcome);
+  mark(end, "data-outcome", request.outcome);
+}

@@ -1,0 +1,127 @@
+// One request: its facts, what its time to the first token is made of, and its phases as bars.
+
+import { Chart, PHASES, phaseWords } from "./chart.js";
+import { byId, element, keep, mark, say } from "./dom.js";
+import { count, duration, plural } from "./format.js";
+import { fetchJson } from "./feed.js";
+
+const SLIVER = 0.15; // a first token sooner than this share of all the time is shown by itself first
+const AGAIN_MS = 700; // while a request is live
+
+export class Timeline {
+  constructor() {
+    this.chart = new Chart(byId("chart"), byId("chart-hint"));
+    this.id = undefined;
+    this.timer = undefined;
+    byId("span").addEventListener("change", () => {
+      this.decided = true; // by a person: no request changes it any more
+      this.draw();
+    });
+  }
+
+  /** Args: a request; how often to look again if the router does not know it. */
+  async show(id, again = 3) {
+    this.id = id;
+    clearTimeout(this.timer);
+    byId("timeline").hidden = false;
+    say(byId("timeline-id"), id);
+    let request;
+    try {
+      request = await fetchJson(`/requests/${encodeURIComponent(id)}`);
+    } catch (error) {
+      if (this.id !== id) return;
+      this.problem(error.message);
+      // The last word of an answer may be here before the request is in the router's book.
+      if (again) this.timer = setTimeout(() => this.show(id, again - 1), AGAIN_MS);
+      return;
+    }
+    if (this.id !== id) return; // another one has been chosen meanwhile
+    this.problem("");
+    this.request = request;
+    if (!this.decided && request.ttft_s !== null) {
+      const sliver = request.ttft_s < SLIVER * request.seconds;
+      document.querySelector(`#span [value=${sliver ? "first" : "whole"}]`).checked = true;
+    }
+    this.draw();
+    if (request.outcome === "live") this.timer = setTimeout(() => this.show(id), AGAIN_MS);
+  }
+
+  problem(words) {
+    byId("timeline-problem").hidden = !words;
+    say(byId("timeline-problem"), words);
+    byId("timeline-body").hidden = Boolean(words);
+  }
+
+  draw() {
+    if (!this.request) return;
+    const whole = document.querySelector("#span [value=whole]").checked;
+    fill(byId("timeline-facts"), facts(this.request));
+    breakdown(this.request);
+    this.chart.show(this.request, whole);
+    table(this.request);
+  }
+}
+
+function facts(request) {
+  const { ttft_s: first, seconds, completion_tokens: made } = request;
+  const shown = [
+    ["First token", duration(first)],
+    ["All", duration(seconds)],
+    ["Tokens/s", first !== null && made > 1 ? count((made - 1) / (seconds - first)) : "–"],
+    ["Prompt", `${request.prompt_tokens} tokens, ${request.cached_tokens} cached`],
+    ["Answer", `${made} tokens`],
+    ["End", request.outcome],
+  ];
+  const held = request.attempts.findLast((attempt) => attempt.outcome === "held");
+  if (held) {
+    const rest = held.bytes ? `, ${count(held.bytes / 1e6)} MB` : "";
+    shown.push(["Hand-off", `${plural(held.pages, "page")}${rest} over ${held.path}`]);
+  }
+  const lost = request.attempts.filter((attempt) => attempt.outcome !== "held");
+  for (const attempt of lost) {
+    shown.push([`Attempt ${attempt.number}`, `${attempt.outcome}: ${attempt.reason || "no reason told"}`]);
+  }
+  if (request.replays) shown.push(["Replays", count(request.replays)]);
+  if (request.trace_id) shown.push(["Trace", request.trace_id]);
+  if (request.error) shown.push(["Error", request.error]);
+  return shown;
+}
+
+function fill(list, shown) {
+  const make = ([name]) => element("div", {}, element("dt", {}, name), element("dd"));
+  keep(list, shown, ([name]) => name, make, (item, [, value]) => say(item.lastChild, value));
+}
+
+function breakdown({ ttft, ttft_s: all }) {
+  byId("breakdown").hidden = !ttft.length;
+  const key = (part) => part.phase;
+  const make = (part) => element("span", { "data-group": groupOf(part.phase) });
+  keep(byId("breakdown-bar"), ttft, key, make, (piece, part) => {
+    piece.style.flexGrow = part.seconds / all; // they add up to one, so they fill the bar
+  });
+  const item = (part) =>
+    element("li", { "data-group": groupOf(part.phase), title: PHASES[part.phase]?.words }, phaseWords(part.phase), " ", element("strong"));
+  keep(byId("breakdown-legend"), ttft, key, item, (line, part) => {
+    say(line.lastChild, duration(part.seconds));
+    mark(line, "data-small", String(part.seconds < 0.01 * all));
+  });
+}
+
+const groupOf = (phase) => PHASES[phase]?.group ?? "other";
+
+function table(request) {
+  const rows = request.phases.map((phase, i) => ({ ...phase, key: `${i} ${phase.where} ${phase.phase}` }));
+  const make = (row) =>
+    element(
+      "tr",
+      {},
+      element("td", {}, row.where, " ", element("span", { class: "mono" }, row.node)),
+      element("td", { title: PHASES[row.phase]?.words }, phaseWords(row.phase)),
+      element("td", { class: "number" }),
+      element("td", { class: "number" }),
+    );
+  keep(byId("phase-rows"), rows, (row) => row.key, make, (line, row) => {
+    say(line.children[2], duration(row.start_s));
+    say(line.children[3], duration(row.end_s - row.start_s));
+  });
+}

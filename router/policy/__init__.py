@@ -1,0 +1,14 @@
+"""Which nodes a request goes to: one policy a file, one table of names. No connections here."""
+
+from router.choices import DecodeChoice, Placement, PrefillChoice, Prompt
+from router.policy.contract import Policy
+from router.policy.table import make_policy
+
+__all__ = [
+    "DecodeChoice",
+    "Placement",
+    "Policy",
+    "PrefillChoice",
+    "Prompt",
+    "make_policy",
+]

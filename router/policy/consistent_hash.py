@@ -1,0 +1,38 @@
+"""Equal keys to one prefill node, by arithmetic: routers agree without telling each other.
+
+The key is the session, or else how the prompt begins. Each node draws a number from the key and
+its own address, and the highest goes first (rendezvous hashing, Thaler and Ravishankar 1996): when
+a node leaves, its keys move, and no others; when one comes, it takes its share from each. A node
+whose queue is a quarter longer than the mean, and a prompt, is passed over (consistent hashing with
+bounded loads, Mirrokni et al. 2018), or one key could make a hot spot.
+"""
+
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from common.prefix_hash import as_bytes
+from router.choices import DecodeChoice, Placement, Prompt
+from router.load import Load
+from router.policy.decode_choice import LeastFull
+
+KEY_TOKENS = 256  # of the prompt: what requests of one application have in common
+MOST_OVER_MEAN = 1.25
+
+
+class ConsistentHash:
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._decode = LeastFull(load)
+
+    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+        decode = self._decode.pick(choices)
+        num_tokens = len(prompt.token_ids)
+        key = xxh3_64_intdigest(prompt.session.encode() or as_bytes(prompt.token_ids[:KEY_TOKENS]))
+        queued = {node.address: self._load.prefill.tokens(node.address) for node in decode.prefill}
+        bound = MOST_OVER_MEAN * sum(queued.values()) / max(1, len(queued)) + num_tokens
+        nodes = sorted(
+            queued,
+            key=lambda node: (queued[node] > bound, -xxh3_64_intdigest(node.encode(), key)),
+        )
+        return Placement(decode.address, tuple(nodes), num_tokens)

@@ -1,0 +1,23 @@
+"""The prefill node with the fewest prompt tokens to compute, whatever is cached where."""
+
+from collections.abc import Sequence
+
+from router.choices import DecodeChoice, Placement, Prompt
+from router.load import Load
+from router.policy.decode_choice import LeastFull
+from router.policy.turns import Turns
+
+
+class LeastTokens:
+    """Takes equals in turn."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._decode = LeastFull(load)
+        self._turns = Turns()
+
+    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+        decode = self._decode.pick(choices)
+        nodes = self._turns.rotated([node.address for node in decode.prefill])
+        nodes.sort(key=self._load.prefill.tokens)
+        return Placement(decode.address, tuple(nodes), len(prompt.token_ids))

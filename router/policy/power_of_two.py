@@ -1,0 +1,31 @@
+"""Of two nodes taken at random, the one with less to do.
+
+Almost as even as the least loaded of all, and routers that do not know of each other do not all
+run to the same node.
+"""
+
+import random
+from collections.abc import Sequence
+
+from router.choices import DecodeChoice, Placement, Prompt
+from router.load import Load
+from router.policy.decode_choice import LeastFull
+
+
+class PowerOfTwo:
+    """
+    Args:
+        rng: where the chance comes from.
+    """
+
+    def __init__(self, load: Load, rng: random.Random) -> None:
+        self._load = load
+        self._rng = rng
+        self._decode = LeastFull(load)
+
+    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+        decode = self._decode.pick(self._rng.sample(choices, min(2, len(choices))))
+        nodes = [node.address for node in decode.prefill]
+        self._rng.shuffle(nodes)
+        nodes[:2] = sorted(nodes[:2], key=self._load.prefill.tokens)
+        return Placement(decode.address, tuple(nodes), len(prompt.token_ids))

@@ -1,0 +1,23 @@
+"""Any node, as likely as any other."""
+
+import random
+from collections.abc import Sequence
+
+from router.choices import DecodeChoice, Placement, Prompt
+
+
+class Random:
+    """
+    Args:
+        rng: where the chance comes from.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+        decode = self._rng.choice(choices)
+        nodes = self._rng.sample(decode.prefill, len(decode.prefill))
+        return Placement(
+            decode.address, tuple(node.address for node in nodes), len(prompt.token_ids)
+        )

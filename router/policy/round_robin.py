@@ -1,0 +1,24 @@
+"""Every node in turn, and every pair of nodes as often as any other."""
+
+import math
+from collections.abc import Sequence
+
+from router.choices import DecodeChoice, Placement, Prompt
+
+
+class RoundRobin:
+    """Looks at nothing but whose turn it is."""
+
+    def __init__(self) -> None:
+        self._num_picked = 0
+
+    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+        turn = self._num_picked
+        self._num_picked += 1
+        decode = choices[turn % len(choices)]
+        nodes = [choice.address for choice in decode.prefill]
+        if nodes:
+            # With as many of one as of the other, two rotations would always pick the same pairs.
+            first = (turn + turn // math.lcm(len(nodes), len(choices))) % len(nodes)
+            nodes = nodes[first:] + nodes[:first]
+        return Placement(decode.address, tuple(nodes), len(prompt.token_ids))

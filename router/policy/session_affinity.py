@@ -1,0 +1,34 @@
+"""A session stays with its nodes: what it said before is in their caches, on both sides.
+
+Requests without a session, and a session's first, go to the least loaded nodes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from router.choices import DecodeChoice, Placement, Prompt
+from router.load import Load
+from router.policy.least_tokens import LeastTokens
+
+MAX_SESSIONS = 1 << 16  # the one not heard of for longest is forgotten
+
+
+class SessionAffinity:
+    def __init__(self, load: Load) -> None:
+        self._least = LeastTokens(load)
+        self._homes: OrderedDict[str, tuple[str, str]] = OrderedDict()  # decode, prefill
+
+    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+        decode, prefill = self._homes.get(prompt.session, ("", ""))
+        at_home = [choice for choice in choices if choice.address == decode]
+        placement = self._least.pick(prompt, at_home or choices)
+        if prefill in placement.prefill:
+            others = (node for node in placement.prefill if node != prefill)
+            placement = Placement(placement.decode, (prefill, *others), placement.uncached_tokens)
+        if prompt.session:
+            home = placement.decode, placement.prefill[0] if placement.prefill else ""
+            self._homes[prompt.session] = home
+            self._homes.move_to_end(prompt.session)
+            if len(self._homes) > MAX_SESSIONS:
+                self._homes.popitem(last=False)
+        return placement

@@ -1,0 +1,39 @@
+"""All policies by name."""
+
+import random
+from collections.abc import Callable
+
+from router.load import Load
+from router.policy.consistent_hash import ConsistentHash
+from router.policy.contract import Policy
+from router.policy.least_tokens import LeastTokens
+from router.policy.power_of_two import PowerOfTwo
+from router.policy.prefix_aware import PrefixAware
+from router.policy.random_choice import Random
+from router.policy.round_robin import RoundRobin
+from router.policy.session_affinity import SessionAffinity
+from router.prefix_index import PrefixIndex
+
+_POLICIES: dict[str, Callable[[Load, PrefixIndex, random.Random], Policy]] = {
+    "round_robin": lambda load, prefixes, rng: RoundRobin(),
+    "random": lambda load, prefixes, rng: Random(rng),
+    "power_of_two": lambda load, prefixes, rng: PowerOfTwo(load, rng),
+    "least_tokens": lambda load, prefixes, rng: LeastTokens(load),
+    "prefix_aware": lambda load, prefixes, rng: PrefixAware(load, prefixes),
+    "session_affinity": lambda load, prefixes, rng: SessionAffinity(load),
+    "consistent_hash": lambda load, prefixes, rng: ConsistentHash(load),
+}
+NAMES = tuple(_POLICIES)
+
+
+def make_policy(
+    name: str, load: Load, prefixes: PrefixIndex, rng: random.Random | None = None
+) -> Policy:
+    """
+    Args:
+        name: one of NAMES.
+        load: where the caller charges what the policy picks.
+        prefixes: what the prefill nodes have cached, as far as is known.
+        rng: where chance comes from.
+    """
+    return _POLICIES[name](load, prefixes, rng or random.Random())

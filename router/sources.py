@@ -1,0 +1,174 @@
+"""Where the addresses of nodes come from: an entry of --prefill or --decode, read.
+
+    host:port        that node
+    dns:NAME:PORT    every address (A, AAAA) of NAME, such as a headless Service
+    file:PATH        those that a YAML or JSON file names: a list, or `prefill:` and `decode:` lists
+
+A source answers when it is asked and remembers as little as that takes; who asks, and what becomes
+of an answer, is discovery.py's.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import yaml
+
+from common import rpc
+from common.errors import ConfigError, InvalidRequest
+
+Role = Literal["prefill", "decode"]
+Addresses = tuple[str, ...]
+Resolve = Callable[[str, int], Awaitable[Addresses]]
+
+MAX_ADDRESSES = 1024  # as many as a decode node can be told
+_MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds between looks."""
+
+    dns_s: float = 3.0
+    file_s: float = 1.0
+    settled_s: float = 0.1  # between two readings of a file that has changed
+
+
+class LookFailed(Exception):
+    """The sentence says why a source has no answer now."""
+
+
+class Source(Protocol):
+    """One entry."""
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds from one look to the next; None: its answer never changes."""
+        ...
+
+    @property
+    def required(self) -> bool:
+        """Whether no answer at the start is a mistake of whoever wrote the entry."""
+        ...
+
+    async def look(self) -> Addresses:
+        """What the entry names now. Raises LookFailed."""
+        ...
+
+
+def parse(entry: str, role: Role, resolve: Resolve, times: Times) -> Source:
+    """Raises ConfigError for an entry of no known form."""
+    kind, _, rest = entry.partition(":")
+    try:
+        match kind:
+            case "dns":
+                name, _, port = rpc.check_address(rest).rpartition(":")
+                return DnsSource(name, int(port), resolve, times.dns_s)
+            case "file" if rest:
+                return FileSource(Path(rest), role, times)
+            case _:
+                return FixedSource(rpc.check_address(entry))
+    except InvalidRequest as error:
+        raise ConfigError(f"--{role}: {entry[:100]!r}: {error}") from error
+
+
+async def resolve(name: str, port: int) -> Addresses:
+    """host:port of every address that the system's resolver knows for `name`, without blocking.
+
+    Raises:
+        OSError: none is known, or the resolver does not answer.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return tuple(sorted({rpc.join_address(str(where[0]), port) for *_, where in found}))
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSource:
+    """An address that is written down."""
+
+    address: str
+    interval_s: None = None
+    required: bool = False
+
+    async def look(self) -> Addresses:
+        return (self.address,)
+
+
+@dataclass(frozen=True, slots=True)
+class DnsSource:
+    """A name that stands for as many nodes as it has addresses now."""
+
+    name: str
+    port: int
+    resolve: Resolve
+    interval_s: float
+    required: bool = False  # a headless Service has no address before its first pod
+
+    async def look(self) -> Addresses:
+        try:
+            return _bounded(await self.resolve(self.name, self.port))
+        except OSError as error:
+            raise LookFailed(f"cannot resolve {self.name}: {error.strerror or error}") from error
+        except UnicodeError as error:  # such as a label that is too long
+            raise LookFailed(f"{self.name} is no name: {error}") from error
+
+
+class FileSource:
+    """A file that somebody writes while this program runs, in one go or not: it counts once two
+    readings in a row are the same."""
+
+    required = True
+
+    def __init__(self, path: Path, role: Role, times: Times) -> None:
+        self.interval_s = times.file_s
+        self._settled_s = times.settled_s
+        self._path = path
+        self._role = role
+        self._settled: bytes | None = None
+
+    async def look(self) -> Addresses:
+        content = await asyncio.to_thread(self._content)
+        while content != self._settled:
+            self._settled = content
+            await asyncio.sleep(self._settled_s)
+            content = await asyncio.to_thread(self._content)
+        return self._addresses(content)
+
+    def _content(self) -> bytes:
+        if self._path.exists() and not self._path.is_file():
+            raise LookFailed(f"{self._path} is no file")  # and a pipe's end may never come
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise LookFailed(f"cannot read {self._path}: {error.strerror}") from error
+        if len(content) > _MAX_FILE_BYTES:
+            raise LookFailed(f"{self._path} has more than {_MAX_FILE_BYTES} bytes")
+        return content
+
+    def _addresses(self, content: bytes) -> Addresses:
+        try:
+            # A superset of JSON. BaseLoader makes strings of all that is no list or mapping.
+            named = yaml.load(content, yaml.BaseLoader)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise LookFailed(f"{self._path} is not YAML: {' '.join(str(error).split())}") from error
+        if isinstance(named, dict):
+            named = named.get(self._role)
+        if not isinstance(named, list):
+            raise LookFailed(
+                f"{self._path}: expected a list of addresses, or one under {self._role!r}"
+            )
+        try:
+            return _bounded(tuple(rpc.check_address(str(address)) for address in named))
+        except InvalidRequest as error:
+            raise LookFailed(f"{self._path}: {error}") from error
+
+
+def _bounded(addresses: Addresses) -> Addresses:
+    if len(addresses) > MAX_ADDRESSES:
+        raise LookFailed(f"{len(addresses)} addresses, {MAX_ADDRESSES} are allowed")
+    return addresses

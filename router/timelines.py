@@ -1,0 +1,200 @@
+"""The timelines of this router's requests: of those under way, and of the last that have ended.
+
+Each is told once in full when it ends: to the metrics, split, and as spans where it is traced. A
+request that its client leaves, or that a stop string ends, is over before its decode node has
+told its timeline; what the node says then is still taken.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from common.metrics import RouterMetrics
+from common.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
+from common.trace_context import UNTRACED, Trace, checked
+from common.tracing import Child, Tracer
+from protos import decode_pb2
+
+NUM_KEPT = 256  # requests that have ended
+MAX_BYTES = 32 << 10  # of a timeline; a longer one is none of ours
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """One decode node's part in a request. Moments are time.monotonic(); 0.0 is "not yet"."""
+
+    decode: str  # address
+    submitted: float
+    lost: float = 0.0
+    told: float = 0.0  # when its timeline came
+    # Of its own: what came keeps the whole Step in memory that it was part of.
+    message: decode_pb2.Timeline | None = None
+    read: Timeline | None = None  # from `message`, once somebody has asked
+
+    def tell(self, message: decode_pb2.Timeline) -> None:
+        self.told = time.monotonic()
+        content = message.SerializeToString()
+        if len(content) <= MAX_BYTES:
+            self.message = decode_pb2.Timeline.FromString(content)
+
+    @property
+    def timeline(self) -> Timeline:
+        if self.message is None:
+            return NOTHING
+        if self.read is None:
+            self.read = from_proto(self.message, self.told - self.submitted)
+        return self.read
+
+    def begin(self, timeline: Timeline, first_token: float) -> float:
+        """Where the timeline's zero is put on this router's clock: so that what is not accounted
+        for was spent half before it and half after, and no token came before it was sent."""
+        length = max((row.end for row in timeline.intervals), default=0.0)
+        slack = max(self.told - self.submitted - length, 0.0)
+        if timeline.first_token is not None and first_token > self.submitted:
+            seen = first_token - self.submitted - timeline.first_token
+            slack = min(slack, max(2 * seen, 0.0))
+        return self.submitted + slack / 2
+
+
+@dataclass(slots=True, eq=False)
+class RequestTimeline:
+    """One request, as this router sees it. Written by the request's own record."""
+
+    request_id: str
+    trace: Trace
+    arrived_unix: float
+    arrived: float
+    tokenised: float = 0.0
+    first_token: float = 0.0  # written
+    last_token: float = 0.0
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    outcome: str = "live"
+    error: str = ""
+    submissions: list[Submission] = field(default_factory=list)
+    on_told: "Callable[[RequestTimeline], None]" = field(kw_only=True)
+
+    def told(self, index: int, message: decode_pb2.Timeline) -> None:
+        """The decode node of submission `index` has said where the time went."""
+        one = self.submissions[index]
+        one.tell(message)
+        if self.ended and one is self.giver():
+            self.on_told(self)
+
+    def submit(self, decode: str) -> None:
+        self.submissions.append(Submission(decode, time.monotonic()))
+
+    def lose(self) -> None:
+        """The decode node of the last submission has let it go."""
+        self.submissions[-1].lost = time.monotonic()
+
+    def split(self) -> tuple[float, ...] | None:
+        """The time to first token by TtftPhase; None where it cannot be told."""
+        giver = self.giver()
+        if giver is None or giver.message is None:
+            return None
+        return split_ttft(
+            giver.message,
+            tokenize_s=self.tokenised - self.arrived,
+            place_s=giver.submitted - self.tokenised,
+            ttft_s=self.first_token - self.arrived,
+        )
+
+    def router_phases(self) -> Iterator[tuple[str, float, float]]:
+        """Name, start and end, in the order of their starts; what is under way lasts until now."""
+        now = self.ended or time.monotonic()
+        yield "tokenize", self.arrived, self.tokenised or now
+        begun = self.tokenised
+        for one in self.submissions:
+            yield "place", begun, one.submitted
+            if one.lost:
+                yield "lost_node", one.submitted, one.lost
+            begun = one.lost
+        if begun and not (self.ended and self.submissions):
+            yield "place", begun, now
+        if self.first_token:
+            yield "stream", self.first_token, self.last_token if self.ended else now
+
+    def giver(self) -> Submission | None:
+        """The submission whose node gave the first token."""
+        if not self.first_token:
+            return None
+        until = [one for one in self.submissions if not one.lost or one.lost >= self.first_token]
+        return until[0] if until else None
+
+
+class Timelines:
+    """For one event loop."""
+
+    def __init__(self, metrics: RouterMetrics, tracer: Tracer | None) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+        self._live: dict[str, RequestTimeline] = {}
+        self._ended: deque[RequestTimeline] = deque(maxlen=NUM_KEPT)
+
+    def __iter__(self) -> Iterator[RequestTimeline]:
+        """Newest first, those under way before all others."""
+        yield from reversed(self._live.values())
+        yield from reversed(self._ended)
+
+    def find(self, request_id: str) -> RequestTimeline | None:
+        """The newest one of that name."""
+        return next((each for each in self if each.request_id == request_id), None)
+
+    def begin(self, request_id: str, traceparent: str = "") -> RequestTimeline:
+        """
+        Args:
+            traceparent: as the client sent it; ignored if it is none.
+        """
+        parent = checked(traceparent)
+        trace = UNTRACED
+        if self._tracer is not None:
+            trace = self._tracer.enter(parent, root=True)
+        elif parent:
+            trace = Trace(parent)
+        return RequestTimeline(
+            request_id, trace, time.time(), time.monotonic(), on_told=self._count
+        )
+
+    def accept(self, timeline: RequestTimeline) -> None:
+        """It is listed from now on. No other live request has its name."""
+        self._live[timeline.request_id] = timeline
+
+    def end(self, timeline: RequestTimeline, outcome: str, error: str) -> None:
+        """Of an accepted request, or of one that was refused."""
+        timeline.ended = time.monotonic()
+        timeline.outcome, timeline.error = outcome, error[:MAX_TEXT]
+        if self._live.get(timeline.request_id) is timeline:
+            del self._live[timeline.request_id]
+            self._ended.append(timeline)
+            self._count(timeline)
+        if self._tracer is not None and timeline.trace.own:
+            self._trace(self._tracer, timeline)
+
+    def _count(self, timeline: RequestTimeline) -> None:
+        parts = timeline.split()
+        if parts is not None:
+            self._metrics.ttft_split(parts)
+
+    def _trace(self, tracer: Tracer, timeline: RequestTimeline) -> None:
+        tracer.tell(
+            timeline.trace,
+            "baton.request",
+            begun=timeline.arrived,
+            ended=timeline.ended,
+            children=[Child(name, start, end, {}) for name, start, end in timeline.router_phases()],
+            attributes={
+                "baton.request_id": timeline.request_id[:MAX_TEXT],
+                "baton.outcome": timeline.outcome,
+                "baton.replays": max(len(timeline.submissions) - 1, 0),
+                "baton.time_to_first_token_s": (
+                    timeline.first_token - timeline.arrived if timeline.first_token else 0.0
+                ),
+                "gen_ai.usage.input_tokens": timeline.prompt_tokens,
+                "gen_ai.usage.output_tokens": timeline.completion_tokens,
+            },
+            error=timeline.error if timeline.outcome == "error" else "",
+        )

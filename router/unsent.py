@@ -1,0 +1,71 @@
+"""What a decode node has not been told yet, and the next message that tells it.
+
+A write costs the same whatever is in it: all that comes while one is under way is one message.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from protos.decode_pb2 import Peers, Submit, ToNode
+
+# A message with both is 10 MB at most: 5 bytes for a token, 20 KB for all else of a Submit.
+_MAX_TOKENS = 1 << 20
+_MAX_SUBMITS = 256
+
+
+class Unsent:
+    """Bounded as the live requests are: never more than one entry for each of them, and a number
+    for each that was left. For one event loop."""
+
+    def __init__(self) -> None:
+        self._peers: Peers | None = None
+        self._submits: dict[int, Submit] = {}
+        self._cancels: list[int] = []
+        self._news = asyncio.Event()
+
+    def clear(self) -> None:
+        """Forgets everything: whom it was meant for is gone."""
+        self._peers = None
+        self._submits.clear()
+        self._cancels.clear()
+
+    def tell_peers(self, addresses: Sequence[str]) -> None:
+        """Replaces the list of prefill nodes."""
+        self._peers = Peers(prefill_addresses=addresses)
+        self._news.set()
+
+    def submit(self, submit: Submit) -> None:
+        self._submits[submit.request] = submit
+        self._news.set()
+
+    def cancel(self, number: int) -> bool:
+        """Of a request that has not been submitted yet nothing is ever sent: False."""
+        if self._submits.pop(number, None) is not None:
+            return False
+        self._cancels.append(number)
+        self._news.set()
+        return True
+
+    async def message(self) -> ToNode:
+        """Waits until there is something to say and takes all of it, or as much as a message can
+        hold: peers first, then what was submitted first."""
+        while self._peers is None and not self._submits and not self._cancels:
+            self._news.clear()
+            await self._news.wait()
+        message = ToNode(peers=self._peers, submits=self._some_submits(), cancels=self._cancels)
+        self._peers = None
+        self._cancels.clear()
+        return message
+
+    def _some_submits(self) -> list[Submit]:
+        """At least one if there is one."""
+        taken: list[Submit] = []
+        num_tokens = 0
+        for submit in self._submits.values():
+            num_tokens += len(submit.token_ids)
+            if taken and (num_tokens > _MAX_TOKENS or len(taken) == _MAX_SUBMITS):
+                break
+            taken.append(submit)
+        for submit in taken:
+            del self._submits[submit.request]
+        return taken

@@ -1,0 +1,88 @@
+"""What a client asks for, whatever protocol it speaks. Nothing of it is checked but its types."""
+
+import random
+from collections.abc import Sequence
+from typing import ClassVar, TypeAlias
+
+import msgspec
+
+from common.sampling import SamplingParams, unchecked
+from protos.router_pb2 import GenerateRequest, TokenizeRequest
+
+UNLIMITED = 2**31 - 1  # max_tokens of a request for as many tokens as the context leaves
+
+
+class Text(msgspec.Struct, frozen=True):
+    field: ClassVar[str] = "text"  # what errors call it
+
+    text: str
+
+
+class Turn(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class Messages(msgspec.Struct, frozen=True):
+    field: ClassVar[str] = "messages"
+
+    turns: Sequence[Turn]
+
+
+class TokenIds(msgspec.Struct, frozen=True):
+    field: ClassVar[str] = "token_ids"
+
+    token_ids: Sequence[int]
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """No prompt at all."""
+
+    field: ClassVar[str] = "prompt"
+
+    one_of: tuple[str, ...]  # fields that could have had one
+
+
+Prompt: TypeAlias = Text | Messages | TokenIds | Nothing
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    stop: Sequence[str] = ()
+    request_id: str = ""  # "": to be made
+    session_id: str = ""  # "": of none
+    timeout_s: float | None = None  # None: the router's own limit
+
+
+def any_seed() -> int:
+    """For a request that names none: whoever continues it must sample alike."""
+    return random.getrandbits(64)
+
+
+def from_request(request: GenerateRequest) -> Wanted:
+    """What is asked for over gRPC."""
+    return Wanted(
+        prompt=from_prompt(request),
+        sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
+        stop=tuple(request.sampling.stop),
+        request_id=request.request_id,
+        session_id=request.session_id,
+        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+    )
+
+
+def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return Text(request.text)
+        case "messages":
+            turns = [Turn(turn.role, turn.content) for turn in request.messages.messages]
+            return Messages(turns)
+        case "token_ids" if isinstance(request, GenerateRequest):
+            return TokenIds(list(request.token_ids.ids))
+        case _:
+            fields = request.DESCRIPTOR.oneofs_by_name["prompt"].fields
+            return Nothing(tuple(field.name for field in fields))

@@ -1,0 +1,232 @@
+"""`baton bench` as a user calls it, against stub servers and, once, whole systems."""
+
+import asyncio
+import json
+import signal
+import sys
+
+import pytest
+
+from common.bench.__main__ import parse
+from common.cli.demo_model import write
+from tests.bench.pages import Page
+from tests.support.cluster import children_of
+from tests.support.programs import ROOT, runs
+from tests.support.stub_openai import Script, stub_openai
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Bench:
+    """One `baton bench ...` in a directory of its own."""
+
+    def __init__(self, process):
+        self.process = process
+        self.errors = ""
+
+    async def ended(self):
+        """Its exit code, and what the last line of standard output says."""
+        output, errors = await self.process.communicate()
+        self.errors = errors.decode()
+        assert "Traceback" not in self.errors, self.errors
+        lines = output.decode().splitlines()
+        return self.process.returncode, json.loads(lines[-1]) if lines else None
+
+
+@pytest.fixture
+async def bench(tmp_path):
+    started = []
+
+    async def start(*arguments):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "common.bench", *arguments),
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        started.append(process)
+        return Bench(process)
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+LOAD = ("load", "--prompt-tokens=20", "--output-tokens=3", "--warm-up=2", "--json=raw.json")
+
+
+async def test_load_reports_what_the_server_did(bench, tmp_path):
+    script = Script(chunks=(1, 1, 1), first_s=0.02, gap_s=0.01)
+    async with stub_openai(lambda _: script) as stub:
+        flags = ("--rate=20,40", "--requests=12", "--goodput=ttft=30,itl=30")
+        run = await bench(*LOAD, *flags, f"--url={stub.url}")
+        code, said = await run.ended()
+    assert (code, said["complete"], said["bench"]) == (0, True, "load")
+    assert len(stub.seen) == 2 + 12 + 12
+    assert {len(seen.body["prompt"]) for seen in stub.seen} == {20}
+    for row, rate in zip(said["summary"]["runs"], (20.0, 40.0), strict=True):
+        assert (row["x"], row["requests"], row["answered"], row["errors"]) == (rate, 12, 12, {})
+        assert (row["ttft"]["n"], row["itl"]["n"]) == (12, 24)
+        assert row["ttft"]["p50"] >= 0.02
+        assert row["goodput"]["share"] == 1.0
+    page = Page(tmp_path / "baton-bench-load.html")
+    assert {"20 requests/s", "40 requests/s"} <= set(page.cells)
+    shown = f"{said['summary']['runs'][0]['ttft']['p50'] * 1e3:.3g}"
+    assert shown in page.cells
+    assert page.num_points() >= 24
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    assert [len(one["outcomes"]) for one in raw["runs"]] == [12, 12]
+    assert all(len(o["chunks"]) == 3 for one in raw["runs"] for o in one["outcomes"])
+    assert raw["configuration"]["rate"] == [20.0, 40.0]
+    assert raw["machine"]["cores"] >= 1
+
+
+async def test_a_trace_sets_lengths_and_times(bench, tmp_path):
+    lines = [(0, 30, 1), (150, 20, 2), (300, 25, 3)]
+    (tmp_path / "trace").write_text(
+        "\n".join(
+            json.dumps({"timestamp": at, "input_length": prompt, "output_length": output})
+            for at, prompt, output in lines
+        )
+    )
+    async with stub_openai(lambda _: Script()) as stub:
+        run = await bench("load", "--trace=trace", "--warm-up=0", f"--url={stub.url}")
+        code, said = await run.ended()
+    assert (code, said["summary"]["runs"][0]["answered"]) == (0, 3)
+    assert [len(seen.body["prompt"]) for seen in stub.seen] == [30, 20, 25]
+    assert [seen.body["max_tokens"] for seen in stub.seen] == [1, 2, 3]
+    assert stub.seen[2].came - stub.seen[0].came >= 0.1  # 0.3, less how late the first may come
+
+
+async def test_a_server_that_dies_in_mid_run_is_errors_in_a_report(bench, tmp_path):
+    async with stub_openai(lambda n: Script() if n < 6 else Script(cut=True)) as stub:
+        run = await bench(*LOAD, "--concurrency=2", "--requests=10", f"--url={stub.url}")
+        code, said = await run.ended()
+    assert code == 0
+    (row,) = said["summary"]["runs"]
+    assert (row["answered"], row["errors"]) == (4, {"cut off": 6})
+    assert "6 x cut off" in Page(tmp_path / "baton-bench-load.html").text
+    assert "6 x cut off" in run.errors
+
+
+async def test_interrupted_it_reports_what_it_has(bench, tmp_path):
+    enough = asyncio.Event()
+
+    def script(number):
+        if number == 9:  # both callers wait by now
+            enough.set()
+        return Script() if number < 8 else Script(first_s=60.0)
+
+    async with stub_openai(script) as stub:
+        run = await bench(*LOAD, "--concurrency=2", f"--url={stub.url}")
+        await enough.wait()
+        run.process.send_signal(signal.SIGINT)
+        code, said = await run.ended()
+    assert (code, said["complete"]) == (130, False)
+    assert said["summary"]["runs"][0]["answered"] == 6
+    assert "Interrupted" in Page(tmp_path / "baton-bench-load.html").text
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "COMMAND"),
+        (("load",), "--rate"),
+        (("load", "--rate=0"), "--rate"),
+        (("load", "--rate=1", "--concurrency=1"), "choose"),
+        (("load", "--rate=1", "--prompt-tokens=x"), "'x' is no length"),
+        (("load", "--rate=1", "--goodput=speed=1"), "speed=1"),
+        (("load", "--rate=1", "--prefix-groups=2"), "--prefix-tokens"),
+        (("load", "--rate=1", "--trace=missing"), "missing"),
+        (("load", "--rate=1", "--html=no/such/place"), "no/such/place"),
+        (("load", "--rate=1", "--nonsense"), "--nonsense"),
+        (("load", "--rate=1", "--url=here"), "'here'"),
+        (("compare",), "--model"),
+        (("compare", "--model=/no/such"), "/no/such"),
+        (("compare", "--model=/", "--rate=2,1"), "upwards"),
+        (("break-even", "--model=/", "--load=2"), "--load"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert len(said.err.splitlines()) == 1
+    assert words in said.err
+
+
+async def test_a_server_that_is_not_there_is_one_line(bench):
+    run = await bench("load", "--rate=1", "--url=http://127.0.0.1:1")
+    assert await run.ended() == (1, None)
+    assert run.errors.splitlines() == ["baton bench load: /v1/models: Connection refused"]
+
+
+async def test_a_load_that_the_model_cannot_take_is_refused(bench):
+    async with stub_openai(lambda _: Script()) as stub:
+        run = await bench("load", "--rate=1", "--prompt-tokens=20000", f"--url={stub.url}")
+        assert await run.ended() == (2, None)
+    assert "10000 tokens" in run.errors
+    assert stub.seen == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_compare_and_break_even_measure_systems_that_they_start_and_end(bench, tmp_path):
+    model = tmp_path / "model"
+    write(model)
+    tiny = (f"--model={model}", "--device=cpu", "--repeats=1", "--engine.cache.num-pages=64")
+    work = ("--prompt-tokens=mix:16=1,64=1", "--output-tokens=4", "--long-tokens=64")
+    run = await bench("compare", *tiny, *work, "--rate=12", "--duration=1", "--goodput=ttft=60")
+    code, said = await run.ended()
+    assert code == 0, run.errors
+    (row,) = said["summary"]["rows"]
+    assert row["goodput"]["colocated"] == pytest.approx(row["goodput"]["disaggregated"], rel=0.5)
+    assert row["ttft_p50"]["ratio"]["mean"] == pytest.approx(
+        row["ttft_p50"]["disaggregated"] / row["ttft_p50"]["colocated"], rel=1e-3
+    )
+    assert row["ttft_p50"]["disaggregated_is"] == "undecided"  # of one repeat
+    page = Page(tmp_path / "baton-bench-compare.html")
+    assert "1 prefill + 1 decode" in page.text and "2 colocated" in page.text
+
+    work = ("--prompt-tokens=16,64", "--duration=0.4", "--streams=2", "--stream-output-tokens=8")
+    run = await bench("break-even", *tiny, *work, "--json=raw.json")
+    code, said = await run.ended()
+    assert code == 0, run.errors
+    assert said["summary"]["break_even"]["by"] == "probe_ttft_p50"
+    assert said["summary"]["local_prefill_tokens"]["advice"] in (0, 16, 64)
+    assert [row["prompt_tokens"] for row in said["summary"]["rows"]] == [16, 64]
+    assert "too few repeats" in Page(tmp_path / "baton-bench-break-even.html").text
+    runs = json.loads((tmp_path / "raw.json").read_text())["runs"]
+    assert {one["system"] for one in runs} == {"colocated", "disaggregated", "local"}
+    for one in runs:
+        assert one["summary"]["errors"] == {}
+        probes = [o for o in one["outcomes"] if o["group"] == "probe"]
+        assert {o["prompt_tokens"] for o in probes} == ({one["x"]} if one["x"] else set())
+
+
+async def test_interrupted_while_a_system_starts_it_leaves_no_process(bench, tmp_path):
+    model = tmp_path / "model"
+    write(model)
+    run = await bench("compare", f"--model={model}", "--device=cpu", "--rate=1")
+    while b"starting colocated" not in await run.process.stderr.readline():
+        pass
+    while True:
+        children = _programs(run.process.pid)
+        if len(children) >= 3:
+            break
+        await asyncio.sleep(0.01)
+    run.process.send_signal(signal.SIGINT)
+    code, said = await run.ended()
+    assert (code, said["complete"], said["summary"]["rows"]) == (130, False, [])
+    assert not any(runs(pid) for pid in children)
+
+
+def _programs(pid):
+    """Every process below `pid`."""
+    below = children_of(pid)
+    return [*below, *(each for child in below for each in _programs(child))]

@@ -1,0 +1,164 @@
+"""What `compare` and `break-even` conclude, from measurements of which the answer is known."""
+
+import pytest
+
+from common.bench import break_even_report, compare_report
+from common.bench.command import About
+from common.bench.load import Run
+from common.bench.objectives import Objectives
+from common.bench.outcome import Outcome
+from common.bench.progress import Show
+from common.bench.report.page import write
+from common.bench.session import Measured, Session
+from common.bench.systems import Arm
+from tests.bench.pages import Page
+
+ABOUT = About({"seed": 1}, {"cpu": "test"}, "now")
+COLOCATED, REMOTE, LOCAL = Arm("colocated", 0, 2), Arm("disaggregated", 1, 1), Arm("local", 1, 1)
+
+
+def _session(objectives=None):
+    return Session(Show(), Objectives(objectives or {}))
+
+
+def _outcome(group, due, first, gaps=(), **fields):
+    chunks = [due + first]
+    for gap in gaps:
+        chunks.append(chunks[-1] + gap)
+    tokens = len(chunks)
+    return Outcome(
+        group,
+        8,
+        due,
+        due,
+        chunks,
+        output_tokens=tokens,
+        usage_told=True,
+        ended=chunks[-1],
+        **fields,
+    )
+
+
+def _add(session, system, x, repeat, outcomes, complete=True):
+    run = Run(list(outcomes), len(outcomes), ended=1.0 if complete else None)
+    session.measured.append(Measured(system, f"{x:g}", float(x), repeat, run))
+
+
+def _break_even(ttft, *, repeats=3, lengths=(64, 128, 256, 512), objectives=None):
+    """Findings where the probes' TTFT is what `ttft(system, length, repeat)` says."""
+    session = _session(objectives)
+    for repeat in range(repeats):
+        for arm in (COLOCATED, REMOTE, LOCAL):
+            for length in lengths:
+                probes = [
+                    _outcome("probe", 0.1 * n, ttft(arm.name, length, repeat)) for n in (0, 1)
+                ]
+                others = [_outcome("background", 0.0, 0.01, [0.02] * 20)]
+                _add(session, arm.name, length, repeat, [*probes, *others])
+    setting = break_even_report.Setting(
+        COLOCATED, REMOTE, LOCAL, lengths, dict.fromkeys(lengths, 2.0)
+    )
+    return break_even_report.findings(session, ABOUT, setting)
+
+
+def _hop(system, length, repeat):
+    """0.1 s of hop, then twice as fast as colocated: even at 200 tokens; against local at 100."""
+    return {
+        "colocated": length / 1000,
+        "disaggregated": 0.1 + length / 2000,
+        "local": length / 500,
+    }[system] * (1 + 0.001 * repeat)
+
+
+def test_the_break_even_is_between_the_lengths_that_surround_it(tmp_path):
+    found = _break_even(_hop)
+    said = found.summary["break_even"]
+    assert (said["not_yet_at"], said["everywhere_from"]) == (128.0, 256.0)
+    assert said["tokens"] == pytest.approx(200, rel=0.1)
+    assert (said["by"], said["same_share"]) == ("probe_ttft_p50", 1.0)
+    assert found.summary["local_prefill_tokens"]["advice"] == 64
+    assert "from about 20" in found.page.lead[0]
+    assert "--local-prefill-tokens=64 where TTFT p50 of probes matters" in found.page.lead[-1]
+    # The other streams are as fast on all, so handing over never helps them.
+    assert (
+        "--local-prefill-tokens of at least 512 where ITL p99 of the others" in found.page.lead[-1]
+    )
+    write(found.page, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert len(page.plots) == 7
+    assert "128" in page.cells and "1 prefill + 1 decode" in page.text
+
+
+def test_never_is_an_answer():
+    found = _break_even(lambda system, length, repeat: 0.2 if system == "disaggregated" else 0.1)
+    assert found.summary["break_even"]["tokens"] is None
+    assert "never in the range of 64 to 512 tokens" in found.page.lead[0]
+    assert found.summary["local_prefill_tokens"]["advice"] == 512
+
+
+def test_always_is_an_answer():
+    found = _break_even(lambda system, length, repeat: 0.1 if system == "disaggregated" else 0.2)
+    assert "from the shortest length measured, 64 tokens, on" in found.page.lead[0]
+    assert found.summary["local_prefill_tokens"]["advice"] == 0
+
+
+def test_a_break_even_by_goodput_counts_a_run_without_one_good_request():
+    def ttft(system, length, repeat):  # colocated keeps no objective from 256 tokens on
+        return 5.0 if system != "disaggregated" and length >= 256 else 0.1
+
+    limits = {"ttft": 1.0, "itl": 0.01}  # which the other streams never keep
+    found = _break_even(ttft, objectives=limits)
+    said = found.summary["break_even"]
+    assert (said["by"], said["everywhere_from"]) == ("goodput", 256.0)
+
+
+def test_two_repeats_give_no_confidence():
+    found = _break_even(_hop, repeats=2)
+    assert found.summary["break_even"]["same_share"] is None
+    assert "too few repeats" in found.page.lead[0]
+
+
+def test_a_break_even_that_was_interrupted_uses_what_there_is_for_all():
+    session = _session()
+    for arm in (COLOCATED, REMOTE):
+        for length, ttft in ((64, 0.2 if arm is REMOTE else 0.1), (128, 0.1)):
+            complete = length == 64 or arm is COLOCATED
+            _add(session, arm.name, length, 0, [_outcome("probe", 0.0, ttft)], complete)
+    setting = break_even_report.Setting(COLOCATED, REMOTE, LOCAL, (64, 128), {})
+    found = break_even_report.findings(session, ABOUT, setting)
+    assert "never in the range of 64 to 64 tokens" in found.page.lead[0]
+    assert found.summary["local_prefill_tokens"]["advice"] is None
+    nothing = break_even_report.Setting(COLOCATED, REMOTE, LOCAL, (), {})
+    assert break_even_report.findings(_session(), ABOUT, nothing).page.lead
+
+
+def _compared(slow_itl, repeats=3):
+    """Findings where long prefills make gaps of `slow_itl(repeat)` on the colocated system."""
+    session = _session({"ttft": 1.0})
+    for repeat in range(repeats):
+        for arm in (COLOCATED, REMOTE):
+            slow = slow_itl(repeat) if arm is COLOCATED else 0.02
+            short = _outcome("", 0.0, 0.1, [0.01, 0.01, slow, 0.01])
+            long = _outcome("long", 0.13, 0.03, [0.01])
+            _add(session, arm.name, 2.0, repeat, [short, long])
+    setting = compare_report.Setting(COLOCATED, REMOTE, (2.0,), None, 100, True)
+    return compare_report.findings(session, ABOUT, setting)
+
+
+def test_a_comparison_says_better_where_repeats_agree(tmp_path):
+    found = _compared(lambda repeat: 0.1 + 0.001 * repeat)
+    (row,) = found.summary["rows"]
+    under = row["itl_p99_under_long"]
+    assert under["disaggregated_is"] == "better"
+    assert under["ratio"]["mean"] == pytest.approx(0.2, rel=0.1)
+    assert row["ttft_p50"]["ratio"]["mean"] == 1.0
+    write(found.page, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert "better" in page.cells
+    assert f"{under['disaggregated']:.3g} ({under['disaggregated']:.3g} to" in page.text
+
+
+def test_a_comparison_says_undecided_where_they_do_not():
+    found = _compared(lambda repeat: (0.1, 0.005, 0.02)[repeat])
+    (row,) = found.summary["rows"]
+    assert row["itl_p99_under_long"]["disaggregated_is"] == "undecided"

@@ -1,0 +1,307 @@
+"""The router's page, in Chromium, before a router and nodes that are real processes."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium", reason="needs selenium")
+
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.conftest import Background
+from tests.browser.view import PHONE, View
+from tests.support.cluster import Cluster
+from tests.support.http_client import post
+
+EVIL = "<img src=/x onerror=alert(1)>"
+GREEDY = {"max_tokens": 24, "temperature": 0}
+SECONDS = 8.0  # in which a person must be told
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    driver: Any, background: Background, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """The model is called by a name that is HTML."""
+    from tests.support.noise_model import write  # seconds, for nothing where there is no browser
+
+    model = tmp_path_factory.mktemp("noise") / "model"
+    write(model)
+    flags = [f"--served-model-name={EVIL}"]
+    made = Cluster(model, tmp_path_factory.mktemp("logs"), router_flags=flags)
+    background(made.__aenter__())
+    yield made
+    background(made.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def browser(driver: Any, cluster: Cluster) -> View:
+    return View(driver, f"http://127.0.0.1:{cluster.http_port}")
+
+
+@pytest.fixture
+def view(browser: View) -> Iterator[View]:
+    """Freshly loaded. It must not have complained, nor asked anyone else for anything."""
+    browser.open()
+    yield browser
+    assert browser.complaints() == []
+    strange = [url for url in browser.asked() if not url.startswith(f"{browser.url}/")]
+    assert strange == []
+
+
+def test_it_shows_every_node_and_the_link_between_them(view: View, cluster: Cluster):
+    addresses = [node.address for node in cluster.nodes]
+    assert view.texts(".node .address") == addresses
+    assert view.texts(".node .state") == ["ready", "ready"]
+    view.until(lambda: view.texts(".links text"), "the link is drawn")
+    (drawn,) = view.texts(".links text")
+    assert re.fullmatch(r"(cma|tcp) [\d.]+ GB/s", drawn)
+    path, speed = drawn.split(" ", 1)
+    assert view.text(".reads li") == f"{addresses[0]} {path} {speed}"
+    line = view.run("return document.querySelector('.link .line').getBoundingClientRect().toJSON()")
+    left, right = (view.one(f".node[data-role={role}]").rect for role in ("prefill", "decode"))
+    assert line["left"] == pytest.approx(left["x"] + left["width"], abs=2)
+    assert line["right"] == pytest.approx(right["x"], abs=10)
+    assert view.one(".node .bar").accessible_name.startswith("512 of 512 pages free")
+    assert view.text("#router-state") == "ready"
+    assert "2of 2" in view.text("#tiles .tile")
+
+
+def test_an_answer_streams_and_is_what_the_api_answers(
+    view: View, cluster: Cluster, background: Background
+):
+    view.ask("Once upon a time", **GREEDY)
+    text = view.answered()
+    fields = {"prompt": "Once upon a time", **GREEDY}
+    answer = background(post(cluster.http_port, "/v1/completions", fields)).json
+    assert text == answer["choices"][0]["text"] != ""
+    facts = dict(zip(view.texts("#facts dt"), view.texts("#facts dd"), strict=True))
+    assert facts["Tokens"] == "24, the limit"
+    assert facts["Prompt"].startswith("16 tokens")
+    assert re.fullmatch(r"[\d.]+ m?s", facts["First token"])
+    assert float(facts["Tokens/s"]) > 0
+
+
+def test_chat_goes_through_the_models_template(
+    view: View, cluster: Cluster, background: Background
+):
+    view.ask("hello", kind="chat", **GREEDY)
+    text = view.answered()
+    fields = {"messages": [{"role": "user", "content": "hello"}], **GREEDY}
+    answer = background(post(cluster.http_port, "/v1/chat/completions", fields)).json
+    assert text == answer["choices"][0]["message"]["content"]
+
+
+def test_the_timeline_of_ones_own_request_appears_in_three_lanes(view: View, cluster: Cluster):
+    view.ask("a prompt of its own for a hand-off that is seen", **GREEDY)
+    view.answered()
+    view.until(lambda: len(view.all(".chart .lane")) == 3, "three lanes are drawn")
+    assert [lane.get_attribute("data-lane") for lane in view.all(".chart .lane")] == [
+        "router",
+        "prefill",
+        "decode",
+    ]
+    assert view.texts(".chart .lane-node") == [node.address for node in cluster.nodes]
+    drawn = {bar.get_attribute("data-phase") for bar in view.all(".phase")}
+    assert {"prefill", "transfer", "running"} <= drawn
+    chosen = view.until(lambda: view.texts("tr.chosen button"), "it is chosen in the list")
+    assert chosen == [view.text("#timeline-id")]
+    assert view.texts("#request-rows button")[0] == chosen[0]
+    view.run("document.querySelector('#span [value=whole]').click()")
+    whole = {bar.get_attribute("data-phase") for bar in view.all(".phase")}
+    rows = {row.replace(" ", "_") for row in view.texts("#phase-rows td:nth-child(2)")}
+    assert drawn | {"stream"} <= whole == rows
+    parts = view.texts("#breakdown-legend li")
+    assert any(part.startswith("prefill ") for part in parts)
+
+
+def test_an_answer_can_be_stopped(view: View):
+    view.ask("on and on", max_tokens=4000, temperature=0)
+    view.until(lambda: view.text("#answer"), "the answer begins")
+    view.one("#prompt").send_keys(Keys.ESCAPE)
+    stopped = view.until(lambda: view.text("#progress"), "it is stopped")
+    assert re.fullmatch(r"Stopped after [\d.]+ m?s", stopped)
+    assert view.one("#send").is_displayed() and not view.one("#stop").is_displayed()
+    view.until(lambda: "cancelled" in view.texts("td.end"), "the list tells how it ended")
+
+
+def test_a_refusal_is_told_in_the_routers_own_words(view: View):
+    view.ask("x" * 10_000, **GREEDY)
+    view.until(lambda: view.one("#problem").is_displayed(), "the refusal is shown")
+    assert "10000" in view.text("#problem")
+    assert not view.one("#answer").is_displayed()
+    # Chromium itself logs every answer that is an error.
+    assert all("status of 400" in complaint for complaint in view.complaints())
+
+
+def test_what_a_model_or_a_request_is_called_stays_text(
+    view: View, cluster: Cluster, background: Background
+):
+    headers = {"x_request_id": EVIL}
+    fields = {"prompt": "x", **GREEDY}
+    background(post(cluster.http_port, "/v1/completions", fields, **headers))
+    view.until(lambda: EVIL in view.texts("#request-rows button"), "the request is listed")
+    view.run(
+        "[...document.querySelectorAll('#request-rows button')]"
+        ".find((b) => b.textContent === arguments[0]).click()",
+        EVIL,
+    )
+    view.until(lambda: view.text("#timeline-id") == EVIL, "it is chosen")
+    view.until(lambda: len(view.all(".chart .lane")) == 3, "its lanes are drawn")
+    assert view.text("#model") == EVIL
+    assert view.all("img") == []
+
+
+def test_the_browser_makes_no_html_of_text_and_runs_no_foreign_script(view: View):
+    attempt = "try { document.body.innerHTML = '<b>x</b>' } catch (e) { return e.name }"
+    assert view.run(attempt) == "TypeError"
+    script = """
+      const inline = document.createElement("p");
+      try { inline.setAttribute("onclick", "window.ran = true"); inline.click() } catch {}
+      return window.ran === true
+    """
+    assert view.run(script) is False
+    refused = view.complaints()
+    assert refused and all("has been blocked" in complaint for complaint in refused)
+
+
+FAKE = """
+  const evil = arguments[0];
+  const real = window.fetch;
+  const node = (role, i) => ({
+    role, address: `${evil} 10.0.0.${i}:50100`, state: evil, instance_id: `${i}`, pids: [1, 2],
+    pages: { free: 10, request: 5, [evil]: 2 }, queues: { [evil]: 3, waiting: 1 }, counters: {},
+    steps: 1, mode: evil, seen_s: performance.now() / 1000,
+    links: role === "decode" ? [...Array(32).keys()].map((p) => (
+      { peer: `${evil} 10.0.0.${p}:50100`, path: evil, gib_per_s: 3 })) : [],
+  });
+  const cluster = () => ({
+    router: { state: evil, reason: evil, version: evil, model: evil, uptime_s: 1,
+              live_requests: 1, max_requests: 2, has_chat_template: true },
+    nodes: [...Array(64).keys()].map((i) => node(i < 32 ? "prefill" : "decode", i)),
+  });
+  window.fetch = (path, ...rest) =>
+    path === "/cluster" ? Promise.resolve(Response.json(cluster())) : real(path, ...rest);
+"""
+
+
+def test_sixty_four_nodes_with_html_for_names_are_text_that_fits_a_phone(view: View):
+    view.run(FAKE, EVIL)
+    view.until(lambda: len(view.all(".node")) == 64, "all nodes are shown")
+    assert all(EVIL in text for text in view.texts(".node .address"))
+    assert len(view.all(".link")) == 32 * 32
+    view.resize(PHONE)
+    view.run("for (const each of document.querySelectorAll('.node details')) each.open = true")
+    assert view.overflow() == 0
+    assert view.all("img") == []
+    assert view.run("return window.ran") is None
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_of_it_without_scrolling_sideways_and_every_text_stands_out(
+    view: View, scheme: str
+):
+    view.colours(scheme)
+    view.open(PHONE)
+    view.ask("a longer prompt, to have an answer, facts and a timeline here", **GREEDY)
+    view.answered()
+    view.until(lambda: view.all(".phase"), "the timeline is drawn")
+    assert view.overflow() == 0
+    assert view.run(FAINT) == []
+    view.colours("")
+
+
+# Text whose contrast with what is behind it is below 4.5, as WCAG counts.
+FAINT = """
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const luminance = ([r, g, b]) => {
+    const [x, y, z] = [r, g, b].map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const behind = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const colour = rgba(getComputedStyle(e).backgroundColor);
+      if (colour[3] === 255) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const faint = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    const words = walker.currentNode.data.trim();
+    if (!words || !element.checkVisibility() || element.closest(".unseen, noscript")) continue;
+    const style = getComputedStyle(element);
+    const bar = element.closest(".phase")?.querySelector("rect");
+    const ink = rgba(element.namespaceURI.endsWith("svg") ? style.fill : style.color);
+    const ground = bar ? rgba(getComputedStyle(bar).fill) : behind(element);
+    const [dark, light] = [luminance(ink), luminance(ground)].sort((a, b) => a - b);
+    const contrast = (light + 0.05) / (dark + 0.05);
+    if (contrast < 4.5) faint.push(`${words}: ${contrast.toFixed(1)}`);
+  }
+  return faint;
+"""
+
+
+def test_it_can_be_used_with_a_keyboard_and_read_out(view: View):
+    view.one("body").send_keys(Keys.TAB)
+    assert view.run("return document.activeElement.textContent") == "Skip to the prompt"
+    fields = view.all("textarea, input, button, summary, [tabindex]")
+    names = [field.accessible_name for field in fields if field.is_displayed()]
+    assert names and all(names), names
+    answer = view.one("#answer")
+    assert answer.get_dom_attribute("aria-live") == "polite"
+    view.ask("slowly", max_tokens=400, temperature=0)
+    view.until(lambda: answer.get_dom_attribute("aria-busy") == "true", "it is marked as busy")
+    view.answered()
+    assert answer.get_dom_attribute("aria-busy") == "false"
+
+
+def test_a_node_that_dies_is_shown_within_seconds_and_so_is_its_return(
+    view: View, cluster: Cluster, background: Background
+):
+    (node,) = cluster.decode
+    card = f".node[data-address='{node.address}']"
+    background(cluster.kill(node))
+    view.until(
+        lambda: view.one(card).get_dom_attribute("data-state") == "unreachable",
+        "the dead node is unreachable",
+        SECONDS,
+    )
+    view.until(lambda: view.text("#router-state").startswith("starting: no decode"), "told on top")
+    assert view.texts(".link") == []
+    background(cluster.start_again(node))
+    view.until(
+        lambda: view.one(card).get_dom_attribute("data-state") == "ready", "it is back", 40.0
+    )
+    view.until(lambda: len(view.all(".link")) == 1, "and its link")
+    view.until(lambda: view.text("#router-state") == "ready", "and requests can be placed")
+
+
+def test_a_router_that_dies_is_told_and_the_page_recovers_by_itself(
+    view: View, cluster: Cluster, background: Background
+):
+    assert not view.one("#lost").is_displayed()
+    background(cluster.kill_router())
+    view.until(lambda: view.one("#lost").is_displayed(), "the loss is told", SECONDS)
+    assert "Connection lost. The router cannot be reached." in view.text("#lost")
+    assert view.text("#router-state") == "connection lost"
+    assert len(view.all(".node")) == 2  # what was known stays, and is marked as old
+    view.ask("anyone there?", **GREEDY)
+    view.until(lambda: view.one("#problem").is_displayed(), "the prompt box tells it too")
+    assert view.text("#problem") == "The router cannot be reached."
+    background(cluster.start_router_again())
+    view.until(lambda: not view.one("#lost").is_displayed(), "it recovers", SECONDS)
+    view.until(lambda: view.text("#router-state") == "ready", "all is well")
+    view.ask("anyone there?", **GREEDY)
+    assert view.answered()
+    assert all("ERR_CONNECTION" in complaint for complaint in view.complaints())

@@ -1,0 +1,118 @@
+"""The page as a person sees and uses it."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+T = TypeVar("T")
+WAIT_S = 15.0
+PHONE = (375, 812)
+DESKTOP = (1280, 900)
+
+
+class View:
+    """One browser that shows the page of one router."""
+
+    def __init__(self, driver: Any, url: str) -> None:
+        self.driver = driver
+        self.url = url
+
+    def open(self, size: tuple[int, int] = DESKTOP) -> None:
+        """Loads it anew and waits until it shows a cluster. What was logged before is forgotten."""
+        self.resize(size)
+        self.driver.get(f"{self.url}/")
+        self.driver.get_log("browser")
+        self.until(lambda: self.all(".node"), "the cluster is shown")
+
+    def resize(self, size: tuple[int, int]) -> None:
+        width, height = size
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=size == PHONE,
+        )
+
+    def colours(self, scheme: str) -> None:
+        """scheme: "light" or "dark", as the system of a person prefers."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.command("Emulation.setEmulatedMedia", features=[feature])
+
+    def command(self, name: str, **arguments: Any) -> Any:
+        return self.driver.execute_cdp_cmd(name, arguments)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    # What is there --------------------------------------------------------------------------------
+
+    def one(self, selector: str) -> WebElement:
+        found: WebElement = self.driver.find_element(By.CSS_SELECTOR, selector)
+        return found
+
+    def all(self, selector: str) -> list[WebElement]:
+        found: list[WebElement] = self.driver.find_elements(By.CSS_SELECTOR, selector)
+        return found
+
+    def text(self, selector: str) -> str:
+        """All text in it, shown or not."""
+        text: str = self.run("return document.querySelector(arguments[0]).textContent", selector)
+        return text
+
+    def texts(self, selector: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+        texts: list[str] = self.run(script, selector)
+        return texts
+
+    def until(self, condition: Callable[[], T], what: str, deadline_s: float = WAIT_S) -> T:
+        """Looks again and again; returns what `condition` returns once it is true."""
+        end = time.monotonic() + deadline_s
+        while not (value := condition()):
+            assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+            time.sleep(0.05)
+        return value
+
+    def complaints(self) -> list[str]:
+        """What the console has said since it was asked last."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def asked(self) -> list[str]:
+        """URLs of all requests since this was asked last."""
+        events = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
+        return [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+
+    def overflow(self) -> int:
+        """Pixels that a person would have to scroll to the right for."""
+        script = "const d = document.documentElement; return d.scrollWidth - d.clientWidth"
+        pixels: int = self.run(script)
+        return pixels
+
+    # What a person does ---------------------------------------------------------------------------
+
+    def ask(self, prompt: str, *, kind: str = "text", **fields: object) -> None:
+        """Fills the form in and sends it by keyboard. Fields by their ids, `_` for `-`."""
+        self.run("document.querySelector(`[name=kind][value=${arguments[0]}]`).click()", kind)
+        for name, value in fields.items():
+            self.fill(f"#{name.replace('_', '-')}", str(value))
+        self.run("document.querySelector('#prompt').value = arguments[0]", prompt)  # as by paste
+        self.one("#prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+
+    def fill(self, selector: str, text: str) -> None:
+        field = self.one(selector)
+        field.clear()
+        field.send_keys(text)
+
+    def answered(self) -> str:
+        """Waits for the end of an answer; returns its text."""
+        self.until(lambda: self.one("#facts").is_displayed(), "the answer ends")
+        return self.text("#answer")

@@ -1,0 +1,281 @@
+"""`baton top`: its frames as text, and the program beside a real router."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from rich.console import Console
+
+from common.cli import top, top_frame
+from common.cli.top_rates import Rates
+from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+from tests.support.programs import ROOT, Program
+
+PREFILL, DECODE = "10.0.0.5:50100", "10.0.0.7:50200"
+WAIT_S = 20.0
+
+
+def node(role, address, at_s, **fields):
+    return ClusterNode(
+        role=role,
+        address=address,
+        **{"state": "ready", "instance_id": 1, "seen_s": at_s, "steps": int(50 * at_s), **fields},
+    )
+
+
+def cluster(at_s, *more, router=None):
+    """Two nodes and a link; a decode node that makes 400 tokens a second."""
+    pages = {"free": 400, "request": 50, "read": 10, "cache": 40}
+    return GetClusterResponse(
+        router=RouterState(
+            state="ready",
+            model="tiny",
+            uptime_s=4000 + at_s,
+            live_requests=3,
+            max_requests=1024,
+            **(router or {}),
+        ),
+        nodes=[
+            node("prefill", PREFILL, at_s, counters={"prompt_tokens": int(12_300 * at_s)}),
+            node(
+                "decode",
+                DECODE,
+                at_s,
+                pages=pages,
+                queues={"waiting": 0, "transfer": 2},
+                counters={"generated_tokens": int(400 * at_s), "handoffs_held": int(5 * at_s)},
+                links=[LinkState(peer=PREFILL, path="cma", gib_per_s=7.0)],
+            ),
+            *more,
+        ],
+    )
+
+
+def lines(width, height=None, *, answers=(0.0, 2.0), make=cluster, paper=None):
+    """What is printed on `paper` cells; by default as wide as the frame is told to be."""
+    rates = Rates()
+    for at_s in answers:
+        now = make(at_s)
+        rates.take(now.nodes)
+    console = Console(width=paper or width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(top_frame.frame("r:1", now, rates, width=width, height=height))
+    return console.export_text().splitlines()
+
+
+def test_a_wide_frame_has_everything_in_one_line_for_each_node():
+    shown = lines(150)
+    (decode,) = [line for line in shown if line.startswith(DECODE)]
+    *_, bar, used, tokens, prompt, steps, handoffs, queue, number = decode.split()
+    assert [used, tokens, prompt, steps, handoffs] == ["12%", "400", "0", "50", "5"]
+    assert (queue, number) == ("transfer", "2")
+    assert [bar.count(sign) for sign in "█▒░·"] == [2, 1, 2, 19]
+    assert "tok/s 400" in shown[1] and "prompt/s 12.3k" in shown[1] and "live 3/1024" in shown[1]
+    assert any(line.split() == [PREFILL, "→", DECODE, "cma", "7.52"] for line in shown), (
+        shown
+    )  # GB, not GiB
+    assert "up 1 h 6 min" in shown[0]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal(width):
+    shown = lines(width)
+    assert max(map(len, shown)) <= width
+    assert any(line.startswith(DECODE[:8]) for line in shown)
+    assert any("transfer 2" in line for line in shown)
+    nodes = [line for line in lines(width, paper=500) if line.startswith(("10.", "node ", "  "))]
+    assert len(nodes) >= 3
+    assert max(map(len, nodes)) <= width  # and nothing has to be broken for that
+
+
+def test_there_are_no_rates_before_there_is_something_to_compare():
+    (decode,) = [line for line in lines(150, answers=[1.0]) if line.startswith(DECODE)]
+    assert decode.split()[4:8] == ["-"] * 4
+
+
+def test_a_node_that_starts_again_counts_from_zero_and_is_never_shown_going_backwards():
+    def again(at_s):
+        now = cluster(at_s)
+        if at_s == 4.0:
+            now.nodes[1].instance_id = 2
+            now.nodes[1].counters["generated_tokens"] = 7
+        return now
+
+    (decode,) = [
+        line for line in lines(150, answers=[0, 2, 4], make=again) if line.startswith(DECODE)
+    ]
+    assert decode.split()[4] == "-"
+
+
+def test_a_node_that_cannot_be_reached_is_shown_without_numbers():
+    def gone(at_s):
+        return cluster(at_s, node("decode", "10.0.0.8:50200", at_s, state="unreachable"))
+
+    shown = lines(150, make=gone)
+    (line,) = [line for line in shown if line.startswith("10.0.0.8")]
+    assert line.split()[1] == "unreachable"
+    assert set(line.split()[3:]) == {"-"}
+    assert "nodes 2/3" in shown[1]
+
+
+def test_many_links_become_a_line_for_each_path():
+    def many(at_s):
+        peers = [f"10.0.1.{i}:50100" for i in range(64)]
+        links = [LinkState(peer=peer, path="tcp", gib_per_s=1 + i) for i, peer in enumerate(peers)]
+        return cluster(at_s, node("decode", "10.0.0.8:50200", at_s, links=links))
+
+    shown = lines(120, 24, make=many)
+    assert any(line.split() == ["64", "links", "tcp", "1.07", "…", "68.7"] for line in shown)
+    assert len(shown) <= 24
+
+
+def test_what_a_node_is_called_cannot_command_the_terminal():
+    evil = "\x1b]0;title\x07[bold]x[/bold]"
+
+    def named(at_s):
+        return cluster(at_s, node("decode", evil, at_s, state=evil), router={"reason": evil})
+
+    text = "\n".join(lines(200, make=named))
+    assert "\x1b" not in text and "\x07" not in text
+    assert "[bold]x[/bold]" in text
+
+
+# The program ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def router(tmp_path):
+    """A router whose nodes are not there."""
+    from tests.router.rig import write_model
+
+    flags = ["--prefill=127.0.0.1:1", "--decode=127.0.0.1:2", "--http-port=0", "--port=0"]
+    program = Program("router", f"--model={write_model(tmp_path)}", *flags)
+    yield program
+    program.close()
+
+
+def _top(*arguments, **streams):
+    return subprocess.Popen(
+        [sys.executable, "-m", "common.cli.top", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""},
+        **streams,
+    )
+
+
+def test_once_prints_a_frame_without_colours_and_exits_with_0(router):
+    flags = ["--once", "--interval=0.1", f"--router={router.address()}"]
+    with _top(*flags, stdout=subprocess.PIPE, text=True) as program:
+        said, _ = program.communicate(timeout=WAIT_S)
+    assert program.returncode == 0
+    assert "\x1b" not in said
+    assert said.startswith(f"baton top  {router.address()} starting: no decode node")
+    assert said.count("unreachable") == 2
+
+
+def test_once_without_a_router_says_so_and_exits_with_1():
+    with _top("--once", "--router=127.0.0.1:1", stderr=subprocess.PIPE, text=True) as program:
+        _, said = program.communicate(timeout=WAIT_S)
+    assert program.returncode == top.EXIT_NO_ANSWER
+    assert said.startswith("baton top: UNAVAILABLE") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--router=nonsense", "--interval=0", "--interval=x"])
+def test_a_wrong_flag_exits_with_2(flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        top.parse([flag])
+    assert ended.value.code == 2
+    assert flag.partition("=")[0] in capsys.readouterr().err
+
+
+class Screen:
+    """A terminal with `baton top` in it."""
+
+    def __init__(self, *arguments):
+        self._end, end = pty.openpty()
+        self.resize(100, 30)
+        self.manners = termios.tcgetattr(self._end)
+        self.program = _top(*arguments, stdin=end, stdout=end, stderr=end, start_new_session=True)
+        os.close(end)
+        self.text = ""
+
+    def resize(self, width, height):
+        fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("4H", height, width, 0, 0))
+
+    def type(self, keys):
+        os.write(self._end, keys)
+
+    def until(self, words):
+        """Forgets what was shown up to and with `words`."""
+        deadline = time.monotonic() + WAIT_S
+        os.set_blocking(self._end, False)
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"no {words!r} in {self.text!r}"
+            with contextlib.suppress(BlockingIOError):
+                self.text += os.read(self._end, 1 << 16).decode(errors="replace")
+            time.sleep(0.01)
+        self.text = self.text.partition(words)[2]
+
+    def close(self):
+        self.program.kill()
+        self.program.wait()
+        os.close(self._end)
+
+
+@pytest.fixture
+def screens():
+    opened = []
+
+    def open_one(*arguments):
+        opened.append(Screen(*arguments))
+        return opened[-1]
+
+    yield open_one
+    for screen in opened:
+        screen.close()
+
+
+def test_in_a_terminal_it_lives_through_the_loss_of_its_router_until_q(router, screens):
+    address = router.address()
+    screen = screens("--interval=0.1", f"--router={address}")
+    screen.until("unreachable")
+    assert termios.tcgetattr(screen._end)[3] & termios.ECHO == 0
+    screen.resize(60, 20)
+    screen.program.send_signal(signal.SIGWINCH)
+    screen.until("baton top")
+    router.close()
+    screen.until("No answer from")
+    screen.until("UNAVAILABLE")
+    screen.type(b"q")
+    assert screen.program.wait(WAIT_S) == 0
+    screen.until("\x1b[?1049l")  # the terminal shows again what it showed before
+    assert termios.tcgetattr(screen._end)[3] == screen.manners[3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_0(router, screens, number):
+    screen = screens(f"--router={router.address()}")
+    screen.until("unreachable")
+    screen.program.send_signal(number)
+    assert screen.program.wait(WAIT_S) == 0
+
+
+def test_where_there_is_no_terminal_it_prints_frame_after_frame(router):
+    flags = ["--interval=0.1", f"--router={router.address()}"]
+    with _top(*flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        frames = 0
+        for line in program.stdout:
+            frames += line.startswith("baton top")
+            if frames == 3:
+                break
+        program.stdout.close()  # as `head` does
+        program.wait(WAIT_S)
+        assert program.stderr.read() == ""

@@ -1,0 +1,64 @@
+"""The demo model as a canary: what it recalls from 2048 tokens is right only if their KV is.
+
+The facts asked for stand all over the context, and their second word is computed by the decode
+node, from pages that it has read. A page that is lost, stale or misplaced is a wrong answer.
+"""
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from common.demo import DIRECTORY
+from common.demo.evaluate import word_recall
+from common.demo.tasks import Exchange
+from tests.support.cluster import RIGS, Answer, Cluster, Rig
+
+pytestmark = [pytest.mark.slow]
+
+NUM_PROMPTS = 100
+NUM_ALONE = 20  # of them, asked once more of one node
+NUM_AT_ONCE = 4
+CONTEXT_TOKENS = 2048
+PAGE = 16
+CHUNK = 512
+FULL_PAGES = CONTEXT_TOKENS // PAGE - 2  # of the shortest prompt
+
+
+def _cluster(logs: Path, rig: Rig, **how: object) -> Cluster:
+    flags = (f"--engine.cache.page-size={PAGE}", f"--engine.scheduler.chunk-tokens={CHUNK}")
+    return Cluster(DIRECTORY, logs, rig=rig, node_flags=flags, **how)  # type: ignore[arg-type]
+
+
+async def _answers(cluster: Cluster, exchanges: list[Exchange]) -> list[Answer]:
+    places = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def ask(exchange: Exchange) -> Answer:
+        async with places:
+            return await cluster.generate(exchange.prompt, max_tokens=8)
+
+    return await asyncio.gather(*map(ask, exchanges))
+
+
+@pytest.mark.parametrize("rig", RIGS)
+async def test_what_is_recalled_through_the_hand_off_is_true_and_what_one_node_recalls(
+    tmp_path: Path, rig: Rig
+):
+    random = Random(0)
+    exchanges = [word_recall(random, CONTEXT_TOKENS) for _ in range(NUM_PROMPTS)]
+    async with _cluster(tmp_path, rig) as cluster:
+        answers = await _answers(cluster, exchanges)
+        counters = (await cluster.decode[0].describe()).counters
+        assert counters["handoffs_held"] == NUM_PROMPTS
+        assert counters["pages_read"] >= NUM_PROMPTS * FULL_PAGES
+    true = [
+        answer.text.strip() == exchange.answer and answer.finish_reason == "stop"
+        for answer, exchange in zip(answers, exchanges, strict=True)
+    ]
+    assert sum(true) >= 0.99 * NUM_PROMPTS
+    flags = ("--mode=colocated",)
+    async with _cluster(tmp_path, rig, num_prefill=0, decode_flags=flags) as cluster:
+        alone = await _answers(cluster, exchanges[:NUM_ALONE])
+    handed = answers[:NUM_ALONE]
+    assert [answer.token_ids for answer in handed] == [answer.token_ids for answer in alone]

@@ -1,0 +1,150 @@
+"""Whoever watches the prefix cache knows what is in it: always, whatever the cache does."""
+
+import random
+
+import numpy as np
+import pytest
+
+from common.engine.cache_events import CacheChange, CacheEvents
+from common.engine.pages import Holder, PageAllocator
+from common.engine.radix import RadixCache
+from common.prefix_hash import PrefixHasher, as_bytes, page_names
+from tests.support.engine_rig import ints
+
+SIZE = 4
+
+
+class Watched:
+    """A cache under random use, and one who hears of it."""
+
+    def __init__(self, seed: int, *, num_pages: int = 48, max_untold: int = 1 << 16) -> None:
+        self.random = random.Random(seed)
+        self.pages = PageAllocator(num_pages)
+        self.cache = RadixCache(SIZE, self.pages)
+        self.events = CacheEvents(self.cache, max_untold)
+        self.known: set[int] = set()
+        self.num_cleared = 0
+        self._live: list[tuple[list[int], np.ndarray]] = []
+        self._prompts: set[tuple[int, ...]] = set()
+
+    def hear(self, change: CacheChange | None) -> None:
+        if change is None:
+            return
+        if change.cleared:
+            self.num_cleared += 1
+            self.known.clear()
+        assert not set(change.stored) & set(change.removed)
+        self.known -= set(change.removed)
+        self.known |= set(change.stored)
+
+    def use(self) -> None:
+        """Something that engines do to their caches."""
+        match self.random.randrange(8):
+            case 0 if self._live:
+                self._end(self.random.randrange(len(self._live)))
+            case 1:
+                self.cache.evict(self.random.randrange(12))
+            case 2 if not self.random.randrange(6):
+                while self._live:
+                    self._end(0)
+                self.cache.flush()
+            case _:
+                self._begin()
+
+    def truth(self) -> set[int]:
+        """By asking the cache for every prompt it has ever seen."""
+        pages = set()
+        for prompt in self._prompts:
+            cached = self.cache.match(ints(prompt)).num_tokens
+            pages |= set(page_names(prompt[:cached], SIZE))
+        assert len(pages) == self.cache.num_pages
+        return pages
+
+    def _begin(self) -> None:
+        # Few different tokens: prompts share prefixes, and part in the middle of nodes.
+        tokens = [self.random.randrange(2) for _ in range(self.random.randrange(1, 40))]
+        prefix = self.cache.match(ints(tokens))
+        self.pages.hold(prefix.pages, Holder.REQUEST)
+        num_fresh = -(-len(tokens) // SIZE) - len(prefix.pages)
+        fresh = self.cache.allocate(num_fresh, Holder.REQUEST)
+        if fresh is None:
+            self.pages.drop(prefix.pages, Holder.REQUEST)
+            return
+        self._live.append((tokens, np.concatenate([prefix.pages, fresh])))
+        self._prompts.add(tuple(tokens))
+
+    def _end(self, number: int) -> None:
+        tokens, pages = self._live.pop(number)
+        self.cache.insert(ints(tokens), pages)
+        self.pages.drop(pages, Holder.REQUEST)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_watcher_knows_exactly_the_pages_that_are_in_the_tree(seed):
+    watched = Watched(seed)
+    for _ in range(100):  # unwatched for a while
+        watched.use()
+    watched.events.start()
+    watched.hear(watched.events.everything())
+    for _ in range(60):
+        for _ in range(watched.random.randrange(8)):
+            watched.use()
+        watched.hear(watched.events.take())
+        assert watched.known == watched.truth()
+    assert watched.num_cleared == 1
+
+
+def test_with_more_changes_than_are_kept_everything_is_told_anew():
+    watched = Watched(1, num_pages=400, max_untold=10)
+    watched.events.start()
+    watched.hear(watched.events.everything())
+    for _ in range(40):
+        for _ in range(watched.random.randrange(12)):
+            watched.use()
+        watched.hear(watched.events.take())
+        assert watched.known == watched.truth()
+    assert watched.num_cleared > 3
+
+
+def test_whoever_watches_again_hears_what_happened_meanwhile():
+    watched = Watched(2)
+    for _ in range(5):
+        watched.events.start()
+        watched.hear(watched.events.everything())
+        assert watched.known == watched.truth()
+        watched.use()
+        watched.hear(watched.events.take())
+        assert watched.known == watched.truth()
+        watched.events.stop()
+        for _ in range(20):
+            watched.use()
+        assert watched.events.take() is None
+
+
+def test_a_page_that_comes_and_goes_between_two_takes_is_told_as_gone():
+    watched = Watched(3)
+    watched.events.start()
+    pages = watched.pages.allocate(1, Holder.REQUEST)
+    assert pages is not None
+    watched.cache.insert(ints(range(SIZE)), pages)
+    watched.pages.drop(pages, Holder.REQUEST)
+    watched.cache.flush()
+    gone = page_names(range(SIZE), SIZE)
+    assert watched.events.take() == CacheChange(False, [], gone)
+    assert watched.events.take() is None
+
+
+def test_names_of_prefixes_are_the_same_everywhere():
+    tokens = list(range(1, 13))
+    names = page_names(tokens, SIZE)
+    assert page_names(tokens[:11], SIZE) == names[:2]
+    assert not set(page_names([9, *tokens[1:]], SIZE)) & set(names)
+    assert page_names(tokens, 2 * SIZE) == names[1:2]
+    assert as_bytes(tokens) == ints(tokens).tobytes()
+    assert PrefixHasher(as_bytes(tokens[:4])).extend(as_bytes(tokens[4:]), SIZE) == names[1:]
+    # Written down once: machines of different versions must agree.
+    assert [f"{name:016x}" for name in names] == [
+        "6fc1ebd4f4d6ea31",
+        "f4c3a04d9a059938",
+        "f2a8c2975a6b57e6",
+    ]

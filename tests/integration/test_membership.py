@@ -1,0 +1,76 @@
+"""Nodes join and leave a cluster of real processes while requests stream, and nobody can tell."""
+
+import asyncio
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.integration.oracle import oracle
+from tests.support.cluster import RIGS, Cluster, Node, Rig
+from tests.support.noise_model import write
+
+pytestmark = [pytest.mark.slow]
+
+NUM_TOKENS = 48
+NUM_CLIENTS = 4
+JOIN_S = 60.0
+
+
+@pytest.mark.parametrize("rig", RIGS)
+async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answer_is_right(
+    rig: Rig, tmp_path: Path
+):
+    model = tmp_path / "model"
+    write(model)
+    known, source = oracle(model), random.Random(5)
+    prompts = [[source.randrange(256) for _ in range(source.randrange(20, 200))] for _ in range(12)]
+    answers: list[tuple[list[int], tuple[int, ...]]] = []
+    over = asyncio.Event()
+    turns = itertools.cycle(prompts)
+
+    async def ask_again_and_again(cluster: Cluster) -> None:
+        while not over.is_set():
+            prompt = next(turns)
+            answer = await cluster.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+            answers.append((prompt, answer.token_ids))
+
+    async def counts(node: Node, counter: str, more_than: int = 0) -> None:
+        """Waits until the node has done more of that."""
+
+        async def has() -> bool:
+            return (await node.describe()).counters[counter] > more_than
+
+        await cluster.wait_until(has, f"{node.program.name} counts {counter}", JOIN_S)
+
+    how = ("--policy=round_robin",)
+    async with Cluster(model, tmp_path, rig=rig, by_file=True, router_flags=how) as cluster:
+        (old_prefill,), (old_decode,) = cluster.prefill, cluster.decode
+        clients = [asyncio.create_task(ask_again_and_again(cluster)) for _ in range(NUM_CLIENTS)]
+        await counts(old_decode, "handoffs_held")
+
+        new_decode = await cluster.join("decode")
+        await counts(new_decode, "handoffs_held")
+        new_prefill = await cluster.join("prefill")
+        await counts(new_prefill, "handoffs_held")
+
+        # In either order: the file may learn of it first, or the router from the node itself.
+        cluster.leave(old_decode)
+        await cluster.drain(old_decode)
+        await cluster.drain(old_prefill)
+        cluster.leave(old_prefill)
+        done = (await new_decode.describe()).counters["handoffs_held"]
+        await counts(new_decode, "handoffs_held", more_than=done + 10)
+
+        over.set()
+        await asyncio.gather(*clients)
+
+        async def only_the_new_ones_are_shown() -> bool:
+            shown = {node.address for node in (await cluster.describe()).nodes}
+            return shown == {new_decode.address, new_prefill.address}
+
+        await cluster.wait_until(only_the_new_ones_are_shown, "the router forgets the old nodes")
+        assert await cluster.metric("baton_replays_total") <= NUM_CLIENTS  # refused while draining
+    for prompt, tokens in answers:
+        assert tokens == known.tokens(prompt, NUM_TOKENS)

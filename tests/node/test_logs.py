@@ -1,0 +1,110 @@
+"""What a program's log looks like, as whoever collects it reads it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.programs import ROOT
+
+HEAD = "import logging, threading; from common import logs; from common.logs import kv\n"
+
+
+def lines_of(code, log_format, level="info"):
+    """What a program writes to stderr that sets its log up and then runs `code`."""
+    setup = (
+        f"logs.setup('decode engine', {level!r}, {log_format!r})\nlog = logging.getLogger('x')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + setup + code], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stderr.splitlines()
+
+
+def records_of(code, **options):
+    return [json.loads(line) for line in lines_of(code, "json", **options)]
+
+
+LINE = "log.info('hand-off lost %s', kv(request_id='a b', tokens=3, seconds=0.25, over=True))"
+
+
+def test_a_line_of_text_ends_with_its_fields():
+    (line,) = lines_of(LINE, "text")
+    time, rest = line.split(" ", 1)
+    assert time.endswith("Z") and len(time) == len("2026-01-01T00:00:00.000Z")
+    sentence = (
+        'INFO decode engine x: hand-off lost request_id="a b" tokens=3 seconds=0.25 over=True'
+    )
+    assert rest == sentence
+
+
+def test_a_line_of_json_is_one_object_with_its_fields():
+    (record,) = records_of(LINE)
+    time = record.pop("time")
+    assert time.endswith("Z") and len(time) == len("2026-01-01T00:00:00.000Z")
+    assert record == {
+        "level": "info",
+        "program": "decode engine",
+        "logger": "x",
+        "message": "hand-off lost",
+        "request_id": "a b",
+        "tokens": 3,
+        "seconds": 0.25,
+        "over": True,
+    }
+
+
+def test_what_clients_send_stays_in_its_field():
+    code = "log.warning('refused %s', kv(because='x\\n{\"level\":\"error\"} %s', level='y' * 9999))"
+    (record,) = records_of(code)
+    assert record["because"] == 'x\n{"level":"error"} %s'
+    assert record["level"] == "warning"
+    assert len(record["level_"]) < 400
+
+
+def test_an_argument_that_is_no_field_is_part_of_the_sentence():
+    (record,) = records_of("log.info('%s of %d %s', 'one', 2, kv(rest=3))")
+    assert (record["message"], record["rest"]) == ("one of 2", 3)
+
+
+def test_a_sentence_without_arguments_may_have_percent_signs():
+    (record,) = records_of("log.info('90 % done')")
+    assert record["message"] == "90 % done"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("1 / 0", "uncaught exception"),
+        (
+            "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()",
+            "uncaught exception in a thread",
+        ),
+        ("try:\n  1 / 0\nexcept ZeroDivisionError:\n  log.exception('failed')", "failed"),
+    ],
+)
+def test_an_exception_is_one_object_with_its_traceback(code, message):
+    (record,) = records_of(code)
+    assert record["message"] == message
+    assert record["exception"] == "ZeroDivisionError: division by zero"
+    assert record["traceback"].startswith("Traceback (most recent call last):\n")
+    assert record["level"] in ("error", "critical")
+
+
+def test_warnings_are_logged():
+    (record,) = records_of("import warnings; warnings.warn('old', stacklevel=1)")
+    assert record["logger"] == "py.warnings" and "UserWarning: old" in record["message"]
+
+
+def test_a_field_is_not_rendered_for_a_line_that_is_not_written():
+    code = """
+class Expensive:
+    def __str__(self):
+        raise AssertionError("rendered")
+log.debug('quiet %s', kv(value=Expensive()))
+log.info('done')
+"""
+    for log_format in ("text", "json"):
+        (line,) = lines_of(code, log_format)
+        assert "done" in line

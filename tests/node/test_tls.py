@@ -1,0 +1,282 @@
+"""TLS of the programs' gRPC: who is heard, what is refused, and files that change."""
+
+import asyncio
+import os
+import socket
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common import rpc, tls
+from common.config import TlsConfig
+from common.errors import ConfigError
+from protos import router_pb2, router_pb2_grpc
+from tests.support.certificates import Authority
+from tests.support.cluster import free_ports
+
+EMPTY = TlsConfig()
+
+
+class Service(router_pb2_grpc.RouterServicer):
+    """Counts letters, and streams until it is left."""
+
+    async def Tokenize(self, request, context):
+        return router_pb2.TokenizeResponse(token_ids=[len(request.text)])
+
+    async def Generate(self, request, context):
+        yield router_pb2.GenerateResponse(text="first")
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving(config: TlsConfig, port: int = 0):
+    """The address of a server with `config`."""
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", port, tls.certificates(config, "--front.tls"))
+    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Service())
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await rpc.stop(server, 0.0)
+
+
+async def ask(channel: grpc.aio.Channel) -> str:
+    """ "" if the server answers, and the reason if it does not."""
+    stub = router_pb2_grpc.RouterStub(channel)
+    try:
+        answer = await stub.Tokenize(router_pb2.TokenizeRequest(text="four"), timeout=5.0)
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    assert list(answer.token_ids) == [4]
+    return ""
+
+
+async def ask_anew(address: str, config: TlsConfig) -> str:
+    async with rpc.make_channel(address, tls.certificates(config, "--tls")) as channel:
+        return await ask(channel)
+
+
+@pytest.fixture
+def authority():
+    return Authority()
+
+
+# Who is heard ------------------------------------------------------------------------------------
+
+
+async def test_a_server_with_a_ca_hears_those_alone_that_it_has_signed(authority, tmp_path):
+    config = authority.write(tmp_path / "node")
+    stranger = Authority().write(tmp_path / "stranger")
+    without = TlsConfig(ca=config.ca)
+    with_anothers = TlsConfig(ca=config.ca, cert=stranger.cert, key=stranger.key)
+    async with serving(config) as address:
+        assert await ask_anew(address, config) == ""
+        for unwelcome in (EMPTY, without, with_anothers):
+            assert await ask_anew(address, unwelcome)
+        assert "CERTIFICATE_VERIFY_FAILED" in await ask_anew(address, stranger)
+        assert await ask_anew(address, config) == ""
+
+
+async def test_a_server_without_a_ca_hears_everyone_that_checks_it(authority, tmp_path):
+    config = authority.write(tmp_path)
+    async with serving(config.model_copy(update={"ca": None})) as address:
+        assert await ask_anew(address, TlsConfig(ca=config.ca)) == ""
+        assert await ask_anew(address, EMPTY)
+
+
+async def test_a_server_is_known_by_its_address_or_by_the_name_that_is_configured(
+    authority, tmp_path
+):
+    config = authority.write(tmp_path, "baton-node")
+    named = config.model_copy(update={"server_name": "baton-node"})
+    async with serving(config) as address:
+        assert "Hostname" in await ask_anew(address, config)
+        assert await ask_anew(address, named) == ""
+        other = config.model_copy(update={"server_name": "another"})
+        assert await ask_anew(address, other)
+
+
+async def test_a_caller_with_a_ca_says_nothing_to_a_server_without_tls(authority, tmp_path):
+    async with serving(EMPTY) as address:
+        assert await ask_anew(address, EMPTY) == ""
+        assert await ask_anew(address, authority.write(tmp_path))
+
+
+# Files that change --------------------------------------------------------------------------------
+
+
+async def test_new_files_count_from_the_next_handshake_on_and_streams_go_on(authority, tmp_path):
+    config = authority.write(tmp_path / "node")
+    async with (
+        serving(config) as address,
+        rpc.make_channel(address, tls.certificates(config, "--tls")) as channel,
+    ):
+        stub = router_pb2_grpc.RouterStub(channel)
+        stream = stub.Generate(router_pb2.GenerateRequest())
+        assert (await stream.read()).text == "first"
+        # Both ends know nobody but the new authority now, and are of it.
+        Authority().write(tmp_path / "node")
+        assert await ask(channel) == ""
+        assert await ask_anew(address, config) == ""
+        assert not stream.done()
+        before = authority.write(tmp_path / "before")
+        assert "CERTIFICATE_VERIFY_FAILED" in await ask_anew(address, before)
+
+
+async def test_a_channel_calls_with_new_files_whoever_has_new_ones_too(authority, tmp_path):
+    config = authority.write(tmp_path)
+    (port,) = free_ports(1)
+    async with rpc.make_channel(f"127.0.0.1:{port}", tls.certificates(config, "--tls")) as channel:
+        async with serving(config, port):
+            assert await ask(channel) == ""
+        Authority().write(tmp_path)
+        async with serving(config, port):
+            assert await ask(channel) == ""
+
+
+@pytest.mark.parametrize("wrong", ["another key", "nonsense", "nothing", "expired"])
+async def test_files_that_are_wrong_are_a_warning_and_what_was_good_stays(
+    authority, tmp_path, caplog, wrong
+):
+    config = authority.write(tmp_path / "node")
+    async with serving(config) as address:
+        match wrong:
+            case "another key":
+                config.key.write_bytes(Authority().write(tmp_path / "other").key.read_bytes())
+            case "nonsense":
+                config.cert.write_text("nonsense")
+            case "nothing":
+                config.cert.unlink()
+            case "expired":
+                authority.write(tmp_path / "node", not_after=datetime.now(UTC))
+        caller = authority.write(tmp_path / "caller")
+        for _ in range(3):
+            assert await ask_anew(address, caller) == ""
+        (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        assert "--front.tls" in warning
+        # Mended, it is used at once.
+        new = Authority()
+        new.write(tmp_path / "node")
+        assert await ask_anew(address, new.write(tmp_path / "caller")) == ""
+
+
+def test_the_same_object_is_given_until_the_files_change(authority, tmp_path):
+    certificates = tls.Certificates(authority.write(tmp_path), "--front.tls")
+    first = certificates.current()
+    assert certificates.current() is first
+    os.utime(certificates.config.cert, ns=(1, 1))
+    assert certificates.current() is not first
+
+
+def test_files_behind_a_link_that_turns_are_new_ones(authority, tmp_path):
+    """As Kubernetes changes the files of a mounted Secret."""
+    for version in ("1", "2"):
+        authority.write(tmp_path / version)
+    link = tmp_path / "now"
+    link.symlink_to("1")
+    config = TlsConfig(cert=link / "tls.crt", key=link / "tls.key")
+    certificates = tls.Certificates(config, "--front.tls")
+    (tmp_path / "turned").symlink_to("2")
+    (tmp_path / "turned").replace(link)
+    assert certificates.current().cert == (tmp_path / "2" / "tls.crt").read_bytes()
+
+
+# What is refused at the start --------------------------------------------------------------------
+
+
+def _encrypted(path: Path) -> None:
+    key = load_pem_private_key(path.read_bytes(), None)
+    how = BestAvailableEncryption(b"secret")
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
+
+
+@pytest.mark.parametrize(
+    "spoil, sentence",
+    [
+        (lambda c: c.cert.unlink(), "tls.crt: No such file or directory"),
+        (lambda c: (c.key.unlink(), c.key.mkdir()), "tls.key: Is a directory"),
+        (lambda c: c.cert.write_text("x"), "tls.crt holds no PEM certificate"),
+        (lambda c: c.ca.write_text(""), "ca.crt holds no PEM certificate"),
+        (lambda c: c.key.write_text("x"), "tls.key holds no PEM private key"),
+        (lambda c: _encrypted(c.key), "tls.key is encrypted"),
+        (lambda c: Authority().write(c.cert.parent / "b").key.rename(c.key), "is not the certif"),
+        (
+            lambda c: Authority().write(c.cert.parent, not_after=datetime(2001, 1, 1, tzinfo=UTC)),
+            "to 2001-01-01T00:00:00Z, not now",
+        ),
+    ],
+)
+def test_a_file_that_is_of_no_use_is_refused_by_name(authority, tmp_path, spoil, sentence):
+    config = authority.write(tmp_path)
+    spoil(config)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        tls.certificates(config, "--front.tls")
+    assert str(caught.value).startswith("--front.tls: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_authority_that_ended_may_stand_beside_one_that_has_not(authority, tmp_path):
+    """A bundle while one is replaced by the other."""
+    config = authority.write(tmp_path)
+    pem = expired_authority()
+    config.ca.write_bytes(pem)
+    with pytest.raises(ConfigError, match=r"no certificate in .* is valid now"):
+        tls.certificates(config, "--front.tls")
+    config.ca.write_bytes(pem + authority.write(tmp_path / "b").ca.read_bytes())
+    assert tls.certificates(config, "--front.tls") is not None
+
+
+def expired_authority() -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "over")])
+    end = datetime.now(UTC) - timedelta(days=1)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(end - timedelta(days=1))
+        .not_valid_after(end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return certificate.public_bytes(Encoding.PEM)
+
+
+# Health ------------------------------------------------------------------------------------------
+
+
+async def test_a_health_port_tells_probes_without_tls_of_health_and_nothing_else(
+    authority, tmp_path
+):
+    (port,) = free_ports(1)
+    server = rpc.make_server()
+    names = rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Service())
+    health = rpc.add_health_and_reflection(server, names)
+    await health.tell(True)
+    probe = health_pb2.HealthCheckRequest(service="baton.v1.Router")
+    async with (
+        rpc.serving_health(health, "127.0.0.1", port),
+        rpc.make_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        check = health_pb2_grpc.HealthStub(channel).Check
+        assert (await check(probe)).status == health_pb2.HealthCheckResponse.SERVING
+        await health.tell(False)
+        assert (await check(probe)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router_pb2_grpc.RouterStub(channel).Tokenize(router_pb2.TokenizeRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))

@@ -1,0 +1,176 @@
+"""Node.WatchCache from outside: a real front, a real engine process, a real prefix cache in it."""
+
+import asyncio
+import signal
+import threading
+from array import array
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from common.errors import Overloaded
+from common.node.cache_feed import CacheFeed
+from common.node.messages import CacheChanged, WatchCache
+from common.prefix_hash import page_names
+from protos import node_pb2, node_pb2_grpc
+from tests.node.conftest import StartNode, describe, eventually
+from tests.node.router_end import RouterEnd, submit
+from tests.support.programs import Program
+
+PAGE_SIZE = 16
+
+
+def names(tokens: "list[int]") -> set[int]:
+    return set(page_names(tokens, PAGE_SIZE))
+
+
+def prompt(number: int, num_pages: int) -> "list[int]":
+    return [number] * (num_pages * PAGE_SIZE)
+
+
+class Watcher:
+    """One WatchCache call and what it makes known. Leaving the block cancels it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        stub = node_pb2_grpc.NodeStub(self._channel)
+        self.call = stub.WatchCache(node_pb2.WatchCacheRequest())
+        self.messages: list[node_pb2.CacheEvents] = []
+        self.known: set[int] = set()
+        self.code: grpc.StatusCode | None = None
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def __enter__(self) -> "Watcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call.cancel()
+        self._thread.join(10)
+        self._channel.close()
+
+    def _read(self) -> None:
+        try:
+            for events in self.call:
+                if events.cleared:
+                    self.known.clear()
+                self.known.difference_update(events.removed)
+                self.known.update(events.stored)
+                self.messages.append(events)
+        except grpc.RpcError as error:
+            self.code = error.code()
+
+
+@pytest.fixture
+def node(start_node: StartNode) -> Program:
+    return start_node()
+
+
+@pytest.fixture
+def router(node: Program) -> Iterator[RouterEnd]:
+    with RouterEnd(node.address()) as router:
+        yield router
+
+
+def compute(router: RouterEnd, request: int, tokens: "list[int]") -> None:
+    router.send(submit(request, tokens, 1))
+    router.wait_for_end(request)
+
+
+def test_a_watcher_hears_what_is_there_and_then_what_comes_and_goes(node, router):
+    compute(router, 1, prompt(1, 3))
+    with Watcher(node.address()) as watcher:
+        eventually(lambda: watcher.known == names(prompt(1, 3)))
+        assert watcher.messages[0].cleared
+        compute(router, 2, [*prompt(1, 3), *prompt(2, 2), 5])
+        eventually(lambda: watcher.known == names([*prompt(1, 3), *prompt(2, 2)]))
+        compute(router, 3, prompt(3, 62))  # of 64 pages: most of the others have to go
+        eventually(lambda: watcher.known >= names(prompt(3, 62)) and len(watcher.known) <= 64)
+        with grpc.insecure_channel(node.address()) as channel:
+            node_pb2_grpc.NodeStub(channel).FlushCache(node_pb2.FlushCacheRequest(), timeout=5)
+        eventually(lambda: not watcher.known)
+        assert {events.page_size for events in watcher.messages} == {PAGE_SIZE}
+        assert [events.cleared for events in watcher.messages].count(True) == 1
+
+
+def test_each_watcher_begins_with_everything_and_hears_no_more_than_that_of_others(node, router):
+    with Watcher(node.address()) as first:
+        eventually(lambda: first.messages)
+        compute(router, 1, prompt(1, 4))
+        eventually(lambda: first.known == names(prompt(1, 4)))
+        num_messages = len(first.messages)
+        with Watcher(node.address()) as second:
+            eventually(lambda: second.known == names(prompt(1, 4)))
+            assert len(first.messages) == num_messages
+            compute(router, 2, prompt(2, 2))
+            both = names(prompt(1, 4)) | names(prompt(2, 2))
+            eventually(lambda: first.known == both and second.known == both)
+    # And one who comes when nobody has watched for a while.
+    compute(router, 3, prompt(3, 1))
+    with Watcher(node.address()) as third:
+        eventually(lambda: third.known == both | names(prompt(3, 1)))
+
+
+def test_watchers_are_told_that_their_node_ends(start_node):
+    node = start_node()
+    with Watcher(node.address()) as watcher:
+        eventually(lambda: watcher.messages)
+        node.send(signal.SIGTERM)
+        eventually(lambda: watcher.code, 10.0)
+        assert watcher.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_node_that_loads_its_model_cannot_be_watched_yet(start_node):
+    node = start_node("hang", ready=False)
+    eventually(lambda: describe(node.address()).state == "starting")
+    with Watcher(node.address()) as watcher:
+        eventually(lambda: watcher.code)
+        assert watcher.code is grpc.StatusCode.UNAVAILABLE
+
+
+class Engine:
+    """An engine link that only keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[WatchCache] = []
+
+    def check_ready(self) -> None:
+        pass
+
+    def send(self, message: WatchCache) -> None:
+        self.sent.append(message)
+
+
+def change(watcher: int, first: int, count: int, *, cleared: bool = False) -> CacheChanged:
+    pages = array("Q", range(first, first + count)).tobytes()
+    return CacheChanged(watcher, PAGE_SIZE, cleared, pages, b"")
+
+
+async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
+    engine = Engine()
+    feed = CacheFeed(engine)  # type: ignore[arg-type]
+    read: list[node_pb2.CacheEvents] = []
+
+    async def write(events: node_pb2.CacheEvents) -> None:
+        read.append(events)
+
+    async def stuck(events: node_pb2.CacheEvents) -> None:
+        await asyncio.Event().wait()
+
+    slow, fast = asyncio.create_task(feed.watch(stuck)), asyncio.create_task(feed.watch(write))
+    await asyncio.sleep(0)
+    assert engine.sent == [WatchCache(1, True), WatchCache(2, True)]
+    feed.changed(change(0, 0, 5))  # before they have been told what it is that changes
+    for watcher in (1, 2):
+        feed.changed(change(watcher, 0, 10, cleared=True))
+    for number in range(3000):
+        feed.changed(change(0, number, 1))
+        await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await slow
+    assert engine.sent[-1] == WatchCache(1, False)
+    assert len(read) == 3001
+    fast.cancel()
+    await asyncio.gather(fast, return_exceptions=True)
+    assert engine.sent[-1] == WatchCache(2, False)

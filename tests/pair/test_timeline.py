@@ -1,0 +1,178 @@
+"""The timeline that comes with a request's end, whatever way the request went."""
+
+import time
+
+import pytest
+
+from common.timeline import Phase
+from kvtransfer.messages import Grant, Ready
+from tests.support.pair_node import Asked, Size
+from tests.support.pair_rig import PairRig
+from tests.support.pair_states import EVERYWHERE, LONG, OTHER
+from tests.support.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, check, of
+
+PAGE = 16
+DELAY_S = 0.15
+
+
+def seconds(asked: Asked, phase: Phase, attempt: int = 0) -> float:
+    return sum(row.end - row.start for row in of(asked.ended.timeline, phase, attempt=attempt))
+
+
+def besides_delay(asked: Asked) -> float:
+    """What is left of the whole for phases that the delay is not part of, however busy this
+    machine is."""
+    return max(row.end for row in asked.ended.timeline.intervals) - DELAY_S
+
+
+def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
+    with PairRig(known.loaded, chunk_tokens=32) as rig:
+        asked = rig.ask(LONG)
+        rig.run()
+        check(asked.ended, len(asked.tokens))
+        timeline = asked.ended.timeline
+        (attempt,) = timeline.attempts
+        assert attempt.prefill == rig.prefill[0].front.address
+        assert (attempt.path, attempt.outcome) == ("loopback", "held")
+        page_bytes = rig.decode[0].engine.pool.page_bytes
+        assert (attempt.num_pages, attempt.num_bytes) == (7, 7 * page_bytes)
+        assert attempt.num_chunks == 4
+        assert [row.phase for row in of(timeline, *CHAIN, attempt=1)] == list(CHAIN)
+        assert [row.phase for row in of(timeline, *ON_PREFILL_NODE, attempt=1)] == list(
+            ON_PREFILL_NODE
+        )
+        assert len(of(timeline, Phase.RUNNING)) == 1 and not of(timeline, *LOCAL)
+
+
+def test_a_prompt_whose_kv_is_here_moves_no_page(known):
+    with PairRig(known.loaded) as rig:
+        rig.ask(LONG[: 4 * PAGE])
+        rig.run()
+        again = rig.ask(LONG[: 4 * PAGE])
+        rig.run()
+        check(again.ended, len(again.tokens))
+        assert again.ended.timeline.attempts[0].num_pages == 0
+        assert again.ended.timeline.attempts[0].outcome == "held"
+
+
+def test_a_prompt_prefilled_here_has_no_attempt(known):
+    with PairRig(known.loaded, prefill=()) as rig:
+        asked = rig.ask(LONG)
+        rig.run()
+        check(asked.ended, len(asked.tokens))
+        timeline = asked.ended.timeline
+        assert not timeline.attempts
+        assert [row.phase for row in of(timeline, *LOCAL)] == list(LOCAL)
+        (running,) = of(timeline, Phase.RUNNING)
+        assert running.start == timeline.first_token
+
+
+def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was_not(known):
+    with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
+        rig.faults[0].fail_next("by the test")
+        asked = rig.ask(LONG, owners=[0, 1])
+        rig.run()
+        check(asked.ended, len(asked.tokens))
+        lost, held = asked.ended.timeline.attempts
+        assert (lost.outcome, held.outcome) == ("lost", "held")
+        assert lost.reason and not held.reason
+        assert [lost.prefill, held.prefill] == [node.front.address for node in rig.prefill]
+        assert not of(asked.ended.timeline, Phase.JOIN, attempt=1)
+
+
+def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
+    with PairRig(known.loaded) as rig:
+        rig.faults[0].fail_next("by the test")
+        asked = rig.ask(LONG)
+        rig.run()
+        check(asked.ended, len(asked.tokens))
+        assert [one.outcome for one in asked.ended.timeline.attempts] == ["lost"]
+        assert len(of(asked.ended.timeline, *LOCAL)) == 2
+
+
+def test_time_in_which_the_grant_does_not_arrive_is_the_prefill_nodes_bootstrap_queue(known):
+    with PairRig(known.loaded) as rig:
+        rig.wires.hold_back(Grant)
+        asked = rig.ask(LONG)
+        rig.until(lambda: rig.decode[0].queue("transfer"), "it is granted")
+        rig.until(lambda: rig.prefill[0].queue("bootstrap"), "it is open")
+        rig.let_time_pass(time.monotonic() + DELAY_S)
+        rig.wires.let_go()
+        rig.run()
+        check(asked.ended, len(asked.tokens))
+        assert seconds(asked, Phase.PREFILL_WAIT, 1) >= DELAY_S
+        assert seconds(asked, Phase.BOOTSTRAP_QUEUE, 1) >= DELAY_S
+        assert seconds(asked, Phase.PREFILL, 1) <= besides_delay(asked)
+        assert seconds(asked, Phase.TRANSFER, 1) <= besides_delay(asked)
+
+
+def test_time_in_which_pages_do_not_land_is_the_transfer(known):
+    with PairRig(known.loaded) as rig:
+        rig.faults[0].freeze()
+        asked = rig.ask(LONG)
+        rig.until(lambda: asked.tokens, "its first token is told")
+        rig.let_time_pass(time.monotonic() + DELAY_S)
+        rig.faults[0].release()
+        rig.run()
+        check(asked.ended, len(asked.tokens))
+        timeline = asked.ended.timeline
+        (transfer,) = of(timeline, Phase.TRANSFER, attempt=1)
+        assert transfer.end - transfer.start >= DELAY_S
+        assert timeline.first_token < transfer.end - DELAY_S / 2  # told before its KV has landed
+        assert seconds(asked, Phase.PREFILL, 1) <= besides_delay(asked)
+
+
+def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
+    """Seen failing with the moment of the last Ready in place of the first one's."""
+    with PairRig(known.loaded, chunk_tokens=32) as rig:
+        asked = rig.ask(LONG)
+        rig.until(lambda: any(isinstance(m, Ready) for m in rig.wires.seen), "a chunk is there")
+        rig.let_time_pass(time.monotonic() + DELAY_S)
+        rig.run()
+        check(asked.ended, len(asked.tokens))
+        assert seconds(asked, Phase.PREFILL_WAIT, 1) <= besides_delay(asked)
+        assert seconds(asked, Phase.TRANSFER, 1) >= DELAY_S / 2
+
+
+def test_a_request_taken_off_the_device_says_when_and_for_how_long(known):
+    bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.02}
+    with PairRig(known.loaded, decode=[Size(num_pages=16)], scheduler=bold) as rig:
+        asked = [rig.ask(prompt, 60) for prompt in (LONG, OTHER)]
+        rig.run()
+        assert rig.decode[0].count("retractions")
+        for one in asked:
+            check(one.ended, len(one.tokens))
+        away = [seconds(one, Phase.RETRACTED) for one in asked]
+        assert sum(each > 0.0 for each in away) >= 1
+
+
+@pytest.mark.parametrize("state", EVERYWHERE, ids=str)
+def test_the_timeline_of_a_request_that_is_cancelled_in_this_state_ends_there(known, state):
+    with state.rig(known.loaded) as rig:
+        asked = state.reach(rig, rig.ask)
+        rig.cancel(asked)
+        rig.until(lambda: asked.ended, "it ends")
+        rig.wires.let_go()
+        rig.faults[0].release()
+        rig.run()
+        for one in rig.asked:
+            check(one.ended, len(one.tokens))
+
+
+def test_a_request_that_is_refused_has_a_timeline_too(known):
+    with PairRig(known.loaded, context_length=64) as rig:
+        asked = rig.ask(LONG)
+        rig.run()
+        assert asked.ended.error
+        check(asked.ended, 0)
+        assert {row.phase for row in asked.ended.timeline.intervals} == {Phase.DISPATCH}
+
+
+def test_a_request_out_of_time_is_told_up_to_its_end(known):
+    with PairRig(known.loaded) as rig:
+        rig.wires.hold_back(Grant)
+        asked = rig.ask(LONG, budget_s=0.2)
+        rig.run(asked)
+        rig.wires.let_go()
+        check(asked.ended, len(asked.tokens))
+        assert asked.ended.timeline.attempts[0].outcome in ("given_up", "lost")

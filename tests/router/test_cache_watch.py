@@ -1,0 +1,95 @@
+"""What prefill nodes tell of their caches decides where prompts go."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common import rpc
+from common.prefix_hash import page_names
+from protos.decode_pb2 import FINISH_REASON_STOP as STOP
+from protos.router_pb2 import TokenIds
+from router import cache_watch
+from router.cache_watch import CacheWatch
+from router.prefix_index import PrefixIndex, PromptPrefixes
+from tests.router.rig import collect, eventually, router_for
+from tests.support.stub_decode_node import StubDecodeNode, StubNode
+
+SIZE = 16
+PREFIX = [5, 6, 7, 8] * 8  # two pages
+PAGES = page_names(PREFIX, SIZE)
+
+
+@asynccontextmanager
+async def watching(node: StubNode) -> AsyncIterator[PrefixIndex]:
+    index = PrefixIndex()
+    async with rpc.make_channel(node.address) as channel:
+        watch = asyncio.create_task(CacheWatch(index).run(node.address, channel))
+        await eventually(lambda: node.watchers)
+        yield index
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        assert index.num_pages(node.address) == 0
+
+
+async def test_the_index_follows_what_a_node_tells() -> None:
+    async with StubNode() as node, watching(node) as index:
+        node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES[:1])
+        await eventually(lambda: index.num_pages(node.address) == 1)
+        node.tell_cache(page_size=SIZE, stored=PAGES[1:])
+        await eventually(lambda: index.cached_tokens(PromptPrefixes(PREFIX), node.address) == 32)
+        node.tell_cache(page_size=SIZE, removed=PAGES[1:])
+        await eventually(lambda: index.cached_tokens(PromptPrefixes(PREFIX), node.address) == 16)
+
+
+async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_watch, "_MIN_BACKOFF_S", 0.01)
+    async with StubNode() as node, watching(node) as index:
+        node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
+        await eventually(lambda: index.num_pages(node.address) == 2)
+        node.tell_cache()
+        await eventually(lambda: index.num_pages(node.address) == 0)
+        await eventually(lambda: node.watchers)
+        node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES[:1])
+        await eventually(lambda: index.num_pages(node.address) == 1)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [{"page_size": SIZE, "stored": PAGES}, {"page_size": 0, "cleared": True, "stored": PAGES}],
+)
+async def test_nonsense_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, object]
+) -> None:
+    monkeypatch.setattr(cache_watch, "_MIN_BACKOFF_S", 0.01)
+    async with StubNode() as node, watching(node) as index:
+        told = node.watchers[0]
+        node.tell_cache(**nonsense)
+        await eventually(lambda: node.watchers and told not in node.watchers)
+        assert index.num_pages(node.address) == 0
+
+
+async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model: Path) -> None:
+    async with StubNode() as p0, StubNode() as p1, StubNode() as p2:
+        prefill = [p0.address, p1.address, p2.address]
+        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
+            async with router_for(model, decode=[decode.address], prefill=prefill) as (client, _):
+                await client.wait_until_serving()
+                await eventually(lambda: all(node.watchers for node in (p0, p1, p2)))
+                for holder in (p1, p2, p0):
+                    for node in (p0, p1, p2):
+                        stored = PAGES if node is holder else []
+                        node.tell_cache(page_size=SIZE, cleared=True, stored=stored)
+                    # Told to three streams: the first answer may come before they all are read.
+                    async with asyncio.timeout(10):
+                        while True:
+                            call = client.generate(token_ids=TokenIds(ids=[*PREFIX, 9]))
+                            submit = await decode.submitted()
+                            decode.say({submit.request: [20]}, ended={submit.request: STOP})
+                            await collect(call)
+                            if submit.prefill_addresses[0] == holder.address:
+                                break

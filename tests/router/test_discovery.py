@@ -1,0 +1,349 @@
+"""Entries of --prefill and --decode: names, files and addresses, and what becomes of changes."""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from router.discovery import Discovery, Members
+from router.sources import MAX_ADDRESSES, Addresses, Times, resolve
+
+D0, D1 = "10.0.0.1:50200", "10.0.0.2:50200"
+P0, P1 = "10.0.1.1:50100", "10.0.1.2:50100"
+HURRIED = Times(dns_s=0.01, file_s=0.01, settled_s=0.005)
+WAIT_S = 10.0
+
+
+class Names:
+    """What a resolver knows. Asked for a name it does not know, it fails as the system's does."""
+
+    def __init__(self, **known: list[str]) -> None:
+        self.known = known
+        self.num_asked = 0
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def resolve(self, name: str, port: int) -> Addresses:
+        self.num_asked += 1
+        await self.answering.wait()
+        if name not in self.known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return tuple(f"{host}:{port}" for host in self.known[name])
+
+    async def asked_again(self) -> None:
+        """Returns after an answer that was asked for from now on."""
+        async with asyncio.timeout(WAIT_S):
+            before = self.num_asked
+            while self.num_asked < before + 2:  # noqa: ASYNC110  (nobody sets an event for it)
+                await asyncio.sleep(0.002)
+
+
+class Watched:
+    """A discovery that runs, and the changes that it told of."""
+
+    def __init__(self, discovery: Discovery) -> None:
+        self.discovery = discovery
+        self.changes: asyncio.Queue[Members] = asyncio.Queue()
+
+    @property
+    def members(self) -> Members:
+        return self.discovery.members
+
+    async def changed(self) -> Members:
+        async with asyncio.timeout(WAIT_S):
+            return await self.changes.get()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not holds():  # noqa: ASYNC110  (nobody sets an event for it)
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def watching(
+    prefill: list[str], decode: list[str], names: Names | None = None
+) -> AsyncIterator[Watched]:
+    ask = (names or Names()).resolve
+    watched = Watched(Discovery(prefill, decode, resolve=ask, times=HURRIED))
+    await watched.discovery.start()
+    running = asyncio.create_task(watched.discovery.run(watched.changes.put_nowait))
+    try:
+        yield watched
+        assert not running.done() or running.exception() is None
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_addresses_that_are_written_down_are_the_members_in_that_order() -> None:
+    async with watching([P1, P0], [D1, D0]) as watched:
+        assert watched.members == Members((P1, P0), (D1, D0))
+
+
+WRONG = [
+    "",
+    "host",
+    "host:",
+    "host:0",
+    "host:65536",
+    "unix:/x",
+    "dns:name",
+    "dns::1",
+    "dns:a:b:1",
+    "file:",
+    "ipv4:1.2.3.4:5",
+]
+
+
+@pytest.mark.parametrize("entry", WRONG)
+def test_an_entry_of_no_known_form_is_named(entry: str) -> None:
+    with pytest.raises(ConfigError, match="--prefill") as error:
+        Discovery([entry], [D0])
+    assert repr(entry) in str(error.value)
+
+
+def test_without_a_decode_node_there_is_nothing_to_route_to() -> None:
+    with pytest.raises(ConfigError, match="at least one decode node"):
+        Discovery([P0], [])
+
+
+@pytest.mark.parametrize(
+    "prefill, decode",
+    [
+        ([P0, P0], [D0]),
+        ([], [D0, D0]),
+        ([D0], [D0]),
+        (["dns:a:1"], ["dns:a:1"]),
+        ([], ["file:x", "file:x"]),
+    ],
+)
+def test_an_entry_twice_is_a_mistake(prefill: list[str], decode: list[str]) -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        Discovery(prefill, decode)
+
+
+# Names ------------------------------------------------------------------------------------------
+
+
+async def test_a_name_stands_for_all_its_addresses_and_is_asked_again_and_again() -> None:
+    names = Names(prefill=["10.0.1.1"], decode=["10.0.0.1"])
+    async with watching(["dns:prefill:50100"], ["dns:decode:50200"], names) as watched:
+        assert watched.members == Members((P0,), (D0,))
+        names.known["decode"] = ["10.0.0.1", "10.0.0.2"]
+        assert await watched.changed() == Members((P0,), (D0, D1))
+        names.known["decode"] = ["10.0.0.2"]
+        assert await watched.changed() == Members((P0,), (D1,))
+        await names.asked_again()
+        assert watched.changes.empty()
+
+
+async def test_a_name_that_cannot_be_resolved_keeps_its_last_answer_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = Names(decode=["10.0.0.1"])
+    async with watching([], ["dns:decode:50200"], names) as watched:
+        del names.known["decode"]
+        for _ in range(3):
+            await names.asked_again()
+        assert watched.members == Members((), (D0,))
+        (complaint,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+        assert "decode" in complaint.getMessage()
+        assert "Name or service not known" in complaint.getMessage()
+        names.known["decode"] = ["10.0.0.2"]
+        assert await watched.changed() == Members((), (D1,))
+
+
+async def test_a_name_without_an_address_yet_is_no_mistake() -> None:
+    names = Names()
+    async with watching([], ["dns:decode:50200"], names) as watched:
+        assert watched.members == Members()
+        names.known["decode"] = ["10.0.0.1"]
+        assert await watched.changed() == Members((), (D0,))
+
+
+async def test_a_resolver_that_hangs_holds_up_no_other_entry(tmp_path: Path) -> None:
+    names, file = Names(prefill=["10.0.1.1"]), tmp_path / "nodes"
+    file.write_text(f"[{D0}]")
+    async with watching(["dns:prefill:50100"], [f"file:{file}"], names) as watched:
+        names.answering.clear()
+        file.write_text(f"[{D1}]")
+        assert await watched.changed() == Members((P0,), (D1,))
+
+
+async def test_the_systems_resolver_gives_addresses_with_the_port() -> None:
+    found = await resolve("localhost", 50200)
+    assert set(found) <= {"127.0.0.1:50200", "[::1]:50200"} and found
+
+
+async def test_a_name_that_no_resolver_can_be_asked_for_is_a_complaint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = Discovery([], [f"dns:{'a' * 70}:1"])
+    await found.start()
+    assert found.members == Members()
+    assert caplog.text.count("does not answer") == 1
+
+
+# Files ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"- {D0}\n- {D1}\n",
+        json.dumps([D0, D1]),
+        f"prefill: [{P0}]\ndecode: [{D0}, {D1}]\n",
+        json.dumps({"decode": [D0, D1], "others": [P1]}),
+    ],
+)
+async def test_a_file_is_yaml_or_json_with_one_list_or_one_for_each_role(
+    tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "nodes"
+    file.write_text(content)
+    async with watching([], [f"file:{file}"]) as watched:
+        assert watched.members.decode == (D0, D1)
+
+
+async def test_one_file_can_have_the_nodes_of_both_roles(tmp_path: Path) -> None:
+    file = tmp_path / "nodes"
+    file.write_text(f"prefill: [{P0}]\ndecode: [{D0}]\n")
+    async with watching([f"file:{file}"], [f"file:{file}"]) as watched:
+        assert watched.members == Members((P0,), (D0,))
+
+
+def _in_place(file: Path, content: str) -> None:
+    file.write_text(content)
+
+
+def _by_renaming(file: Path, content: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(content)
+    new.replace(file)
+
+
+def _as_kubernetes_does(file: Path, content: str) -> None:
+    """A mounted ConfigMap: the file is a link through a directory that is swapped."""
+    data = file.parent / f"data-{len(list(file.parent.iterdir()))}"
+    data.mkdir()
+    (data / file.name).write_text(content)
+    link = file.parent / "link.new"
+    link.symlink_to(data)
+    os.replace(link, file.parent / "data")
+    if not file.is_symlink():
+        file.unlink()
+        file.symlink_to(Path("data") / file.name)
+
+
+@pytest.mark.parametrize("write", [_in_place, _by_renaming, _as_kubernetes_does])
+async def test_a_file_is_read_again_however_it_is_written(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
+    file = tmp_path / "nodes"
+    file.write_text(f"[{D0}]")
+    async with watching([], [f"file:{file}"]) as watched:
+        write(file, f"[{D0}, {D1}]")
+        assert await watched.changed() == Members((), (D0, D1))
+        write(file, "[]")
+        assert await watched.changed() == Members()
+
+
+async def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> None:
+    """Every part of it would be a list. Seen failing with two readings that may differ."""
+    file = tmp_path / "nodes"
+    file.write_text(f"- {D0}\n- {D1}\n")
+    times = Times(dns_s=1.0, file_s=0.005, settled_s=0.1)
+    watched = Watched(Discovery([], [f"file:{file}"], times=times))
+    await watched.discovery.start()
+    running = asyncio.create_task(watched.discovery.run(watched.changes.put_nowait))
+    with file.open("w") as writer:
+        for number in range(1, 9):
+            writer.write(f"- {number}:1\n")
+            writer.flush()
+            await asyncio.sleep(0.03)  # a slow writer, and readings in between
+    assert await watched.changed() == Members((), tuple(f"{n}:1" for n in range(1, 9)))
+    running.cancel()
+
+
+BAD = [
+    ("- [", "is not YAML"),
+    ("", "expected a list"),
+    ("decode: x", "expected a list"),
+    ("prefill: []", "expected a list"),
+    ("- 10.0.0.1", "host:port"),
+    ("- {a: 1}", "host:port"),
+    ("[" + ",".join(f"a{i}:1" for i in range(MAX_ADDRESSES + 1)) + "]", "are allowed"),
+    ("- '\x00'", "is not YAML"),
+    ("#" * (1 << 20) + "\n", "more than"),
+]
+
+
+@pytest.mark.parametrize("content, complaint", BAD, ids=[because for _, because in BAD])
+async def test_a_bad_file_keeps_the_last_good_list_and_says_what_is_wrong(
+    tmp_path: Path, content: str, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "nodes"
+    file.write_text(f"[{D0}]")
+    async with watching([], [f"file:{file}"]) as watched:
+        file.write_text(content)
+        await watched.until(lambda: complaint in caplog.text)
+        assert watched.members == Members((), (D0,))
+        file.write_text(f"[{D1}]")
+        assert await watched.changed() == Members((), (D1,))
+    assert caplog.text.count(complaint) == 1
+
+
+async def test_a_file_that_vanishes_keeps_its_last_list(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "nodes"
+    file.write_text(f"[{D0}]")
+    async with watching([], [f"file:{file}"]) as watched:
+        file.unlink()
+        await watched.until(lambda: "No such file" in caplog.text)
+        assert watched.members == Members((), (D0,))
+
+
+@pytest.mark.parametrize("content", [None, "", "- nonsense"])
+async def test_a_file_that_is_wrong_from_the_start_is_an_error(
+    tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "nodes"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match="--decode"):
+        await Discovery([], [f"file:{file}"], times=HURRIED).start()
+
+
+async def test_a_pipe_whose_other_end_may_never_come_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "nodes")
+    with pytest.raises(ConfigError, match="is no file"):
+        await Discovery([], [f"file:{tmp_path / 'nodes'}"], times=HURRIED).start()
+
+
+# Several entries --------------------------------------------------------------------------------
+
+
+async def test_an_address_of_two_entries_is_one_node() -> None:
+    names = Names(decode=["10.0.0.1", "10.0.0.2"])
+    async with watching([], [D1, "dns:decode:50200"], names) as watched:
+        assert watched.members == Members((), (D1, D0))
+
+
+async def test_an_address_of_both_roles_is_of_neither_until_that_is_mended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = Names(a=["10.0.0.1", "10.0.0.2"], b=["10.0.0.2"])
+    async with watching(["dns:a:50200"], ["dns:b:50200"], names) as watched:
+        assert watched.members == Members((D0,), ())
+        await names.asked_again()
+        assert caplog.text.count("taken for neither") == 1
+        names.known["a"] = ["10.0.0.1"]
+        assert await watched.changed() == Members((D0,), (D1,))

@@ -1,0 +1,273 @@
+"""Nodes that join and leave while the router runs, told to it by a file."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+from protos.decode_pb2 import FINISH_REASON_STOP
+from protos.router_pb2 import GetClusterRequest
+from protos.sampling_pb2 import Sampling
+from router import discovery, membership, sources
+from tests.router.rig import Client, collect, eventually, failure, router_for
+from tests.support.stub_decode_node import Metronome, StubDecodeNode, StubNode, links_to
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = sources.Times(dns_s=0.02, file_s=0.02, settled_s=0.005)
+    monkeypatch.setattr(discovery, "Times", lambda: times)
+
+
+class Roster:
+    """The file that says which nodes there are."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "nodes.yaml"
+        self._named: dict[str, list[str]] = {"prefill": [], "decode": []}
+        self._write()
+
+    @property
+    def entry(self) -> str:
+        return f"file:{self._file}"
+
+    def join(self, node: StubNode) -> None:
+        self._named[node.description.role].append(node.address)
+        self._write()
+
+    def leave(self, node: StubNode) -> None:
+        self._named[node.description.role].remove(node.address)
+        self._write()
+
+    def _write(self) -> None:
+        self._file.write_text("".join(f"{r}: [{', '.join(a)}]\n" for r, a in self._named.items()))
+
+
+def router(model: Path, roster: Roster) -> Any:
+    entries = (roster.entry,)
+    return router_for(model, decode=entries, prefill=entries, policy="round_robin")
+
+
+def peers(node: StubDecodeNode) -> list[str]:
+    """What the node has been told last."""
+    told = [message.peers for message in node.received if message.HasField("peers")]
+    return list(told[-1].prefill_addresses) if told else []
+
+
+async def test_a_router_without_nodes_becomes_ready_with_the_first_pair(
+    model: Path, tmp_path: Path
+) -> None:
+    roster = Roster(tmp_path)
+    async with StubNode() as prefill, StubDecodeNode(serves_alone=False) as decode:
+        async with router(model, roster) as (client, _):
+            await client.wait_until_serving(False)
+            assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
+            roster.join(decode)
+            await eventually(lambda: decode.num_described)
+            roster.join(prefill)
+            await eventually(lambda: peers(decode) == [prefill.address])
+            decode.change_status(links=links_to([prefill.address]))
+            await client.wait_until_serving()
+            await _answered(client, decode)
+            roster.leave(prefill)
+            await client.wait_until_serving(False)
+
+
+async def _answered(client: Client, node: StubDecodeNode) -> None:
+    """The node gets the next request, and answers it."""
+    call = client.generate("x")
+    number = (await node.submitted()).request
+    node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+    assert (await collect(call))[1] == [20]
+
+
+async def test_a_node_that_joins_gets_requests_and_is_shown(model: Path, tmp_path: Path) -> None:
+    roster = Roster(tmp_path)
+    async with StubDecodeNode() as first, StubDecodeNode() as second:
+        roster.join(first)
+        async with router(model, roster) as (client, running):
+            await client.wait_until_serving()
+            roster.join(second)
+            await eventually(lambda: len(running.cluster.usable()) == 2)
+            calls = [client.generate("x") for _ in range(2)]
+            for node in (first, second):
+                number = (await node.submitted()).request
+                node.say(ended={number: FINISH_REASON_STOP})
+            for call in calls:
+                await collect(call)
+            nodes = (await client.stub.GetCluster(GetClusterRequest())).nodes
+            assert [node.address for node in nodes] == [first.address, second.address]
+
+
+async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_other(
+    model: Path, tmp_path: Path
+) -> None:
+    roster = Roster(tmp_path)
+    async with StubDecodeNode() as leaver, StubDecodeNode() as other:
+        roster.join(leaver)
+        async with router(model, roster) as (client, running):
+            await client.wait_until_serving()
+            call = client.generate("x")
+            number = (await leaver.submitted()).request
+            roster.join(other)
+            roster.leave(leaver)
+            choices = running.cluster.usable
+            await eventually(lambda: [c.address for c in choices()] == [other.address])
+            for _ in range(3):
+                await _answered(client, other)
+            leaver.say({number: [20, 21]}, ended={number: FINISH_REASON_STOP})
+            assert (await collect(call))[1] == [20, 21]
+            assert sum(len(message.submits) for message in leaver.received) == 1
+            await eventually(lambda: not leaver.streams)  # the router has let go of it
+            nodes = (await client.stub.GetCluster(GetClusterRequest())).nodes
+            assert [node.address for node in nodes] == [other.address]
+
+
+async def test_a_node_that_leaves_and_dies_has_its_requests_go_on_elsewhere(
+    model: Path, tmp_path: Path
+) -> None:
+    roster = Roster(tmp_path)
+    async with StubDecodeNode() as leaver, StubDecodeNode() as other:
+        roster.join(leaver)
+        async with router(model, roster) as (client, running):
+            await client.wait_until_serving()
+            call = client.generate("x")
+            number = (await leaver.submitted()).request
+            leaver.say({number: [20]})
+            await call.read()
+            roster.join(other)
+            roster.leave(leaver)
+            choices = running.cluster.usable
+            await eventually(lambda: [c.address for c in choices()] == [other.address])
+            await leaver.die()
+            again = await other.submitted()
+            assert (again.num_generated, again.token_ids[-1]) == (1, 20)
+            other.say({again.request: [21]}, ended={again.request: FINISH_REASON_STOP})
+            assert (await collect(call))[1] == [21]
+
+
+async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they_finish(
+    model: Path, tmp_path: Path
+) -> None:
+    roster = Roster(tmp_path)
+    async with StubDecodeNode() as node:
+        roster.join(node)
+        async with router(model, roster) as (client, running):
+            await client.wait_until_serving()
+            call = client.generate("x")
+            number = (await node.submitted()).request
+            roster.leave(node)
+            await client.wait_until_serving(False)
+            roster.join(node)
+            await client.wait_until_serving()
+            assert len(node.streams) == 2
+            # Numbers are a stream's own: only the old one knows the first request by this.
+            new = client.generate("x")
+            await node.submitted()
+            new_stream = node.streams[1]
+            node.answering.clear()  # whoever forgot the node now would not learn of it again
+            node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+            assert (await collect(call))[1] == [20]
+            assert (await collect(new))[1] == [20]
+            await eventually(lambda: node.streams == [new_stream])
+            assert running.cluster.ready
+            node.answering.set()
+
+
+async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_later(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later: what the one that goes is still computing is handed over first."""
+    monkeypatch.setattr(membership, "HANDOFFS_S", 0.3)
+    roster = Roster(tmp_path)
+    async with StubNode() as p0, StubNode() as p1, StubDecodeNode(serves_alone=False) as decode:
+        roster.join(p0)
+        roster.join(decode)
+        async with router(model, roster) as (client, _):
+            await eventually(lambda: peers(decode) == [p0.address])
+            decode.change_status(links=links_to([p0.address, p1.address]))
+            roster.join(p1)
+            await eventually(lambda: peers(decode) == [p0.address, p1.address])
+            await client.wait_until_serving()
+
+            async def candidates() -> list[str]:
+                call = client.generate("x")
+                submit = await decode.submitted()
+                decode.say(ended={submit.request: FINISH_REASON_STOP})
+                await collect(call)
+                return sorted(submit.prefill_addresses)
+
+            both = sorted([p0.address, p1.address])
+            while await candidates() != both:  # until the survey has asked the second
+                pass
+            roster.leave(p0)
+            while await candidates() != [p1.address]:
+                pass
+            assert peers(decode) == [p0.address, p1.address]
+            await eventually(lambda: peers(decode) == [p1.address])
+
+
+async def test_a_node_of_the_other_role_gets_no_requests(model: Path) -> None:
+    async with StubDecodeNode() as node, StubDecodeNode() as other:
+        other.description.role = "prefill"
+        async with router_for(model, decode=[node.address, other.address]) as (client, running):
+            await client.wait_until_serving()
+            await eventually(lambda: other.num_described)
+            assert [choice.address for choice in running.cluster.usable()] == [node.address]
+
+
+async def test_nodes_come_and_go_under_load_and_no_request_fails(
+    model: Path, tmp_path: Path
+) -> None:
+    """Each node answers with its own token, a step every 5 ms; six clients ask without a pause
+    while nodes join and leave, and some of those that leave die before they are empty."""
+    length, roster = 10, Roster(tmp_path)
+    metronomes = [Metronome(20 + i, length, 0.005) for i in range(6)]
+    running: dict[StubDecodeNode, asyncio.Task[None]] = {}
+    answers: list[list[int]] = []
+    done = asyncio.Event()
+
+    async def ask_again_and_again(client: Client) -> None:
+        while not done.is_set():
+            call = client.generate("x", sampling=Sampling(max_tokens=length))
+            answers.append((await collect(call))[1])
+
+    async def start(metronome: Metronome) -> None:
+        await metronome.node.__aenter__()
+        running[metronome.node] = asyncio.create_task(metronome.run())
+        roster.join(metronome.node)
+
+    async def answered(count: int) -> None:
+        goal = len(answers) + count
+        await eventually(lambda: len(answers) >= goal)
+
+    try:
+        await start(metronomes[0])
+        async with router(model, roster) as (client, router_):
+            await client.wait_until_serving()
+            clients = [asyncio.create_task(ask_again_and_again(client)) for _ in range(6)]
+            usable = router_.cluster.usable
+            for old, new in itertools.pairwise(metronomes):
+                await start(new)
+                address = new.node.address
+                await eventually(lambda address=address: address in [c.address for c in usable()])
+                await answered(10)
+                roster.leave(old.node)
+                if old is metronomes[1]:
+                    await old.node.die()  # with requests on it, and before the router has heard
+                else:
+                    await eventually(lambda node=old.node: not node.streams)
+                await answered(10)
+            done.set()
+            await asyncio.gather(*clients)
+    finally:
+        for node, task in running.items():
+            task.cancel()
+            await node.die()
+    assert {len(answer) for answer in answers} == {length}
+    mixed = [answer for answer in answers if len(set(answer)) > 1]
+    assert all(sorted(answer) == answer for answer in mixed)  # from an older node to a newer one
+    assert {token for answer in answers for token in answer} == set(range(20, 26))

@@ -1,0 +1,34 @@
+"""The OpenAPI document is valid, and says what the router does."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from router.openai import openapi
+from router.openai.chat import ChatFields
+from router.openai.completions import CompletionFields
+from tests.router.openai_rig import api_for
+
+
+def test_the_document_is_valid_openapi():
+    OpenAPIV31SpecValidator(openapi.document("0")).validate()
+
+
+@pytest.mark.parametrize("record", [CompletionFields, ChatFields])
+def test_every_field_that_a_request_may_have_is_described(record: type[msgspec.Struct]):
+    properties = openapi.document("0")["components"]["schemas"][record.__name__]["properties"]
+    assert set(properties) == set(record.__struct_fields__)
+    assert all(field["description"] for field in properties.values())
+
+
+async def test_every_operation_of_the_document_is_there(model: Path):
+    async with api_for(model) as api:
+        told = msgspec.json.decode((await api.get("/openapi.json")).body)
+        for path, methods in told["paths"].items():
+            at = path.format(**dict.fromkeys(("model", "id"), "x"))
+            for method in methods.keys() - {"parameters"}:
+                answer = await (api.post(at) if method == "post" else api.get(at))
+                assert answer.status not in (405, 501), (method, path)
+                assert b"there is nothing at" not in answer.body, (method, path)

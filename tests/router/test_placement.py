@@ -1,0 +1,66 @@
+"""What a router has placed counts for where it places the next request, and only as long."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, Submit
+from protos.router_pb2 import TokenIds
+from tests.router.rig import Client, collect, eventually, failure, router_for
+from tests.support.stub_decode_node import StubDecodeNode, StubNode
+
+
+class Rig:
+    """One decode node that reads from two prefill nodes."""
+
+    def __init__(self, client: Client, decode: StubDecodeNode) -> None:
+        self._client = client
+        self.decode = decode
+
+    async def place(self, num_tokens: int) -> tuple[Any, Submit]:
+        call = self._client.generate(token_ids=TokenIds(ids=[7] * num_tokens))
+        return call, await self.decode.submitted()
+
+
+@asynccontextmanager
+async def placed_long(model: Path) -> AsyncIterator[tuple[Rig, Any, Submit]]:
+    """With a long prompt at the first prefill node, which short ones avoid."""
+    async with StubNode() as p0, StubNode() as p1:
+        prefill = [p0.address, p1.address]
+        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
+            async with router_for(
+                model, decode=[decode.address], prefill=prefill, policy="least_tokens"
+            ) as (client, router):
+                await eventually(
+                    lambda: any(len(choice.prefill) == 2 for choice in router.cluster.usable())
+                )
+                rig = Rig(client, decode)
+                call, submit = await rig.place(40)
+                for _ in range(3):
+                    _, short = await rig.place(1)
+                    assert short.prefill_addresses[0] != submit.prefill_addresses[0]
+                yield rig, call, submit
+
+
+@pytest.mark.parametrize("end", ["first token", "cancelled", "failed", "finished"])
+async def test_a_prompt_counts_until_its_first_token_or_its_end(model: Path, end: str) -> None:
+    async with placed_long(model) as (rig, call, long):
+        match end:
+            case "first token":
+                rig.decode.say({long.request: [20]})
+                await call.read()
+            case "cancelled":
+                call.cancel()
+                assert await rig.decode.cancelled() == long.request
+            case "failed":
+                ended = {long.request: FINISH_REASON_ERROR}
+                rig.decode.say(ended=ended, error="broken", error_code=13)
+                await failure(call)
+            case "finished":
+                rig.decode.say({long.request: [20]}, ended={long.request: FINISH_REASON_STOP})
+                await collect(call)
+        _, short = await rig.place(1)
+        assert short.prefill_addresses[0] == long.prefill_addresses[0]

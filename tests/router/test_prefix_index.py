@@ -1,0 +1,152 @@
+"""The index against a model that remembers everything, and its bounds."""
+
+import random
+
+import pytest
+
+from common.errors import ProtocolViolation
+from common.prefix_hash import page_names
+from router import prefix_index
+from router.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
+
+SIZE = 16
+
+
+def names(tokens: list[int], page_size: int = SIZE) -> list[int]:
+    return page_names(tokens, page_size)
+
+
+def cached(index: PrefixIndex, tokens: list[int], address: str) -> int:
+    return index.cached_tokens(PromptPrefixes(tokens), address)
+
+
+def prompt(rng: random.Random) -> list[int]:
+    """Few different ones, most with a prefix in common."""
+    pages = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+    return [page for page in pages for _ in range(SIZE)] + [7] * rng.randrange(SIZE)
+
+
+def in_common(one: list[int], other: list[int]) -> int:
+    pages = zip(names(one), names(other), strict=False)
+    count = 0
+    for a, b in pages:
+        if a != b:
+            break
+        count += 1
+    return count * SIZE
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_nodes_that_tell_it_knows_the_longest_prefix_of_each(seed: int) -> None:
+    """The model: every node is a list of prompts, as its cache is a set of their prefixes."""
+    rng = random.Random(seed)
+    index = PrefixIndex()
+    nodes: dict[str, list[list[int]]] = {"p0": [], "p1": [], "p2": []}
+    for _ in range(300):
+        address = rng.choice(list(nodes))
+        mine = nodes[address]
+        before = {page for tokens in mine for page in names(tokens)}
+        cleared = not rng.randrange(20)
+        if cleared:
+            mine.clear()
+            before = set()
+        elif mine and rng.randrange(2):
+            mine.remove(rng.choice(mine))
+        else:
+            mine.append(prompt(rng))
+        now = {page for tokens in mine for page in names(tokens)}
+        index.changed(address, SIZE, cleared=cleared, stored=now - before, removed=before - now)
+        wanted = prompt(rng)
+        for each, prompts in nodes.items():
+            longest = max((in_common(wanted, tokens) for tokens in prompts), default=0)
+            assert cached(index, wanted, each) == longest
+
+
+def test_what_was_placed_is_expected_before_the_node_tells_of_it() -> None:
+    index = PrefixIndex()
+    index.changed("p0", SIZE, cleared=True)
+    tokens = [1] * (5 * STRIDE + 3)
+    assert cached(index, tokens, "p0") == 0
+    index.placed(PromptPrefixes(tokens), "p0")
+    assert cached(index, [*tokens, 2, 3], "p0") == 5 * STRIDE
+    assert cached(index, tokens, "p1") == 0
+    index.changed("p0", SIZE, cleared=False, stored=names(tokens))
+    assert cached(index, tokens, "p0") == 5 * STRIDE
+    gone = names(tokens)[2 * STRIDE // SIZE + 1 :]
+    index.changed("p0", SIZE, cleared=False, removed=gone)
+    assert cached(index, tokens, "p0") == 2 * STRIDE + SIZE
+
+
+def test_history_ends_at_the_first_page_that_is_gone() -> None:
+    index = PrefixIndex()
+    tokens = [1] * (5 * STRIDE)
+    index.changed("p0", SIZE, cleared=True)
+    index.placed(PromptPrefixes(tokens), "p0")
+    index.changed("p0", SIZE, cleared=False, removed=names(tokens[: 2 * STRIDE])[-1:])
+    assert cached(index, tokens, "p0") == STRIDE
+
+
+def test_what_was_placed_and_never_told_is_forgotten_in_time() -> None:
+    now = 0.0
+    index = PrefixIndex(clock=lambda: now)
+    index.changed("p0", SIZE, cleared=True)
+    cancelled = [1] * (3 * STRIDE)
+    index.placed(PromptPrefixes(cancelled), "p0")
+    for _ in range(3):
+        now += prefix_index.HISTORY_S + 1
+        assert cached(index, cancelled, "p0") in (0, 3 * STRIDE)
+        index.placed(PromptPrefixes([2] * STRIDE), "p0")
+    assert cached(index, cancelled, "p0") == 0
+
+
+def test_history_of_a_node_that_tells_nothing_is_bounded_and_forgets_the_oldest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_HISTORY", 40)
+    index = PrefixIndex()
+    prompts = [[number] * (4 * STRIDE) for number in range(30)]
+    for tokens in prompts:
+        index.placed(PromptPrefixes(tokens), "p0")
+    known = [bool(cached(index, tokens, "p0")) for tokens in prompts]
+    assert known[-5:] == [True] * 5
+    assert sum(known) <= 10
+    assert known == sorted(known)
+
+
+def test_a_node_that_stops_telling_is_believed_no_more_and_history_goes_on() -> None:
+    index = PrefixIndex()
+    told, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
+    index.changed("p0", SIZE, cleared=True, stored=names(told))
+    index.silent("p0")
+    index.placed(PromptPrefixes(placed), "p0")
+    assert cached(index, told, "p0") == 0
+    assert cached(index, placed, "p0") == 2 * STRIDE
+    index.forget("p0")
+    assert cached(index, placed, "p0") == 0
+
+
+def test_a_node_cannot_make_it_remember_more_than_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_PAGES", 100)
+    index = PrefixIndex()
+    for start in range(0, 1000, 50):
+        index.changed("p0", SIZE, cleared=False, stored=range(start, start + 50))
+    assert index.num_pages("p0") == 100
+
+
+@pytest.mark.parametrize("page_size", [0, prefix_index.MAX_PAGE_SIZE + 1])
+def test_a_page_size_that_is_none_is_refused(page_size: int) -> None:
+    with pytest.raises(ProtocolViolation, match=str(page_size)):
+        PrefixIndex().changed("p0", page_size, cleared=True)
+
+
+def test_each_node_has_its_own_page_size() -> None:
+    index = PrefixIndex()
+    tokens = list(range(100))
+    index.changed("p0", 16, cleared=True, stored=names(tokens, 16))
+    index.changed("p1", 32, cleared=True, stored=names(tokens, 32))
+    pages = PromptPrefixes(tokens)
+    assert index.cached_tokens(pages, "p0") == 96
+    assert index.cached_tokens(pages, "p1") == 96
+    assert index.cached_tokens(PromptPrefixes(tokens[:63]), "p1") == 32

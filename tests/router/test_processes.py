@@ -1,0 +1,165 @@
+"""Several router processes on one port: real processes, real signals."""
+
+import asyncio
+import os
+import signal
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common import rpc
+from common.errors import ConfigError
+from protos.decode_pb2 import FINISH_REASON_STOP, Submit
+from tests.router.rig import Client, collect, eventually
+from tests.support.http_client import get, post
+from tests.support.programs import Program
+from tests.support.stub_decode_node import StubDecodeNode
+
+ABSENT = "127.0.0.1:1"
+ANY_PORTS = ("--port", "0", "--http-port", "0")
+START_S = 40.0
+
+
+@pytest.fixture
+def programs() -> Iterator[list[Program]]:
+    started: list[Program] = []
+    yield started
+    for program in started:
+        program.close()
+
+
+class Rig:
+    """A router of several processes, which this one's stub node answers."""
+
+    def __init__(self, model: Path, decode: str, *flags: str, processes: int = 2) -> None:
+        arguments = ("--model", str(model), "--decode", decode, *ANY_PORTS, *flags)
+        self.program = Program("router", *arguments, "--processes", str(processes))
+
+    def wait_until_up(self) -> None:
+        self.program.line_with("all processes are up", START_S)
+
+    def port(self, field: str) -> int:
+        """address or http, of the line in which a process says where it listens."""
+        line = self.program.line_with(" listening ", START_S)
+        return int(line.partition(f" {field}=")[2].split()[0].rpartition(":")[2])
+
+    def pids(self) -> list[int]:
+        """Of the processes that serve."""
+        path = Path(f"/proc/{self.program.pid}/task/{self.program.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+
+async def test_two_processes_serve_one_port_and_end_together(
+    model: Path, programs: list[Program]
+) -> None:
+    seen: list[Submit] = []
+
+    def answer(submit: Submit) -> None:
+        seen.append(submit)
+        node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+
+    async with StubDecodeNode(on_submit=answer) as node:
+        rig = Rig(model, node.address)
+        programs.append(rig.program)
+        await asyncio.to_thread(rig.wait_until_up)
+        assert len(rig.pids()) == 2
+        await eventually(lambda: len(node.streams) == 2)
+        port, http_port = rig.port("address"), rig.port("http")
+        async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
+            client = Client(channel)
+            await client.wait_until_serving()
+            assert (await collect(client.generate("x")))[0] == "a"
+        for _ in range(8):  # each on a connection of its own
+            answered = await post(http_port, "/v1/completions", {"prompt": "x", "max_tokens": 1})
+            assert answered.json["choices"][0]["text"] == "a"
+        assert len({submit.request_id for submit in seen}) == 9
+        assert (await get(http_port, "/metrics")).status == 404
+        rig.program.send(signal.SIGTERM)
+        assert await asyncio.to_thread(rig.program.exit_code) == 0
+        assert rig.program.output.count(" stopped") == 2
+
+
+async def test_a_process_that_is_killed_is_started_again(
+    model: Path, programs: list[Program]
+) -> None:
+    async with StubDecodeNode() as node:
+        rig = Rig(model, node.address)
+        programs.append(rig.program)
+        await asyncio.to_thread(rig.wait_until_up)
+        victim, other = rig.pids()
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.to_thread(rig.program.line_with, "a router process has ended")
+        async with asyncio.timeout(START_S):
+            while len(node.streams) < 2 or len(pids := rig.pids()) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert other in pids and victim not in pids
+        rig.program.send(signal.SIGTERM)
+        assert await asyncio.to_thread(rig.program.exit_code) == 0
+
+
+def test_each_process_has_its_own_metrics_port(model: Path, programs: list[Program]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        base = free.getsockname()[1]
+    rig = Rig(model, ABSENT, "--metrics-port", str(base))
+    programs.append(rig.program)
+    rig.wait_until_up()
+    for port in (base, base + 1):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            assert b"baton_live_requests 0.0" in answer.read()
+
+
+@pytest.mark.parametrize(
+    "flag, start, second",
+    [("--port", "router: cannot listen", "1"), ("--http-port", "router: --http-port: cannot", "2")],
+)
+def test_another_router_on_the_port_of_several_is_one_clear_line(
+    model: Path, programs: list[Program], flag: str, start: str, second: str
+) -> None:
+    rig = Rig(model, ABSENT)
+    programs.append(rig.program)
+    rig.wait_until_up()
+    taken = str(rig.port("address" if flag == "--port" else "http"))
+    other = Program(
+        *("router", "--model", str(model), "--decode", ABSENT, *ANY_PORTS),
+        *(flag, taken, "--processes", second),
+    )
+    programs.append(other)
+    assert other.exit_code() == 2
+    assert other.output.splitlines()[-1].startswith(start)
+    assert "Traceback" not in other.output
+
+
+def test_what_no_process_can_start_with_is_said_once(
+    tmp_path: Path, programs: list[Program]
+) -> None:
+    rig = Rig(tmp_path, ABSENT, processes=3)
+    programs.append(rig.program)
+    assert rig.program.exit_code() == 2
+    assert (
+        len([line for line in rig.program.output.splitlines() if line.startswith("router:")]) == 1
+    )
+
+
+def test_a_port_that_is_reserved_is_only_for_those_who_share_it() -> None:
+    with rpc.reserved("127.0.0.1", 0) as port:
+        with pytest.raises(ConfigError, match="Address already in use"):
+            with rpc.reserved("127.0.0.1", port):
+                pass
+        with socket.socket() as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                stranger.bind(("127.0.0.1", port))
+        with socket.socket() as sharing:  # as gRPC's server and asyncio's do
+            sharing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sharing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sharing.bind(("127.0.0.1", port))
+            sharing.listen()
+            with socket.create_connection(("127.0.0.1", port)):
+                sharing.accept()[0].close()
+    # That connection lingers, which must not keep the next router out.
+    with rpc.reserved("127.0.0.1", port):
+        pass

@@ -1,0 +1,275 @@
+"""Decode nodes that are lost with requests on them: what their clients see of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+from protos import decode_pb2
+from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from protos.router_pb2 import TokenIds
+from protos.sampling_pb2 import Sampling
+from router import cluster
+from router.assembly import Running
+from tests.router.rig import (
+    Client,
+    byte_level_tokenizer,
+    collect,
+    eventually,
+    failure,
+    rest,
+    router_for,
+)
+from tests.support.stub_decode_node import StubDecodeNode
+
+PROMPT = [5, 6, 7]
+
+
+def ids(text: str) -> list[int]:
+    return list(byte_level_tokenizer().encode(text, add_special_tokens=False).ids)
+
+
+def ask(client: Client, **sampling: Any) -> Any:
+    return client.generate(token_ids=TokenIds(ids=PROMPT), sampling=Sampling(**sampling))
+
+
+@asynccontextmanager
+async def two_nodes(
+    model: Path, *, policy: str = "round_robin", **knobs: Any
+) -> AsyncIterator[tuple[Client, Running, StubDecodeNode, StubDecodeNode]]:
+    """Unless a policy says otherwise, the first request goes to the first of them."""
+    async with StubDecodeNode() as d0, StubDecodeNode() as d1:
+        decode = [d0.address, d1.address]
+        async with router_for(model, decode=decode, policy=policy, **knobs) as (client, r):
+            await eventually(lambda: len(r.cluster.usable()) == 2)
+            yield client, r, d0, d1
+
+
+async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client, max_tokens=9, seed=3, temperature=0.8)
+        first = await d0.submitted()
+        other = ask(client)
+        others = await d1.submitted()
+        d0.say({first.request: [20, 21]})
+        assert list((await call.read()).token_ids) == [20, 21]
+        await d0.die()
+        again = await d1.submitted()
+        assert list(again.token_ids) == [*PROMPT, 20, 21]
+        assert again.num_generated == 2
+        assert again.sampling == first.sampling
+        assert again.request_id == first.request_id
+        d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP}, cached_tokens=5)
+        d1.say({others.request: [40]}, ended={others.request: FINISH_REASON_STOP})
+        _, tokens, last = await collect(call)
+        assert tokens == [22]
+        usage = last.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 3, 3)
+        assert (await collect(other))[1] == [40]
+
+
+async def test_a_node_that_is_lost_twice_over_has_told_its_tokens_once(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client, max_tokens=9)
+        d0.say({(await d0.submitted()).request: [20]})
+        await call.read()
+        await d0.die()
+        async with StubDecodeNode(port=int(d0.address.rpartition(":")[2])) as back:
+            d1.say({(await d1.submitted()).request: [21]})
+            await call.read()
+            await eventually(lambda: back.streams)
+            await d1.die()
+            third = await back.submitted()
+            assert list(third.token_ids) == [*PROMPT, 20, 21]
+            assert third.num_generated == 2
+            back.say({third.request: [22]}, ended={third.request: FINISH_REASON_STOP})
+            _, tokens, last = await collect(call)
+            assert (tokens, last.usage.completion_tokens) == ([22], 3)
+
+
+async def test_a_stop_string_and_a_character_may_be_cut_by_the_loss(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client, stop=["STOP"])
+        tokens = ids("aößSTOPb")
+        cut = len(ids("aößS")) - 2  # within ß
+        number = (await d0.submitted()).request
+        d0.say({number: tokens[:cut]})
+        first = await call.read()
+        await d0.die()
+        d1.say({(await d1.submitted()).request: tokens[cut:]})
+        text, more, last = await collect(call)
+        assert first.text + text == "aöß"
+        assert last.finish_reason == "stop"
+        assert [*first.token_ids, *more] == tokens[: len(tokens) - len(ids("b"))]
+
+
+def _refuse(node: StubDecodeNode, submit: decode_pb2.Submit, code: StatusCode) -> None:
+    node.say(
+        ended={submit.request: FINISH_REASON_ERROR},
+        error="this node is draining",
+        error_code=code.value[0],
+    )
+
+
+async def test_a_node_that_refuses_because_it_drains_is_not_the_end(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client)
+        _refuse(d0, await d0.submitted(), StatusCode.UNAVAILABLE)
+        second = await d1.submitted()
+        assert (list(second.token_ids), second.num_generated) == (PROMPT, 0)
+        d1.say({second.request: [20]}, ended={second.request: FINISH_REASON_STOP})
+        assert (await collect(call))[1] == [20]
+
+
+async def test_what_is_placed_anew_is_placed_elsewhere_whatever_the_policy_prefers(
+    model: Path,
+) -> None:
+    """It prefers the node with less to do. Seen failing where the one that has lost the request is
+    not avoided."""
+    async with two_nodes(model, policy="least_tokens") as (client, _, d0, d1):
+        calls = [ask(client), ask(client)]
+        refused, submit = await d0.submitted(), await d1.submitted()
+        _refuse(d0, refused, StatusCode.UNAVAILABLE)
+        again = await d1.submitted()
+        d1.say(
+            {submit.request: [20], again.request: [20]},
+            ended=dict.fromkeys([submit.request, again.request], FINISH_REASON_STOP),
+        )
+        assert [(await collect(call))[1] for call in calls] == [[20], [20]]
+
+
+async def test_a_router_that_ends_looks_for_no_other_node(model: Path) -> None:
+    """Seen failing where the cluster is not closed first."""
+    async with two_nodes(model) as (client, running, d0, d1):
+        call = ask(client)
+        await d0.submitted()
+        began = asyncio.get_running_loop().time()
+        running.nodes.cancel()
+        error = await failure(call)
+        assert (error.code(), "shutting down" in str(error.details())) == (
+            StatusCode.UNAVAILABLE,
+            True,
+        )
+        assert asyncio.get_running_loop().time() - began < cluster.GRACE_S / 2
+        assert not any(message.submits for message in d1.received)
+
+
+async def test_a_request_is_placed_three_times_at_most(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client)
+        _refuse(d0, await d0.submitted(), StatusCode.UNAVAILABLE)
+        _refuse(d1, await d1.submitted(), StatusCode.UNAVAILABLE)
+        last = asyncio.create_task(d0.submitted())
+        either = {last, asyncio.create_task(d1.submitted())}
+        done, pending = await asyncio.wait(either, return_when="FIRST_COMPLETED")
+        for task in pending:
+            task.cancel()
+        (third,) = done
+        _refuse(d0 if third is last else d1, third.result(), StatusCode.UNAVAILABLE)
+        error = await failure(call)
+        assert (error.code(), error.details()) == (StatusCode.UNAVAILABLE, "this node is draining")
+
+
+@pytest.mark.parametrize("code", [StatusCode.INVALID_ARGUMENT, StatusCode.RESOURCE_EXHAUSTED])
+async def test_what_another_node_would_say_too_is_not_asked_again(
+    model: Path, code: StatusCode
+) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client)
+        _refuse(d0, await d0.submitted(), code)
+        assert (await failure(call)).code() is code
+        assert not any(message.submits for message in d1.received)
+
+
+async def test_a_node_that_goes_on_after_the_last_token_costs_no_replay(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client, max_tokens=2)
+        d0.say({(await d0.submitted()).request: [20, 21, 22]})
+        error = await failure(call)
+        assert error.code() is StatusCode.UNAVAILABLE
+        assert not any(message.submits for message in d1.received)
+
+
+async def test_with_no_other_node_the_request_ends_in_seconds_with_the_reason(model: Path) -> None:
+    async with StubDecodeNode() as node:
+        async with router_for(model, decode=[node.address]) as (client, _):
+            await client.wait_until_serving()
+            call = ask(client)
+            await node.submitted()
+            began = asyncio.get_running_loop().time()
+            await node.die()
+            error = await failure(call)
+            assert (error.code(), "is gone" in str(error.details())) == (
+                StatusCode.UNAVAILABLE,
+                True,
+            )
+            assert asyncio.get_running_loop().time() - began < cluster.GRACE_S + 1
+            # By now it is no moment any more, and nobody waits.
+            began = asyncio.get_running_loop().time()
+            assert (await failure(ask(client))).code() is StatusCode.UNAVAILABLE
+            assert asyncio.get_running_loop().time() - began < 1
+
+
+async def test_a_node_that_is_back_in_a_moment_is_waited_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "GRACE_S", 10.0)
+    async with StubDecodeNode() as node:
+        async with router_for(model, decode=[node.address]) as (client, router):
+            await client.wait_until_serving()
+            call = ask(client)
+            node.say({(await node.submitted()).request: [20]})
+            await call.read()
+            await node.die()
+            await eventually(lambda: not router.cluster.ready)
+            new = ask(client)
+            async with StubDecodeNode(port=int(node.address.rpartition(":")[2])) as back:
+                submits = [await back.submitted(), await back.submitted()]
+                assert sorted(submit.num_generated for submit in submits) == [0, 1]
+                for submit in submits:
+                    back.say({submit.request: [21]}, ended={submit.request: FINISH_REASON_STOP})
+                assert [list(message.token_ids) for message in await rest(call)] == [[21]]
+                assert (await collect(new))[1] == [21]
+
+
+async def test_waiting_for_a_node_is_part_of_the_budget(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "GRACE_S", 10.0)
+    async with StubDecodeNode() as node:
+        async with router_for(model, decode=[node.address], budget_s=0.5) as (client, _):
+            await client.wait_until_serving()
+            call = ask(client)
+            await node.submitted()
+            await node.die()
+            assert (await failure(call)).code() is StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_client_that_goes_away_after_a_replay_is_cancelled_where_it_is_now(
+    model: Path,
+) -> None:
+    async with two_nodes(model) as (client, router, d0, d1):
+        call = ask(client)
+        d0.say({(await d0.submitted()).request: [20]})
+        await call.read()
+        await d0.die()
+        again = await d1.submitted()
+        call.cancel()
+        assert await d1.cancelled() == again.request
+        await eventually(lambda: router.admission.num_live == 0)
+
+
+async def test_the_budget_of_a_replay_is_what_is_left(model: Path) -> None:
+    async with two_nodes(model, budget_s=60.0) as (client, _, d0, d1):
+        call = ask(client, max_tokens=2)
+        first = await d0.submitted()
+        await asyncio.sleep(0.05)
+        await d0.die()
+        again = await d1.submitted()
+        assert again.budget_s < first.budget_s - 0.04
+        d1.say({again.request: [20, 21]}, ended={again.request: FINISH_REASON_LENGTH})
+        await collect(call)

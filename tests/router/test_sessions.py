@@ -1,0 +1,71 @@
+"""Requests of one session find one another, whichever way they name it."""
+
+import asyncio
+from pathlib import Path
+
+import openai
+import pytest
+from grpc import StatusCode
+
+from protos.decode_pb2 import FINISH_REASON_STOP
+from router.validation import MAX_SESSION_ID_CHARACTERS
+from tests.router.openai_rig import COMPLETIONS, api_for
+from tests.router.rig import collect, eventually, failure, router_for
+from tests.support.http_client import connected
+from tests.support.stub_decode_node import StubDecodeNode
+
+
+@pytest.mark.parametrize("way", ["session_id", "user", "header"])
+async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> None:
+    async with StubDecodeNode() as d0, StubDecodeNode() as d1:
+        nodes = [d0, d1]
+        async with router_for(
+            model, decode=[d0.address, d1.address], policy="session_affinity"
+        ) as (client, router):
+            await eventually(lambda: len(router.cluster.usable()) == 2)
+            url = f"http://127.0.0.1:{router.http_port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as http:
+
+                async def ask(session: str) -> None:
+                    if way == "session_id":
+                        await collect(client.generate("x", session_id=session))
+                        return
+                    named = (
+                        {"user": session}
+                        if way == "user"
+                        else {"extra_headers": {"X-Session-Id": session}, "user": "shared"}
+                    )
+                    await http.completions.create(model=str(model), prompt="x", **named)  # type: ignore[call-overload]
+
+                homes: dict[str, set[str]] = {}
+                for session in ["a", "b", "c", "d", "a", "d", "b", "c", "c", "a"]:
+                    asking = asyncio.create_task(ask(session))
+                    arrivals = [asyncio.create_task(node.submitted()) for node in nodes]
+                    done, waiting = await asyncio.wait(arrivals, return_when="FIRST_COMPLETED")
+                    for task in waiting:
+                        task.cancel()
+                    node = nodes[arrivals.index(done.pop())]
+                    number = (await arrivals[nodes.index(node)]).request
+                    node.say(ended={number: FINISH_REASON_STOP})
+                    await asking
+                    homes.setdefault(session, set()).add(node.address)
+                assert all(len(home) == 1 for home in homes.values())
+                assert len(set.union(*homes.values())) == 2
+
+
+async def test_the_name_of_a_session_has_a_length_that_can_be_remembered(model: Path) -> None:
+    name = "x" * (MAX_SESSION_ID_CHARACTERS + 1)
+    async with api_for(model) as api:
+        answer = await api.post(COMPLETIONS, prompt="x", user=name)
+        assert answer.status == 400
+        assert str(MAX_SESSION_ID_CHARACTERS) in answer.error["message"]
+        async with connected(api.router.http_port) as wire:
+            await wire.post(COMPLETIONS, {"prompt": "x"}, x_session_id=name)
+            assert (await wire.response()).status == 400
+    async with (
+        StubDecodeNode() as decode,
+        router_for(model, decode=[decode.address]) as (client, _),
+    ):
+        await client.wait_until_serving()
+        error = await failure(client.generate("x", session_id=name))
+        assert error.code() is StatusCode.INVALID_ARGUMENT

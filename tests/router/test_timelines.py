@@ -1,0 +1,248 @@
+"""What the router tells of its requests' timelines, and what it makes of those that nodes tell."""
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.timeline import TtftPhase
+from protos import decode_pb2 as pb
+from protos.router_pb2 import GenerateRequest
+from protos.sampling_pb2 import Sampling
+from router.timelines import NUM_KEPT
+from tests.router.rig import (
+    WAIT_S,
+    byte_level_tokenizer,
+    collect,
+    eventually,
+    failure,
+    router_for,
+)
+from tests.support.http_client import get
+from tests.support.stub_decode_node import StubDecodeNode
+
+PREFILL = "10.0.0.5:50100"
+HELD = pb.Timeline(
+    phase=[1, 2, 3, 4, 5, 6, 11, 12, 13, 9],
+    attempt=[0, 1, 1, 1, 1, 1, 1, 1, 1, 0],
+    start_s=[0.0, 1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 1e-6, 2e-6, 2.5e-6, 6e-6],
+    end_s=[1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 6e-6, 2e-6, 2.5e-6, 3e-6, 9e-6],
+    attempts=[
+        pb.Attempt(
+            prefill_address=PREFILL, path="cma", outcome="held", pages=7, bytes=7168, chunks=2
+        )
+    ],
+    first_token_s=3e-6,
+)
+
+
+def ends(number: int, timeline: pb.Timeline | None = None, tokens: tuple[int, ...] = (20,)) -> Any:
+    step = pb.Step(
+        request=[number] * len(tokens),
+        token=tokens,
+        ended=[number],
+        reason=[pb.FINISH_REASON_LENGTH],
+        begun=[number],
+        cached_tokens=[3],
+        error=[""],
+        error_code=[0],
+        timeline=[] if timeline is None else [timeline],
+    )
+    return pb.FromNode(step=step)
+
+
+async def requests(port: int) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = (await get(port, "/requests")).json["requests"]
+    return listed
+
+
+async def counted(port: int) -> dict[str, tuple[float, float]]:
+    """Observations and their sum by phase of the time to first token."""
+    text = (await get(port, "/metrics", accept="text/plain")).body.decode()
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name == "baton_ttft_phase_seconds":
+            for sample in family.samples:
+                kind = sample.name.rpartition("_")[2]
+                found.setdefault(sample.labels["phase"], {})[kind] = sample.value
+    return {phase: (of["count"], of["sum"]) for phase, of in found.items()}
+
+
+async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_has_ended(
+    model: Path,
+) -> None:
+    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
+        await client.wait_until_serving()
+        call = client.generate("hello", request_id="a b", sampling=Sampling(max_tokens=4))
+        number = (await node.submitted()).request
+        (live,) = await requests(r.http_port)
+        assert (live["id"], live["outcome"], live["ttft_s"]) == ("a b", "live", None)
+        assert live["decode"] == node.address and live["prefill"] is None
+        node.send(ends(number, HELD))
+        await collect(call)
+        (ended,) = await requests(r.http_port)
+        assert (ended["outcome"], ended["completion_tokens"]) == ("length", 1)
+        assert (ended["prefill"], ended["path"]) == (PREFILL, "cma")
+        assert ended["cached_tokens"] == 3 and ended["trace_id"] is None
+        whole = (await get(r.http_port, "/requests/a%20b")).json
+        assert {name: whole[name] for name in ended} == ended
+        (attempt,) = whole["attempts"]
+        assert attempt == {
+            "number": 1,
+            "node": node.address,
+            "prefill": PREFILL,
+            "path": "cma",
+            "outcome": "held",
+            "reason": "",
+            "pages": 7,
+            "bytes": 7168,
+            "chunks": 2,
+        }
+        nodes = {phase["where"]: phase["node"] for phase in whole["phases"]}
+        assert nodes == {"router": "", "decode": node.address, "prefill": PREFILL}
+        starts = [phase["start_s"] for phase in whole["phases"]]
+        assert starts == sorted(starts) and starts[0] == 0.0
+        assert sum(part["seconds"] for part in whole["ttft"]) == pytest.approx(whole["ttft_s"])
+        assert {name: count for name, (count, _) in (await counted(r.http_port)).items()} == {
+            phase.label: 1.0 for phase in TtftPhase
+        }
+        total = sum(seconds for _, seconds in (await counted(r.http_port)).values())
+        assert total == pytest.approx(whole["ttft_s"])
+
+
+async def test_a_timeline_that_comes_after_a_stop_string_ended_the_request_is_still_taken(
+    model: Path,
+) -> None:
+    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
+        await client.wait_until_serving()
+        call = client.generate("x", request_id="s", sampling=Sampling(stop=["stop"]))
+        number = (await node.submitted()).request
+        node.say({number: byte_level_tokenizer().encode("stop").ids})
+        _, _, last = await collect(call)
+        assert last.finish_reason == "stop"
+        assert await node.cancelled() == number
+        assert (await requests(r.http_port))[0]["prefill"] is None
+        assert (await counted(r.http_port))["network"][0] == 0.0
+        node.send(ends(number, HELD, ()))
+        async with asyncio.timeout(WAIT_S):
+            while not (await counted(r.http_port))["network"][0]:
+                pass
+        assert (await requests(r.http_port))[0]["prefill"] == PREFILL
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        pb.Timeline(phase=[1, 2, 77, 9], attempt=[0, 5, 0, 0], start_s=[0.0], end_s=[math.nan]),
+        pb.Timeline(
+            phase=[9] * 4, attempt=[0] * 4, start_s=[-1, 5, 0, 9e9], end_s=[1, 2, 9e9, 9e9]
+        ),
+        pb.Timeline(first_token_s=math.inf, attempts=[pb.Attempt(outcome="x", reason="r" * 9999)]),
+        pb.Timeline(attempts=[pb.Attempt()] * 500, phase=[9] * 9999, attempt=[0] * 9999),
+        pb.Timeline(phase=[13], attempt=[0], start_s=[0.0], end_s=[0.0]),
+        pb.Timeline(attempts=[pb.Attempt(reason="r" * 10_000_000)]),
+    ],
+    ids=["columns", "moments", "attempts", "lengths", "of no attempt", "ten megabytes"],
+)
+async def test_a_timeline_that_cannot_be_is_cut_to_what_can(
+    model: Path, nonsense: pb.Timeline
+) -> None:
+    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
+        await client.wait_until_serving()
+        call = client.generate("x", request_id="n", sampling=Sampling(max_tokens=1))
+        node.send(ends((await node.submitted()).request, nonsense))
+        await collect(call)
+        whole = (await get(r.http_port, "/requests/n")).json
+        for phase in whole["phases"]:
+            assert 0.0 <= phase["start_s"] <= phase["end_s"] <= whole["seconds"]
+        assert len(whole["attempts"]) <= 16
+        assert all(len(one["reason"]) <= 300 for one in whole["attempts"])
+        parts = sum(part["seconds"] for part in whole["ttft"])
+        assert not whole["ttft"] or parts == pytest.approx(whole["ttft_s"])
+
+
+async def test_timelines_of_another_number_than_ends_break_the_protocol(model: Path) -> None:
+    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, _):
+        await client.wait_until_serving()
+        call = client.generate("x", sampling=Sampling(max_tokens=1))
+        message = ends((await node.submitted()).request, HELD)
+        message.step.timeline.append(HELD)
+        node.send(message)
+        await node.submitted()  # again, on a new stream
+        call.cancel()
+
+
+async def test_a_replay_is_told_with_the_node_that_was_lost(model: Path) -> None:
+    async with StubDecodeNode() as first, StubDecodeNode() as second:
+        decode = [first.address, second.address]
+        async with router_for(model, decode=decode, policy="round_robin") as (client, r):
+            await eventually(lambda: len(r.cluster.usable()) == 2)
+            call = client.generate("x", request_id="r", sampling=Sampling(max_tokens=1))
+            await first.submitted()
+            await first.die()
+            second.send(ends((await second.submitted()).request, HELD))
+            await collect(call)
+            whole = (await get(r.http_port, "/requests/r")).json
+            assert (whole["replays"], whole["decode"]) == (1, second.address)
+            names = [each["phase"] for each in whole["phases"] if each["where"] == "router"]
+            assert names == ["tokenize", "place", "lost_node", "place", "stream"]
+            assert {each["node"] for each in whole["phases"] if each["where"] == "decode"} == {
+                second.address
+            }
+            parts = {part["phase"]: part["seconds"] for part in whole["ttft"]}
+            (lost,) = (each for each in whole["phases"] if each["phase"] == "lost_node")
+            assert parts["place"] >= lost["end_s"] - lost["start_s"]
+
+
+async def test_a_node_that_tells_no_timeline_leaves_the_routers_own_phases(model: Path) -> None:
+    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
+        await client.wait_until_serving()
+        call = client.generate("x", request_id="q", sampling=Sampling(max_tokens=1))
+        node.send(ends((await node.submitted()).request))
+        await collect(call)
+        whole = (await get(r.http_port, "/requests/q")).json
+        assert {each["where"] for each in whole["phases"]} == {"router"}
+        assert not whole["ttft"] and not whole["attempts"]
+        assert (await counted(r.http_port))["network"][0] == 0.0
+
+
+async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(
+    model: Path,
+) -> None:
+    def answer(submit: pb.Submit) -> None:
+        node.send(ends(submit.request, HELD))
+
+    async with StubDecodeNode(on_submit=answer) as node:
+        async with router_for(model, decode=[node.address]) as (client, r):
+            await client.wait_until_serving()
+            for number in range(NUM_KEPT + 3):
+                sampling = Sampling(max_tokens=1)
+                await collect(client.generate("x", request_id=str(number), sampling=sampling))
+            await failure(client.generate("x", request_id="refused", sampling=Sampling(top_k=0)))
+            listed = [each["id"] for each in await requests(r.http_port)]
+            assert listed == [str(number) for number in range(NUM_KEPT + 2, 2, -1)]
+            assert (await get(r.http_port, "/requests/2")).status == 404
+            assert (await get(r.http_port, "/requests/refused")).status == 404
+
+
+async def test_a_trace_is_passed_on_as_the_client_named_it_or_not_at_all(model: Path) -> None:
+    given = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, _):
+        await client.wait_until_serving()
+        for header, passed_on in (
+            (given, given),
+            (given.upper(), ""),
+            ("01-" + given[3:] + "-more", given),
+            (given + "-more", ""),
+            ("", ""),
+        ):
+            metadata = (("traceparent", header),) if header else ()
+            request = {"text": "x", "sampling": Sampling(max_tokens=1)}
+            call = client.stub.Generate(GenerateRequest(**request), metadata=metadata)
+            submit = await node.submitted()
+            assert submit.traceparent == passed_on
+            node.send(ends(submit.request))
+            await collect(call)

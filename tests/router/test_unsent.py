@@ -1,0 +1,86 @@
+"""A router tells a decode node in one message what has come since the last one, within bounds."""
+
+import asyncio
+
+import pytest
+
+from common.rpc import MAX_MESSAGE_BYTES
+from protos.decode_pb2 import Submit, ToNode
+from protos.sampling_pb2 import Sampling
+from router.unsent import Unsent
+
+LARGEST_ID = 2**31 - 1
+
+
+def submit(number: int, num_tokens: int = 1) -> Submit:
+    return Submit(request=number, token_ids=[LARGEST_ID] * num_tokens)
+
+
+def numbers(message: ToNode) -> list[int]:
+    return [submit.request for submit in message.submits]
+
+
+async def test_all_that_comes_while_nobody_takes_it_is_one_message() -> None:
+    unsent = Unsent()
+    unsent.submit(submit(1))
+    assert numbers(await unsent.message()) == [1]
+    unsent.submit(submit(2))
+    unsent.cancel(1)
+    unsent.tell_peers(["a:1"])
+    unsent.submit(submit(3))
+    unsent.tell_peers(["b:2"])
+    message = await unsent.message()
+    assert numbers(message) == [2, 3]
+    assert list(message.cancels) == [1]
+    assert list(message.peers.prefill_addresses) == ["b:2"]
+
+
+async def test_a_message_waits_until_there_is_something_to_say() -> None:
+    unsent = Unsent()
+    waiting = asyncio.create_task(unsent.message())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    unsent.tell_peers([])
+    message = await waiting
+    assert message.HasField("peers") and not message.submits
+
+
+async def test_of_a_request_left_before_it_was_sent_the_node_hears_nothing() -> None:
+    unsent = Unsent()
+    unsent.submit(submit(1))
+    unsent.submit(submit(2))
+    unsent.cancel(1)
+    message = await unsent.message()
+    assert (numbers(message), list(message.cancels)) == ([2], [])
+
+
+@pytest.mark.parametrize(
+    "sizes, sent",
+    [
+        ([1 << 20, 1], [[1], [2]]),
+        ([2 << 20, 1, 1], [[1], [2, 3]]),
+        ([1, 1 << 20, 1], [[1], [2], [3]]),
+        ([600_000, 400_000, 100_000], [[1, 2], [3]]),
+        ([1] * 300, [list(range(1, 257)), list(range(257, 301))]),
+    ],
+    ids=["a long one alone", "one beyond the bound", "in order", "as many as fit", "many short"],
+)
+async def test_a_message_has_no_more_than_fits(sizes: list[int], sent: list[list[int]]) -> None:
+    unsent = Unsent()
+    for number, size in enumerate(sizes, start=1):
+        unsent.submit(submit(number, size))
+    messages = [await unsent.message() for _ in sent]
+    assert [numbers(message) for message in messages] == sent
+
+
+async def test_the_largest_message_is_one_that_grpc_takes() -> None:
+    unsent = Unsent()
+    for number in range(256):
+        one = submit(number, (1 << 20) // 256)
+        one.request_id = "\U0001f600" * 256
+        one.prefill_addresses.extend([f"{'h' * 253}:50100"] * 64)
+        one.sampling.CopyFrom(Sampling(stop_token_ids=[LARGEST_ID] * 16))
+        unsent.submit(one)
+    message = await unsent.message()
+    assert len(message.submits) == 256
+    assert message.ByteSize() < MAX_MESSAGE_BYTES

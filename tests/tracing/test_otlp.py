@@ -1,0 +1,121 @@
+"""The tracer: what it names, what it sends, and that it is not there until it is wanted."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common import otlp, tracing
+from common.config import FrontConfig
+from common.trace_context import UNTRACED, Trace, parse
+from common.tracing import Child, Tracer
+from tests.support.otlp_collector import collecting
+from tests.support.programs import ROOT
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+PROGRAMS = "router.__main__, prefill_node.__main__, decode_node.__main__, decode_node.engine"
+
+
+@pytest.fixture
+def tracer_to() -> Iterator[Callable[..., Tracer]]:
+    made: list[Tracer] = []
+
+    def make(endpoint: str, **how: float) -> Tracer:
+        tracer = tracing.start(FrontConfig(port=0, otlp_endpoint=endpoint), "baton-test", **how)
+        assert tracer is not None
+        made.append(tracer)
+        return tracer
+
+    yield make
+    for tracer in made:
+        tracer.close()
+
+
+def _tell(tracer: Tracer, trace: Trace, name: str = "part") -> None:
+    now = time.monotonic()
+    tracer.tell(trace, name, begun=now - 1.0, ended=now, children=[], attributes={})
+
+
+def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library():
+    assert tracing.start(FrontConfig(port=0), "baton-test") is None
+    code = f"import {PROGRAMS}; import sys; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not [name for name in done.stdout.split() if name.startswith("opentelemetry")]
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4317", "ftp://collector", "http://", "http://a b", "http://c:1/path"]
+)
+def test_an_endpoint_must_be_a_url_of_a_collector(endpoint: str):
+    with pytest.raises(ValueError, match="OTLP over gRPC"):
+        FrontConfig(port=0, otlp_endpoint=endpoint)
+
+
+def test_a_request_hangs_on_its_parent_or_begins_a_trace_by_the_ratio(tracer_to):
+    tracer = tracer_to("http://127.0.0.1:9")
+    below = tracer.enter(PARENT)
+    parent, own = parse(PARENT), parse(below.own)
+    assert below.parent == PARENT and own.sampled
+    assert own.trace_id == parent.trace_id and own.span_id != parent.span_id
+    unsampled = PARENT[:-2] + "00"
+    assert tracer.enter(unsampled, root=True) == Trace(unsampled)
+    assert tracer.enter("") == UNTRACED  # only the router begins one
+    assert parse(tracer.enter("", root=True).own).sampled
+    never = tracer_to("http://127.0.0.1:9", ratio=0.0)
+    assert never.enter("", root=True) == UNTRACED
+    assert never.enter(PARENT, root=True).own
+    half = tracer_to("http://127.0.0.1:9", ratio=0.5)
+    begun = sum(bool(half.enter("", root=True).own) for _ in range(1000))
+    assert 350 < begun < 650
+
+
+async def test_a_span_has_the_name_it_was_given_ahead_and_its_phases_inside_it(tracer_to):
+    async with collecting() as collector:
+        tracer = tracer_to(collector.endpoint)
+        trace = tracer.enter(PARENT)
+        now, unix = time.monotonic(), time.time_ns()
+        tracer.tell(
+            trace,
+            "whole",
+            begun=now - 2.0,
+            ended=now,
+            children=[Child("phase", now - 1.5, now - 0.5, {"n": 1})],
+            attributes={"a": "b"},
+            error="it failed",
+        )
+        _tell(tracer, Trace(PARENT), "no name ahead")
+        await asyncio.to_thread(tracer.close)
+        spans = {span.name: span for span in collector.spans}
+    whole, phase, other = spans["whole"], spans["phase"], spans["no name ahead"]
+    parent, own = parse(PARENT), parse(trace.own)
+    assert (int(whole.trace_id, 16), int(whole.span_id, 16)) == (own.trace_id, own.span_id)
+    assert int(whole.parent_id, 16) == int(other.parent_id, 16) == parent.span_id
+    assert phase.parent_id == whole.span_id and whole.encloses(phase)
+    assert whole.end - whole.start == pytest.approx(2e9, abs=1e6)
+    assert whole.end == pytest.approx(unix, abs=5e7)
+    assert (whole.attributes, phase.attributes) == ({"a": "b"}, {"n": 1})
+    assert whole.failed and not phase.failed and not other.failed
+    assert len({span.span_id for span in spans.values()}) == 3
+
+
+def test_more_spans_than_may_wait_are_dropped_and_telling_never_waits(tracer_to, caplog):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        tracer = tracer_to(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        for _ in range(otlp.MAX_WAITING + 1000):
+            _tell(tracer, tracer.enter(PARENT))
+        told_s = time.monotonic() - started
+        started = time.monotonic()
+        tracer.close()
+        closed_s = time.monotonic() - started
+    assert "dropping" in caplog.text
+    assert told_s < 5.0
+    assert closed_s < tracing.FLUSH_S + 2.0
+    assert "spans are left" in caplog.text

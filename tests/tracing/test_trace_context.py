@@ -1,0 +1,69 @@
+"""traceparent, strictly as W3C has it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.trace_context import SpanName, Trace, checked, is_sampled, log_fields, parse
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADER = f"00-{TRACE}-{SPAN}-01"
+
+
+def test_a_header_names_a_span_and_says_whether_it_is_sampled():
+    assert parse(HEADER) == SpanName(int(TRACE, 16), int(SPAN, 16), True)
+    assert parse(HEADER[:-2] + "00") == SpanName(int(TRACE, 16), int(SPAN, 16), False)
+    assert is_sampled(HEADER) and not is_sampled(HEADER[:-2] + "00")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "00",
+        HEADER.upper(),
+        f" {HEADER}",
+        f"{HEADER}\n",
+        f"{HEADER}-more",  # version 00 has four fields
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE[:-1]}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}0-01",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE}-{SPAN}-0g",
+        f"00-{TRACE[:-1]}٣-{SPAN}-01",
+        f"01-{TRACE}-{SPAN}-01more",
+        f"01-{TRACE}-{SPAN}-01-" + "x" * 300,
+    ],
+)
+def test_what_is_no_header_is_ignored(header: str):
+    assert parse(header) is None and checked(header) == ""
+
+
+@pytest.mark.parametrize(
+    ("header", "passed_on"),
+    [
+        (f"01-{TRACE}-{SPAN}-01", HEADER),
+        (f"cc-{TRACE}-{SPAN}-01-more", HEADER),
+        (f"00-{TRACE}-{SPAN}-03", HEADER),  # flags that this version does not know
+        (f"00-{TRACE}-{SPAN}-fe", HEADER[:-2] + "00"),
+    ],
+)
+def test_what_later_versions_say_besides_is_not_passed_on(header: str, passed_on: str):
+    assert checked(header) == passed_on
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=80) | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"))
+def test_whatever_comes_is_a_header_of_ours_or_nothing(text: str):
+    header = checked(text)
+    assert checked(header) == header
+    assert not header or header.startswith("00-")
+
+
+def test_only_lines_of_a_traced_request_have_a_trace_id():
+    assert log_fields(HEADER) == {"trace_id": TRACE} and log_fields("") == {}
+    assert Trace(HEADER).log_fields == {"trace_id": TRACE} and Trace().log_fields == {}
+    own = f"00-{TRACE}-{'a' * 16}-01"
+    assert (Trace(HEADER).passed_on, Trace(HEADER, own).passed_on) == (HEADER, own)
