@@ -107,12 +107,15 @@ class TransferConfig(Record):
         "auto", description="data path; auto: nixl where a one-sided path is proved, else tcp"
     )
     data_host: str = Field("127.0.0.1", description="address that the tcp backend binds and tells")
-    heartbeat_s: Seconds = 1.0
+    heartbeat_s: Seconds = Field(1.0, description="between two beats of a stream of a pair")
     missed_beats: Positive = Field(5, description="beats missed until a stream is ended")
     progress_s: Seconds = Field(10.0, description="longest wait for a chunk, from admission on")
     released_s: Seconds = Field(2.0, description="longest wait for the answer to Done")
     read_s: Seconds = Field(5.0, description="longest read, before its bytes are counted")
     min_gib_per_s: float = Field(0.0, ge=0, description="a link slower than this is refused")
+
+
+_NAME_WITHOUT_CA = "server_name says nothing without ca"
 
 
 class TlsConfig(Record):
@@ -134,18 +137,18 @@ class TlsConfig(Record):
     def _whole(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key go together")
-        if self.server_name and self.ca is None:
-            raise ValueError("server_name says nothing without ca")
         return self
 
 
 class FrontConfig(Record):
     """Where a program listens."""
 
-    host: str = "127.0.0.1"
-    port: Port
+    host: str = Field("127.0.0.1", description="address listened on; 0.0.0.0: all of this host's")
+    port: Port = Field(description="gRPC")
     metrics_port: Port | None = Field(None, description="Prometheus metrics; default: none")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="the least that is logged, to standard error"
+    )
     log_format: Literal["text", "json"] = Field("text", description="json: one object a line")
     drain_s: Seconds = Field(45.0, description="longest wait for running requests at SIGTERM")
     health_port: Port | None = Field(
@@ -168,6 +171,8 @@ class FrontConfig(Record):
     def _serves(cls, tls: TlsConfig) -> TlsConfig:
         if tls.ca is not None and tls.cert is None:
             raise ValueError("ca is for checking callers over TLS, which takes cert and key")
+        if tls.server_name and tls.ca is None:
+            raise ValueError(_NAME_WITHOUT_CA)
         return tls
 
 
@@ -234,11 +239,15 @@ class RouterConfig(Record):
     ] = Field("prefix_aware", description="how a request's nodes are chosen, see docs/routing.md")
     processes: Positive = Field(
         1,
-        description="that share the ports, when one core is not enough; each has --max-requests, "
+        description="router processes that share the ports; each has --max-requests of its own, "
         "and a metrics port of its own, counted up from --metrics-port",
     )
     max_requests: Positive = Field(1024, description="live requests; more are refused at once")
-    budget_s: Seconds = Field(600.0, description="total time a request may take")
+    budget_s: Seconds = Field(
+        600.0,
+        le=7 * 24 * 3600,  # nodes refuse a request that may take longer
+        description="total time a request may take",
+    )
     trace_ratio: float = Field(
         1.0,
         ge=0,
@@ -253,8 +262,11 @@ class RouterConfig(Record):
     @classmethod
     def _calls(cls, tls: TlsConfig, info: ValidationInfo) -> TlsConfig:
         front = info.data.get("front")
-        if tls.cert and not (tls.ca or (front and front.tls.ca)):
-            raise ValueError("needs ca: nodes that nobody checks could be anyone's")
+        if not (tls.ca or (front and front.tls.ca)):
+            if tls.cert:
+                raise ValueError("needs ca: nodes that nobody checks could be anyone's")
+            if tls.server_name:
+                raise ValueError(_NAME_WITHOUT_CA)
         return tls
 
     @property

@@ -4,8 +4,9 @@ Written by one thread for some hundred nanoseconds a value; read by any. What cr
 processes is a frozen copy.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
@@ -35,6 +36,16 @@ class Distribution:
     def add(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Several at once, for a tenth of the price of each."""
+        ordered = sorted(values)
+        below = 0
+        for index, bound in enumerate((*self._bounds, inf)):
+            upto = bisect_right(ordered, bound)
+            self._counts[index] += upto - below
+            below = upto
+        self._total += sum(ordered)
 
     def counted(self) -> Counted:
         return Counted(self._bounds, tuple(self._counts), self._total)

@@ -8,12 +8,14 @@ Text gets the fields at the end of the sentence, quoted so that what a client se
 like a line or a field of ours. JSON gets them as fields.
 """
 
+import json
 import logging
 import re
 import sys
 import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -61,7 +63,7 @@ class Fields:
 
     def __str__(self) -> str:
         """`peer=127.0.0.1:50100 reason="no answer"`: bounded, and quoted where needed."""
-        return " ".join(f"{name}={_text(value)}" for name, value in self.fields.items())
+        return " ".join([f"{name}={_text(value)}" for name, value in self.fields.items()])
 
 
 def kv(**fields: object) -> Fields:
@@ -70,7 +72,9 @@ def kv(**fields: object) -> Fields:
 
 
 def _text(value: object) -> str:
-    text = _bounded(f"{value:.6g}" if isinstance(value, float) else str(value))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = _bounded(str(value))
     if _PLAIN.fullmatch(text):
         return text
     return '"' + text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
@@ -81,15 +85,22 @@ def _bounded(text: str) -> str:
 
 
 def _time(record: logging.LogRecord) -> str:
-    return f"{datetime.fromtimestamp(record.created, UTC):%FT%T.%f}"[:-3] + "Z"
+    second = int(record.created)
+    return f"{_second(second)}.{int((record.created - second) * 1000):03d}Z"
+
+
+@lru_cache(maxsize=1)  # a busy program writes many lines in one
+def _second(unix: int) -> str:
+    return f"{datetime.fromtimestamp(unix, UTC):%FT%T}"
 
 
 class _Text(logging.Formatter):
     def __init__(self, program: str) -> None:
-        super().__init__(f"%(asctime)s %(levelname)s {program} %(name)s: %(message)s")
+        super().__init__()
+        self._program = program
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        return _time(record)
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return f"{_time(record)} {record.levelname} {self._program} {record.name}: {record.message}"
 
 
 class _Json(logging.Formatter):
@@ -117,7 +128,10 @@ class _Json(logging.Formatter):
             error = record.exc_info[1]
             line["exception"] = f"{type(error).__name__}: {error}"
             line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        try:
+            return msgspec.json.encode(line).decode()
+        except UnicodeEncodeError:  # half a character, such as a file name can have
+            return json.dumps(line)
 
 
 def _free(name: str) -> str:
@@ -127,8 +141,10 @@ def _free(name: str) -> str:
 
 def _json(value: object) -> object:
     match value:
-        case None | bool() | int() | float():
+        case None | bool() | int():
             return value
+        case float():
+            return float(value)  # one of numpy's is refused
         case _:
             return _bounded(str(value))
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import (
@@ -34,6 +34,7 @@ from common.tracing import FLUSH_S, Attributes, Child
 
 log = logging.getLogger(__name__)
 
+_EXPORTERS_LOG = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
 EXPORT_S = 5.0  # for one batch, retries included
 MAX_WAITING = 4096  # spans; more are dropped
 _BATCH = 256
@@ -47,7 +48,7 @@ class OtlpTracer:
     def __init__(self, endpoint: str, service: str, ratio: float) -> None:
         self._ratio = ratio
         self._names = _Names()
-        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)
+        self._exporter = _Exporter(endpoint)
         self._provider = TracerProvider(
             sampler=ALWAYS_ON,  # who is sampled is decided in `enter`
             resource=Resource.create(
@@ -123,6 +124,33 @@ class OtlpTracer:
             log.warning("spans are left: the collector has not taken them within %.1f s", FLUSH_S)
             self._exporter.shutdown()
             ending.join(_LET_GO_S)
+
+
+class _Exporter(SpanExporter):
+    """The library's. Of a collector that takes nothing that one logs every try: here the log has
+    the first, and when it is over."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)
+        self._refused = False
+        _EXPORTERS_LOG.addFilter(self._is_news)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if self._refused and result is SpanExportResult.SUCCESS:
+            log.info("the collector takes spans again")
+        self._refused = result is not SpanExportResult.SUCCESS
+        return result
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+        _EXPORTERS_LOG.removeFilter(self._is_news)
+
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR and not self._refused
 
 
 class _Names(IdGenerator):

@@ -1,6 +1,7 @@
 """How a request's tokens are chosen: one immutable record from the router to the sampler."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -90,21 +91,15 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
     )
 
 
+def to_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields of the wire form, for a message that has it as a part: given as a message, it
+    would be copied there."""
+    return msgspec.structs.asdict(params)
+
+
 def to_proto(params: SamplingParams) -> Sampling:
     """The wire form; `from_proto` gives the same record back."""
-    return Sampling(
-        max_tokens=params.max_tokens,
-        seed=params.seed,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        repetition_penalty=params.repetition_penalty,
-    )
+    return Sampling(**to_fields(params))
 
 
 def check(params: SamplingParams) -> None:

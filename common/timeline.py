@@ -7,6 +7,7 @@ another host's. What a peer says is never trusted: it is cut to what can be.
 
 from collections.abc import Sequence
 from enum import IntEnum
+from math import inf
 from typing import NamedTuple, cast
 
 import msgspec
@@ -192,7 +193,7 @@ def split_ttft(
     rows = [
         row
         for row in zip(message.phase, message.attempt, message.start_s, message.end_s, strict=False)
-        if row[0] in _PARTS and 0.0 <= row[2] <= row[3]  # nor NaN
+        if row[0] in _PARTS and 0.0 <= row[2] <= row[3] < inf  # nor NaN
     ]
     parts = [0.0] * len(TtftPhase)
     parts[TtftPhase.TOKENIZE] = tokenize_s

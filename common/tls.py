@@ -8,25 +8,24 @@ import logging
 import os
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
-from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-)
 
 from common.config import TlsConfig
 from common.errors import ConfigError
 from common.logs import kv
 
 log = logging.getLogger(__name__)
+
+AGAIN_S = 10.0  # until files that could not be used, and have not changed since, are tried again
+
+_Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,10 +40,11 @@ class Pems:
 class Certificates:
     """The files of one TlsConfig. Any thread may ask."""
 
-    def __init__(self, config: TlsConfig, knob: str) -> None:
+    def __init__(self, config: TlsConfig, knob: str, *, again_s: float = AGAIN_S) -> None:
         """
         Args:
             knob: what users call the record, such as "--front.tls"; for messages.
+            again_s: between two looks into files that are of no use.
         Raises:
             ConfigError: a file cannot be read or holds something else, or the certificate is not
                 the key's or not valid now.
@@ -52,6 +52,9 @@ class Certificates:
         self.config = config
         self._knob = knob
         self._lock = threading.Lock()
+        self._useless: _Stamp | None = None
+        self._again = 0.0
+        self._again_s = again_s
         self._stamp = self._look()
         self._pems = self._read()
 
@@ -60,30 +63,34 @@ class Certificates:
         be asked before every handshake."""
         with self._lock:
             stamp = self._look()
-            if stamp == self._stamp:
+            if stamp == self._stamp or (stamp == self._useless and time.monotonic() < self._again):
                 return self._pems
-            self._stamp = stamp
             try:
                 self._pems = self._read()
             except ConfigError as error:
+                # They may become good by themselves: a clock here is behind the authority's.
+                self._useless, self._again = stamp, time.monotonic() + self._again_s
                 log.warning("new certificates are not used %s", kv(because=error))
             else:
+                self._stamp = stamp
                 log.info("certificates were read anew %s", kv(knob=self._knob))
             return self._pems
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _look(self) -> _Stamp:
         """What tells versions of the files apart."""
         paths = (self.config.cert, self.config.key, self.config.ca)
         return tuple(None if path is None else _version(path) for path in paths)
 
     def _read(self) -> Pems:
+        from common import pem  # only here: see there
+
         cert, key, ca = self.config.cert, self.config.key, self.config.ca
         try:
             pems = Pems(cert=_content(cert), key=_content(key), ca=_content(ca))
             if cert and key:
-                _check_shown(cert, pems.cert, key, pems.key)
-            if ca and not any(map(_is_valid, _certificates(ca, pems.ca))):
-                raise ConfigError(f"no certificate in {ca} is valid now")
+                pem.check_shown(cert, pems.cert, key, pems.key)
+            if ca:
+                pem.check_authority(ca, pems.ca)
         except ConfigError as error:
             raise ConfigError(f"{self._knob}: {error}") from error
         return pems
@@ -103,12 +110,9 @@ def kind(certificates: Certificates | None) -> str:
 
 def names_and_end(pems: Pems) -> tuple[list[str], datetime]:
     """For whom the certificate that is shown was made, and until when it is good."""
-    shown = x509.load_pem_x509_certificate(pems.cert)
-    try:
-        names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return [], shown.not_valid_after_utc
-    return [str(name.value) for name in names], shown.not_valid_after_utc
+    from common import pem
+
+    return pem.names_and_end(pems.cert)
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
@@ -203,32 +207,3 @@ def _content(path: Path | None) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-
-
-def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
-    try:
-        return x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
-        raise ConfigError(f"{path} holds no PEM certificate") from error
-
-
-def _check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
-    chain = _certificates(cert, cert_pem)
-    try:
-        private = load_pem_private_key(key_pem, None)
-    except TypeError as error:  # what the library says of a password
-        raise ConfigError(f"{key} is encrypted") from error
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{key} holds no PEM private key") from error
-    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-    if private.public_key().public_bytes(*form) != chain[0].public_key().public_bytes(*form):
-        raise ConfigError(f"{cert} is not the certificate of the key {key}")
-    for each in chain:
-        if not _is_valid(each):
-            begin, end = each.not_valid_before_utc, each.not_valid_after_utc
-            raise ConfigError(f"{cert} is valid from {begin:%FT%TZ} to {end:%FT%TZ}, not now")
-
-
-def _is_valid(certificate: x509.Certificate) -> bool:
-    now = datetime.now(UTC)
-    return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc

@@ -390,7 +390,7 @@ class DecodeRole:
                 request_id=request.request_id,
                 **self._stamps[request.key].trace.log_fields,
                 owner=attempt.stamps.prefill,
-                reason=event.reason,
+                because=event.reason,
             ),
         )
         if transfer is not None:

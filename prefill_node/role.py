@@ -279,7 +279,7 @@ class PrefillRole:
                     request_id=stamps.request_id,
                     **log_fields(stamps.traceparent),
                     id=tuple(event.id),
-                    reason=event.reason,
+                    because=event.reason,
                 ),
             )
         if is_sampled(stamps.traceparent):

@@ -13,12 +13,12 @@ from common.errors import ConfigError
 from router import processes
 from router.serving import serve
 
-_PROGRAM = "router"
+_PROGRAM = "baton router"
 
 
 def main(arguments: Sequence[str]) -> None:
     config = read(RouterConfig, _PROGRAM, arguments)
-    logs.setup(_PROGRAM, config.front.log_level, config.front.log_format)
+    logs.setup("router", config.front.log_level, config.front.log_format)
     # One text at a time gains nothing from the library's thread pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

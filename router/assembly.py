@@ -33,7 +33,7 @@ from router.model_files import ModelFiles
 from router.openai import api, problems
 from router.openai.operations import metrics_elsewhere
 from router.page import files as page
-from router.policy import make_policy
+from router.policy import HEED_PREFIXES, make_policy
 from router.prefix_index import PrefixIndex
 from router.requests_endpoint import PATH as REQUESTS_PATH
 from router.requests_endpoint import RequestsEndpoint
@@ -127,7 +127,7 @@ async def running(
         port = rpc.bind(
             server, config.front.host, config.front.port, certificates, shares_port=shares_ports
         )
-        resources.enter_context(
+        metrics_port = resources.enter_context(
             metrics.served(counts.registry, config.front.host, config.front.metrics_port)
         )
         await health.tell(False)
@@ -157,6 +157,8 @@ async def running(
                 address=f"{host}:{port}",
                 http=f"{host}:{http_port}",
                 tls=tls.kind(certificates),
+                metrics_port=metrics_port,
+                policy=config.policy,
                 model=model.name,
             ),
         )
@@ -194,7 +196,7 @@ async def _make_cluster(
         survey,
         cluster,
         make_channel,
-        CacheWatch(prefixes),
+        CacheWatch(prefixes) if config.policy in HEED_PREFIXES else None,
         budget_s=config.budget_s,
         on_stream_lost=counts.stream_lost,
     )
@@ -266,11 +268,18 @@ def _why_not_ready(admission: Admission, cluster: Cluster) -> str | None:
 async def _tell_readiness(
     cluster: Cluster, changed: asyncio.Event, health: rpc.Health, counts: RouterMetrics
 ) -> None:
+    told = False
     while True:
         await changed.wait()
         changed.clear()
-        counts.ready(cluster.ready)
-        await health.tell(cluster.ready)
+        ready = cluster.ready
+        if ready and not told:
+            log.info("ready")
+        elif told and not ready:
+            log.warning("not ready %s", kv(because=NOT_READY))
+        told = ready
+        counts.ready(ready)
+        await health.tell(ready)
 
 
 async def _first_of(

@@ -36,7 +36,9 @@ class CacheWatch:
                 heard, reason = await self._listen(address, stub)
                 if reason != told:
                     told = reason
-                    log.info("a node's cache cannot be watched %s", kv(node=address, reason=reason))
+                    log.info(
+                        "a node's cache cannot be watched %s", kv(node=address, because=reason)
+                    )
                 if heard:
                     backoff_s = _MIN_BACKOFF_S
                 self._index.silent(address)
@@ -52,6 +54,8 @@ class CacheWatch:
         call = stub.WatchCache(node_pb2.WatchCacheRequest())
         try:
             async for events in call:
+                if events is None:  # what grpcio makes of bytes that it cannot parse
+                    raise ProtocolViolation("it has sent bytes that are no message")
                 if not heard:
                     if not events.cleared:
                         raise ProtocolViolation("it began in the middle")

@@ -47,7 +47,9 @@ class Cluster:
         self._load = load
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
-        self._prefill_of: dict[str, tuple[PrefillChoice, ...]] = {}  # of decode nodes in use
+        # What each decode node that takes requests can read from; and of those the ones in use.
+        self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
+        self._prefill_of: dict[str, tuple[PrefillChoice, ...]] = {}
         self._lost_at = -math.inf  # time.monotonic() when `ready` last ended
         self._closed = False
         self._news = asyncio.Event()  # set: a node can be chosen, or none ever will
@@ -72,20 +74,16 @@ class Cluster:
         """A Status of the node has come, or its stream has ended."""
         if client.status is not None:
             self._load.shown(client.address)
-        self.refresh()
+        if self._clients.get(client.address) is client:
+            self._read(client)
+            self._use()
 
     def refresh(self) -> None:
-        """The members, or what they say of themselves, may have changed."""
-        was_ready = self.ready
-        self._prefill_of = self._usable(lambda status: status.serves_alone) or self._usable(
-            lambda status: status.falls_back
-        )
-        if self.ready:
-            self._news.set()
-        elif was_ready:
-            self._lost_at = time.monotonic()
-            self._news.clear()
-        self._on_change()
+        """The members, or what the survey says of them, may have changed."""
+        self._readable.clear()
+        for client in self._clients.values():
+            self._read(client)
+        self._use()
 
     def close(self) -> None:
         """Nothing is placed any more, and nobody waits."""
@@ -147,6 +145,31 @@ class Cluster:
             self._load.charge(placement, len(prompt.token_ids)),
         )
 
+    def _read(self, client: DecodeClient) -> None:
+        """Takes up what a decode node has said. Of one node only: each says something twice a
+        second, and has a link to every prefill node."""
+        status = client.status
+        if status is None or status.state != "ready" or not self._survey.fit(client.address):
+            self._readable.pop(client.address, None)
+            return
+        self._readable[client.address] = tuple(
+            PrefillChoice(link.peer, link.path, link.gib_per_s)
+            for link in status.links
+            if self._survey.fit(link.peer)
+        )
+
+    def _use(self) -> None:
+        was_ready = self.ready
+        self._prefill_of = self._usable(lambda status: status.serves_alone) or self._usable(
+            lambda status: status.falls_back
+        )
+        if self.ready:
+            self._news.set()
+        elif was_ready:
+            self._lost_at = time.monotonic()
+            self._news.clear()
+        self._on_change()
+
     def _usable(
         self, alone: Callable[[decode_pb2.Status], bool]
     ) -> dict[str, tuple[PrefillChoice, ...]]:
@@ -156,15 +179,10 @@ class Cluster:
             alone: whether a node may be used without any.
         """
         usable = {}
-        for client in self._clients.values():
-            status = client.status
-            if status is None or status.state != "ready" or not self._survey.fit(client.address):
+        for address, client in self._clients.items():
+            prefill = self._readable.get(address)
+            if prefill is None or client.status is None:
                 continue
-            prefill = tuple(
-                PrefillChoice(link.peer, link.path, link.gib_per_s)
-                for link in status.links
-                if self._survey.fit(link.peer)
-            )
-            if prefill or alone(status):
-                usable[client.address] = prefill
+            if prefill or alone(client.status):
+                usable[address] = prefill
         return usable

@@ -109,7 +109,7 @@ def plain(message: Message) -> dict[str, Any]:
 def _state(reason: str | None, closed: bool) -> str:
     if closed:
         return "draining"
-    return "ready" if reason is None else "starting"
+    return "ready" if reason is None else "not ready"
 
 
 def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:

@@ -15,7 +15,7 @@ import grpc.aio
 
 from common.errors import NodeUnavailable, ProtocolViolation
 from common.logs import kv
-from common.sampling import to_proto
+from common.sampling import to_fields
 from protos import decode_pb2, decode_pb2_grpc
 from router.node_ends import end_of
 from router.timelines import RequestTimeline
@@ -71,7 +71,7 @@ class DecodeClient:
             try:
                 reason = await self._serve()
                 if self.status is not None:
-                    log.warning("decode node lost %s", kv(address=self.address, reason=reason))
+                    log.warning("decode node lost %s", kv(node=self.address, because=reason))
             finally:
                 self._lose(reason)
             if time.monotonic() - opened_at > _MAX_BACKOFF_S:
@@ -108,7 +108,7 @@ class DecodeClient:
             request_id=job.request_id,
             token_ids=job.token_ids,
             num_generated=job.num_generated,
-            sampling=to_proto(job.sampling),
+            sampling=to_fields(job.sampling),
             prefill_addresses=prefill,
             budget_s=budget_s,
             traceparent=timeline.trace.passed_on,
@@ -138,6 +138,8 @@ class DecodeClient:
         sending = asyncio.create_task(self._send(call))
         try:
             async for message in call:
+                if message is None:  # what grpcio makes of bytes that it cannot parse
+                    raise ProtocolViolation("the node has sent bytes that are no message")
                 self._take(message)
             return "the node ended the stream"
         except ProtocolViolation as error:
@@ -162,7 +164,7 @@ class DecodeClient:
                 self._take_step(message.step)
             case "status":
                 if self.status is None:
-                    log.info("decode node connected %s", kv(address=self.address))
+                    log.info("decode node connected %s", kv(node=self.address))
                 self.status = message.status
                 self._on_move(self.address)
             case unknown:
@@ -175,12 +177,15 @@ class DecodeClient:
         if not whole or len({len(column) for column in ends}) != 1:
             raise ProtocolViolation("the node sent a step with columns of different lengths")
         live = self._live
+        told = []
         for number, cached_tokens in zip(step.begun, step.cached_tokens, strict=True):
             if (buffer := live.get(number)) is not None:
                 buffer.cached_tokens = cached_tokens
         for number, token in zip(step.request, step.token, strict=True):
-            buffer = live.get(number)
-            if buffer is not None and not buffer.append(token):
+            if (buffer := live.get(number)) is None:
+                continue
+            told.append(buffer)
+            if not buffer.append(token):
                 buffer.end(NodeUnavailable(f"decode node {self.address} sent too many tokens"))
                 self._cancel(number)
         for index, number in enumerate(step.ended):
@@ -197,11 +202,15 @@ class DecodeClient:
                         step.error_code[index],
                     )
                 )
+                told.append(buffer)
+        for buffer in told:
+            buffer.tell()
 
     def _lose(self, reason: str) -> None:
         self.status = None
         for buffer in self._live.values():
             buffer.end(NodeUnavailable(f"decode node {self.address} is gone: {reason}"))
+            buffer.tell()
         self._live.clear()
         self._untold.clear()
         self._on_move(self.address)

@@ -15,6 +15,7 @@ from router.cluster import Chosen, Cluster
 from router.detokenizer import Detokenizer
 from router.record import RequestRecord
 from router.timelines import Timelines
+from router.token_buffer import End
 from router.tokenizer import RouterTokenizer
 from router.validation import Job, Limits, Prompts
 from router.wanted import Wanted
@@ -23,6 +24,7 @@ from router.within import Within
 _MAX_REPLAYS = 2  # of one request, each on another node if there is one
 
 Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
+Offer = Callable[[Piece], bool]
 
 
 class Generator:
@@ -53,7 +55,13 @@ class Generator:
         self._timelines = timelines
         self._budget_s = budget_s
 
-    async def generate(self, wanted: Wanted, write: Write, traceparent: str = "") -> None:
+    async def generate(
+        self,
+        wanted: Wanted,
+        write: Write,
+        traceparent: str = "",
+        offer: Offer = lambda piece: False,
+    ) -> None:
         """Calls `write(request_id, piece)` until the LastPiece is written.
 
         What arrives while a `write` is waiting goes into the next piece. Cancelling this call
@@ -61,6 +69,8 @@ class Generator:
 
         Args:
             traceparent: as the client sent it.
+            offer: called with each piece but the last; whether it has written it, at once. If it
+                has not, `write` does.
         Raises:
             ServingError: instead of the last piece.
         """
@@ -72,9 +82,11 @@ class Generator:
                 with Within(budget_s) as deadline:
                     job = await validation.parse(wanted, request_id, self._prompts, self._limits)
                     record.timeline.tokenised = time.monotonic()
-                    await self._stream(job, deadline, write, record)
+                    await self._stream(job, deadline, write, offer, record)
 
-    async def _stream(self, job: Job, deadline: float, write: Write, record: RequestRecord) -> None:
+    async def _stream(
+        self, job: Job, deadline: float, write: Write, offer: Offer, record: RequestRecord
+    ) -> None:
         answer = Answer(
             Detokenizer(self._tokenizer, self._tokenizer.some_text),
             job.stop,
@@ -86,7 +98,7 @@ class Generator:
         while True:
             try:
                 continued = _continued(job, answer.token_ids)
-                last = await self._follow(chosen, continued, deadline, answer, write, record)
+                last = await self._follow(chosen, continued, deadline, answer, write, offer, record)
                 break
             except NodeUnavailable as error:
                 lost_by.append(chosen.decode.address)
@@ -106,6 +118,7 @@ class Generator:
         deadline: float,
         answer: Answer,
         write: Write,
+        offer: Offer,
         record: RequestRecord,
     ) -> LastPiece:
         """Writes what one decode node generates, but for the last piece.
@@ -119,13 +132,17 @@ class Generator:
             chosen.charge,
             chosen.decode.submitted(job, chosen.prefill, left_s, record.timeline) as tokens,
         ):
-            while True:
-                piece = answer.add(*await tokens.drain(), tokens.cached_tokens)
+
+            def take(token_ids: Sequence[int], end: End | None) -> Piece | LastPiece | None:
+                piece = answer.add(token_ids, end, tokens.cached_tokens)
                 chosen.charge.first_token()
                 record.write(len(piece.token_ids))
-                if isinstance(piece, LastPiece):
-                    return piece
+                written = not isinstance(piece, LastPiece) and offer(piece)
+                return None if written else piece
+
+            while not isinstance(piece := await tokens.taken(take), LastPiece):
                 await write(job.request_id, piece)
+            return piece
 
     async def _choose(self, job: Job, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:

@@ -37,13 +37,14 @@ class Membership:
         survey: Survey,
         cluster: Cluster,
         make_channel: Callable[[str], grpc.aio.Channel],
-        cache_watch: CacheWatch,
+        cache_watch: CacheWatch | None,
         *,
         budget_s: float,
         on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
+            cache_watch: None where it does not matter what prefill nodes have cached.
             budget_s: the longest that a request can still need a node that has left.
             on_stream_lost: called when the stream of a decode node that has not left ends.
         """
@@ -99,12 +100,16 @@ class Membership:
         async with channel:
             self._prefill.append(address)
             self._tell_peers()
-            watching = self._tasks.create_task(self._cache_watch.run(address, channel))
+            watching = self._tasks.create_task(self._watch_cache(address, channel))
             await left.wait()
             watching.cancel()
             await asyncio.sleep(HANDOFFS_S)
             self._prefill.remove(address)
             self._tell_peers()
+
+    async def _watch_cache(self, address: str, channel: grpc.aio.Channel) -> None:
+        if self._cache_watch is not None:
+            await self._cache_watch.run(address, channel)
 
     async def _keep_decode(
         self, address: str, channel: grpc.aio.Channel, left: asyncio.Event

@@ -26,8 +26,6 @@ class RequestRecord:
         self._metrics = metrics
         self._timelines = timelines
         self.timeline = timelines.begin(request_id, traceparent)
-        # In every line about it.
-        self._names = {"request_id": request_id, **self.timeline.trace.log_fields}
         self._arrived_at = self.timeline.arrived
         self._wrote_at = self._arrived_at
         self._accepted = False
@@ -53,15 +51,16 @@ class RequestRecord:
         self._timelines.end(timeline, outcome, str(error or ""))
         seconds = time.monotonic() - self._arrived_at
         self._metrics.ended(outcome, seconds)
-        fields = {
-            **self._names,
-            "outcome": outcome,
-            "tokens": self._num_tokens,
-            "seconds": seconds,
-        }
-        if isinstance(error, Exception):
-            fields["error"] = error
-        log.info("request ended %s", kv(**fields))
+        if log.isEnabledFor(logging.INFO):
+            fields: dict[str, object] = {
+                **self._names(),
+                "outcome": outcome,
+                "tokens": self._num_tokens,
+                "seconds": seconds,
+            }
+            if isinstance(error, Exception):
+                fields |= {"decode": self.timeline.submissions[-1].decode, "error": error}
+            log.info("request ended %s", kv(**fields))
 
     def accept(self, num_prompt_tokens: int, decode: str) -> None:
         """The request is about to be submitted to a decode node."""
@@ -70,10 +69,11 @@ class RequestRecord:
         self.timeline.prompt_tokens = num_prompt_tokens
         self.timeline.submit(decode)
         self._timelines.accept(self.timeline)
-        log.debug(
-            "request accepted %s",
-            kv(**self._names, prompt_tokens=num_prompt_tokens, decode=decode),
-        )
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request accepted %s",
+                kv(**self._names(), prompt_tokens=num_prompt_tokens, decode=decode),
+            )
 
     def replay(self, decode: str, lost: ServingError) -> None:
         """Its decode node has let it go: it goes on at another."""
@@ -81,20 +81,20 @@ class RequestRecord:
         self.timeline.submit(decode)
         log.warning(
             "request replayed %s",
-            kv(**self._names, tokens=self._num_tokens, decode=decode, because=lost),
+            kv(**self._names(), tokens=self._num_tokens, decode=decode, because=lost),
         )
 
     def write(self, num_tokens: int) -> None:
         """A message with so many tokens goes to the client now."""
         now = time.monotonic()
         self._metrics.tokens(num_tokens)
-        num_next = num_tokens
+        num_next, waited_s = num_tokens, now - self._wrote_at
         if num_tokens and not self._num_tokens:
             self._metrics.first_token(now - self._arrived_at)
             self.timeline.first_token = now
-            num_next -= 1
+            num_next, waited_s = num_tokens - 1, 0.0  # those with the first one came at once
         if num_next:
-            self._metrics.next_token((now - self._wrote_at) / num_tokens, num_next)
+            self._metrics.next_token(waited_s / num_next, num_next)
         self._wrote_at = now
         self._num_tokens += num_tokens
 
@@ -115,7 +115,11 @@ class RequestRecord:
                 pass  # a fault of ours: its traceback is logged elsewhere, whose it was is not
             case _:
                 return
-        log.info("request refused %s", kv(**self._names, reason=error))
+        log.info("request refused %s", kv(**self._names(), because=error))
+
+    def _names(self) -> dict[str, object]:
+        """What is in every line about it."""
+        return {"request_id": self.timeline.request_id, **self.timeline.trace.log_fields}
 
 
 def _outcome(error: BaseException) -> str:

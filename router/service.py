@@ -1,5 +1,6 @@
 """The `Router` service: translates between messages and the parts that do the work."""
 
+from collections.abc import Awaitable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -12,7 +13,7 @@ from router.cluster_report import ClusterReport
 from router.generation import Generator
 from router.model_files import ModelFiles
 from router.tokenizer import RouterTokenizer
-from router.validation import Limits, Prompts, check_vocabulary
+from router.validation import Limits, Prompts, check_context
 from router.wanted import from_prompt, from_request
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -42,8 +43,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
         """Streams the answer to one prompt; a cancelled call cancels it on every node."""
 
-        async def write(request_id: str, piece: Piece | LastPiece) -> None:
-            await context.write(_response(request_id, piece))
+        def write(request_id: str, piece: Piece | LastPiece) -> Awaitable[None]:
+            return context.write(_response(request_id, piece))
 
         try:
             await self._generator.generate(from_request(request), write, _traceparent(context))
@@ -60,7 +61,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
-        check_vocabulary(request.token_ids, self._limits, "token_ids")
+        check_context(request.token_ids, self._limits, "token_ids")
         return router_pb2.DetokenizeResponse(text=self._tokenizer.decode(request.token_ids))
 
     async def GetModel(

@@ -72,7 +72,9 @@ def parse(entry: str, role: Role, resolve: Resolve, times: Times) -> Source:
             case _:
                 return FixedSource(rpc.check_address(entry))
     except InvalidRequest as error:
-        raise ConfigError(f"--{role}: {entry[:100]!r}: {error}") from error
+        raise ConfigError(
+            f"--{role}: {entry[:100]!r} is none of host:port, dns:NAME:PORT and file:PATH"
+        ) from error
 
 
 async def resolve(name: str, port: int) -> Addresses:
@@ -129,6 +131,7 @@ class FileSource:
         self._path = path
         self._role = role
         self._settled: bytes | None = None
+        self._known: tuple[bytes, Addresses] | None = None  # a content, and what it names
 
     async def look(self) -> Addresses:
         content = await asyncio.to_thread(self._content)
@@ -136,12 +139,14 @@ class FileSource:
             self._settled = content
             await asyncio.sleep(self._settled_s)
             content = await asyncio.to_thread(self._content)
-        return self._addresses(content)
+        if self._known is None or self._known[0] != content:
+            self._known = content, self._addresses(content)
+        return self._known[1]
 
     def _content(self) -> bytes:
-        if self._path.exists() and not self._path.is_file():
-            raise LookFailed(f"{self._path} is no file")  # and a pipe's end may never come
         try:
+            if self._path.exists() and not self._path.is_file():
+                raise LookFailed(f"{self._path} is no file")  # and a pipe's end may never come
             with self._path.open("rb") as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:

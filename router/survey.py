@@ -40,6 +40,7 @@ class _Known:
         self.address = address
         self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         self.state = ""
+        self.num_lives = 1  # one more whenever it was gone
         self.silence = ""  # why it did not answer; "" if it did
 
 
@@ -85,8 +86,10 @@ class Survey:
 
     def forget(self, address: str) -> None:
         """The node at `address` is gone: what comes back there may be another."""
-        if address in self._known:
-            self._known[address].state = ""
+        known = self._known.get(address)
+        if known is not None:
+            known.state = ""
+            known.num_lives += 1
 
     def want(self) -> None:
         """Something has changed: look soon, not at the next interval."""
@@ -114,20 +117,34 @@ class Survey:
     async def _look(self) -> list[NodeReport]:
         known = sorted(self._known.values(), key=lambda each: each.role != "prefill")
         reports = await asyncio.gather(*(self._ask(each) for each in known))
-        for each, report in zip(known, reports, strict=True):
-            # An unreachable node keeps its last verdict: its stream, not this, says it is gone.
-            if report.description is not None:
-                each.state = report.state
-        self._on_change()
         self._on_reports(reports)
         return reports
 
     async def _ask(self, known: _Known) -> NodeReport:
+        life = known.num_lives
+        report = await self._report(known)
+        # An unreachable node keeps its last verdict: its stream, not this, says it is gone. And
+        # what a node said before it was gone says nothing of the one that has come back.
+        told = report.description is not None and known.num_lives == life
+        if told and known.state != report.state:
+            known.state = report.state
+            self._on_change()
+        return report
+
+    async def _report(self, known: _Known) -> NodeReport:
+        unreachable = NodeReport(known.role, known.address, "unreachable", None)
         try:
             description = await known.stub.Describe(node_pb2.DescribeRequest(), timeout=_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             self._not_answered(known, error.details() or error.code().name)
-            return NodeReport(known.role, known.address, "unreachable", None)
+            return unreachable
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            return unreachable  # the call alone is: its node has left, and its channel is closed
+        if description is None:  # what grpcio makes of bytes that it cannot parse
+            self._not_answered(known, "it has sent bytes that are no message")
+            return unreachable
         known.silence = ""
         misfit = self._misfit(known, description)
         if misfit and known.state != "unhealthy":
@@ -147,3 +164,9 @@ class Survey:
         if description.role != known.role:
             return f"a node is no {known.role} node"
         return ""
+
+
+def _is_cancelled() -> bool:
+    """Whether this task, and not only what it waits for, is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

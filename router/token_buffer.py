@@ -1,14 +1,18 @@
 """What a decode node said about one request and its client has not been told yet.
 
-Filled by the node's stream, drained by the client's writer: all that waits goes into one message,
+Filled by the node's stream, taken by the client's writer: all that waits goes into one message,
 so a slow client makes fewer, larger messages and never a longer queue.
 """
 
 import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from common.errors import ServingError
+
+T = TypeVar("T")
 
 
 class End(msgspec.Struct, frozen=True):
@@ -28,7 +32,9 @@ class TokenBuffer:
         self._room = max_tokens
         self._tokens: list[int] = []
         self._end: End | ServingError | None = None
-        self._waiter: asyncio.Future[None] | None = None  # of the writer, while there is no news
+        # Of the writer, while it waits: what it takes news with, and what it waits for.
+        self._writer: tuple[Callable[[list[int], End | None], Any], asyncio.Future[Any]] | None
+        self._writer = None
 
     def append(self, token: int) -> bool:
         """Returns False, and keeps nothing, when the node has sent all it was asked for."""
@@ -36,35 +42,56 @@ class TokenBuffer:
             return False
         self._room -= 1
         self._tokens.append(token)
-        if self._waiter is not None:
-            self._wake(self._waiter)
         return True
 
     def end(self, end: End | ServingError) -> None:
         """The first end counts."""
         if self._end is None:
             self._end = end
-            if self._waiter is not None:
-                self._wake(self._waiter)
 
-    async def drain(self) -> tuple[list[int], End | None]:
-        """Waits for news, then takes every token that waits, and the end if it has come. For one
-        writer; after the end it must not be called again.
+    def tell(self) -> None:
+        """Gives a writer that waits what has been appended, and the end: after every step."""
+        if self._writer is None:
+            return
+        take, taken = self._writer
+        if taken.done():
+            return  # it is about to wake
+        try:
+            result = self._next(take)
+        except Exception as error:  # noqa: BLE001  raised again in the writer
+            taken.set_exception(error)
+        else:
+            if result is not None:
+                taken.set_result(result)
+
+    async def taken(self, take: Callable[[list[int], End | None], T | None]) -> T:
+        """Calls `take` with every token that waits, and the end if it has come, at once and
+        whenever there is news, until it gives something other than None: returns that. For one
+        writer; with the end `take` must give something, and this must not be called again.
+
+        Its writer sleeps through tokens that `take` does away with: to wake it for each would
+        cost more than they do.
 
         Raises:
-            ServingError: the request failed, and all its tokens have been drained.
+            ServingError: the request failed, and all its tokens have been taken.
         """
-        if not self._tokens and self._end is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        tokens, self._tokens = self._tokens, []
-        if isinstance(self._end, ServingError):
-            if tokens:
-                return tokens, None
-            raise self._end
-        return tokens, self._end
+        result = self._next(take)
+        if result is not None:
+            return result
+        taken: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._writer = take, taken
+        try:
+            return await taken
+        finally:
+            self._writer = None
 
-    def _wake(self, waiter: asyncio.Future[None]) -> None:
-        self._waiter = None
-        if not waiter.done():  # else the writer has been cancelled
-            waiter.set_result(None)
+    def _next(self, take: Callable[[list[int], End | None], T | None]) -> T | None:
+        end = self._end
+        if self._tokens or isinstance(end, End):
+            tokens, self._tokens = self._tokens, []
+            result = take(tokens, end if isinstance(end, End) else None)
+            if result is not None:
+                return result
+        if isinstance(end, ServingError):
+            raise end
+        return None

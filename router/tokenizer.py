@@ -55,4 +55,4 @@ class RouterTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; ids the tokenizer does not know give none."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -17,6 +17,8 @@ from router.chat_template import ChatTemplate
 from router.tokenizer import RouterTokenizer
 from router.wanted import Messages, Nothing, Prompt, Text, TokenIds, Wanted
 
+# Of one conversation. A template takes 3 us for each, and meanwhile no other request moves on.
+MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 1024
 MAX_REQUEST_ID_CHARACTERS = 256
 MAX_SESSION_ID_CHARACTERS = 512
@@ -66,6 +68,10 @@ class Prompts:
             raise InvalidRequest("messages: this model has no chat template; send text instead")
         if not messages.turns:
             raise InvalidRequest("messages must have at least one message")
+        if len(messages.turns) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"messages has {len(messages.turns)} messages, {MAX_MESSAGES} allowed"
+            )
         turns = [{"role": turn.role, "content": turn.content} for turn in messages.turns]
         for number, turn in enumerate(turns):
             if not turn["role"]:
@@ -108,6 +114,15 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, field: str | None) ->
         raise InvalidRequest(
             f"{field} has {len(token_ids)} tokens; the context of {limits.context_length} tokens "
             f"takes prompts of at most {limits.context_length - 1}"
+        )
+    check_vocabulary(token_ids, limits, field)
+
+
+def check_context(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raises InvalidRequest for what no prompt with its answer can be."""
+    if len(token_ids) > limits.context_length:
+        raise InvalidRequest(
+            f"{field} has {len(token_ids)} tokens; the context has {limits.context_length}"
         )
     check_vocabulary(token_ids, limits, field)
 

@@ -28,7 +28,7 @@ def main(number: str, up: str, config_json: str) -> None:
     try:
         uvloop.run(serve(config, shares_ports=True, on_up=tell))
     except ConfigError as error:
-        wrong("router", str(error))
+        wrong("baton router", str(error))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import uvloop
 
@@ -16,19 +15,11 @@ from common.cli import settings
 PROGRAM = "baton bench"
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line on standard error, as every command here."""
-
-    def error(self, message: str) -> NoReturn:
-        settings.wrong(self.prog, f"{message} (--help lists what there is)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = settings.Parser(
         prog=PROGRAM,
         description="Measures, and writes a report: one HTML file that needs nothing else. "
         "The last line on standard output is JSON; progress goes to standard error.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module, summary in (
@@ -36,9 +27,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", compare_command, "the same nodes colocated and disaggregated, started here"),
         ("break-even", break_even_command, "the prompt length from which disaggregation pays"),
     ):
-        command = commands.add_parser(
-            name, help=summary, description=module.__doc__, allow_abbrev=False
-        )
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_flags(command)
     return parser
 

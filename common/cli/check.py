@@ -4,7 +4,6 @@ Exit code 0: yes. 1: no, and the table says why. 2: the configuration itself is 
 module of its own, because it loads what a node loads.
 """
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from common import tls
 from common.cli.plan import refuse_busy_port
-from common.cli.settings import read
+from common.cli.settings import Parser, read
 from common.config import (
     DecodeConfig,
     EngineConfig,
@@ -38,6 +37,10 @@ from common.errors import ConfigError
 from common.model_directory import model_directory
 
 PROGRAM = "baton check"
+ABOUT = (
+    "Would this program run here, with these flags and this model? Starts nothing. "
+    "--role says which program: decode (default), prefill or router."
+)
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 SOON = timedelta(days=14)  # a certificate that nobody renews would be noticed until then
 STYLES = {"ok": "green", "note": "yellow", "fails": "red"}
@@ -180,18 +183,18 @@ def _size(num_bytes: int) -> str:
 def _findings(role: str, flags: list[str]) -> Callable[[], Iterator[Finding]]:
     match role:
         case "router":
-            router = read(RouterConfig, PROGRAM, flags)
+            router = read(RouterConfig, PROGRAM, flags, about=ABOUT)
             return lambda: router_findings(router)
         case "prefill":
-            prefill = read(PrefillConfig, PROGRAM, flags)
+            prefill = read(PrefillConfig, PROGRAM, flags, about=ABOUT)
             return lambda: node_findings(prefill)
         case _:
-            decode = read(DecodeConfig, PROGRAM, flags)
+            decode = read(DecodeConfig, PROGRAM, flags, about=ABOUT)
             return lambda: node_findings(decode)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser = Parser(prog=PROGRAM, add_help=False)
     parser.add_argument("--role", choices=("router", "prefill", "decode"), default="decode")
     options, flags = parser.parse_known_args()
     table = Table(title=f"{options.role} node" if options.role != "router" else "router")

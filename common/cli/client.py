@@ -11,13 +11,31 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import tls
+from common.cli import plan
 from common.config import TlsConfig
-from common.errors import ConfigError
-from common.rpc import make_channel
+from common.errors import ConfigError, InvalidRequest
+from common.rpc import check_address, make_channel
 from protos import router_pb2, router_pb2_grpc
 
 _POLL_S = 0.2
 _ANSWER_S = 5.0
+
+
+def add_router_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--router",
+        type=_address,
+        default=f"{plan.HOST}:{plan.ROUTER_PORT}",
+        metavar="HOST:PORT",
+        help="its gRPC port (%(default)s)",
+    )
+
+
+def _address(text: str) -> str:
+    try:
+        return check_address(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_tls_flags(parser: argparse.ArgumentParser) -> None:

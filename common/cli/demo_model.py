@@ -4,13 +4,12 @@ It exists so that the whole system can be tried, and its answers checked, withou
 as a module of its own: python -m common.cli.demo_model DIR
 """
 
-import argparse
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from common.cli.settings import wrong
+from common.cli.settings import Parser, wrong
 from common.demo import DIRECTORY
 
 
@@ -32,7 +31,7 @@ def write(directory: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="baton demo-model",
         description="Writes a tiny model that recalls, copies, reverses and adds.",
     )

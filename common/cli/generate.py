@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
 
 from common import tls
-from common.cli import client, plan
+from common.cli import client, settings
 from common.errors import ConfigError
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, GenerateResponse
 from protos.sampling_pb2 import Sampling
@@ -37,9 +37,9 @@ def request_from(arguments: argparse.Namespace) -> GenerateRequest:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="baton generate", description=__doc__, allow_abbrev=False)
+    parser = settings.Parser(prog="baton generate", description=__doc__)
     parser.add_argument("text", metavar="TEXT", help="the prompt; - reads standard input")
-    parser.add_argument("--router", default=f"{plan.HOST}:{plan.ROUTER_PORT}", metavar="HOST:PORT")
+    client.add_router_flag(parser)
     parser.add_argument("--chat", action="store_true", help="TEXT is a user's message")
     parser.add_argument("--stats", action="store_true", help="tokens and times, to standard error")
     client.add_tls_flags(parser)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from typing import NamedTuple
 
 EXIT_USAGE = 2
@@ -28,7 +29,13 @@ COMMANDS = {
 def usage() -> str:
     lines = [f"  {name:<11} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: baton COMMAND [ARGUMENT]...", "", *lines, "", "baton COMMAND --help tells more."]
+        [
+            "usage: baton COMMAND [ARGUMENT]...",
+            "",
+            *lines,
+            "",
+            "baton COMMAND --help tells more, baton --version which version this is.",
+        ]
     )
 
 
@@ -41,6 +48,9 @@ def main() -> int:
             os.execv(sys.executable, program)
         case ["-h" | "--help" | "help"]:
             print(usage())
+            return 0
+        case ["--version"]:
+            print(f"baton {version('baton')}")
             return 0
         case []:
             print(usage(), file=sys.stderr)

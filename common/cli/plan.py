@@ -47,7 +47,8 @@ class Wish:
     decode_port: int
     metrics_port: int | None  # the router's; the nodes take the next ones
     device: str  # auto | cpu | cuda
-    node_flags: tuple[str, ...]  # for every node
+    node_flags: tuple[str, ...] = ()  # for every node
+    router_flags: tuple[str, ...] = ()
     # cert, key and ca for every program, or nothing.
     tls: TlsConfig = field(default_factory=TlsConfig)
     served_model_name: str = ""  # "": what `model` says
@@ -89,6 +90,7 @@ def programs(wish: Wish) -> list[Program]:
         *([f"--served-model-name={wish.served_model_name}"] if wish.served_model_name else []),
         *(f"--prefill={node.address}" for node in nodes[: wish.prefill]),
         *(f"--decode={node.address}" for node in nodes[wish.prefill :]),
+        *wish.router_flags,
     )
     return [Program("router", "router", f"{wish.host}:{wish.port}", router), *nodes]
 

@@ -48,7 +48,7 @@ SHORT_NAMES = {
 R = TypeVar("R", bound=BaseModel)
 
 
-def read(record: type[R], program: str, arguments: Sequence[str]) -> R:
+def read(record: type[R], program: str, arguments: Sequence[str], *, about: str = "") -> R:
     """The record that `arguments`, the environment and the file named by --config make.
 
     Prints one line that names the knob and exits with code 2 where a value is wrong or missing;
@@ -57,12 +57,13 @@ def read(record: type[R], program: str, arguments: Sequence[str]) -> R:
     Args:
         program: how the user called it, for messages.
         arguments: the command line after the program's name.
+        about: sentences that --help begins with.
     """
     file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     file_parser.add_argument("--config", type=Path)
     try:
         known, flags = file_parser.parse_known_args(arguments)
-        values = _settings_class(record, program, flags, known.config)()
+        values = _settings_class(record, program, about, flags, known.config)()
         return record.model_validate(values.model_dump(exclude_unset=True))
     except ValidationError as error:
         wrong(program, "; ".join(_sentence(detail) for detail in error.errors()))
@@ -77,7 +78,7 @@ def wrong(program: str, message: str) -> NoReturn:
 
 
 def _settings_class(
-    record: type[BaseModel], program: str, flags: list[str], file: Path | None
+    record: type[BaseModel], program: str, about: str, flags: list[str], file: Path | None
 ) -> type[BaseSettings]:
     given = {} if file is None else _content(file)
 
@@ -98,7 +99,7 @@ def _settings_class(
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return (
-                _flags_source(settings_cls, program, flags),
+                _flags_source(settings_cls, program, about, flags),
                 _Environment(settings_cls),
                 InitSettingsSource(settings_cls, given),
                 InitSettingsSource(settings_cls, _empty_parts(record)),
@@ -110,24 +111,25 @@ def _settings_class(
 def _content(file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise SettingsError(f"--config: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"--config: {file}: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"--config: {file}: {error}") from error
     if not isinstance(content, dict | None):
         raise SettingsError(f"--config: {file} is not a mapping of knobs to values")
     return content or {}
 
 
 def _flags_source(
-    settings_class: type[BaseSettings], program: str, flags: list[str]
+    settings_class: type[BaseSettings], program: str, about: str, flags: list[str]
 ) -> CliSettingsSource[argparse.ArgumentParser]:
-    parser = _Parser(
+    parser = Parser(
         prog=program,
         usage="%(prog)s [--config FILE] [--FLAG VALUE]...",
-        description="Every flag can also be set by an environment variable "
+        description=f"{about} Every flag can also be set by an environment variable "
         f"({ENV_PREFIX}FRONT__HOST=0.0.0.0) or in the YAML file of --config "
         "(front: {host: 0.0.0.0}). A flag goes before a variable, a variable before the file.",
         formatter_class=_Help,
-        allow_abbrev=False,
     )
     return CliSettingsSource(
         settings_class,
@@ -142,7 +144,12 @@ def _flags_source(
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and says what is wrong as `wrong` does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
     def error(self, message: str) -> NoReturn:
         wrong(self.prog, f"{message} (--help lists what there is)")
 
@@ -151,7 +158,14 @@ class _Help(argparse.HelpFormatter):
     """Leaves out defaults that say nothing: the descriptions tell what an unset value means."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help and re.sub(r" \(default: none\)", "", action.help, flags=re.IGNORECASE)
+        return action.help and re.sub(
+            r" \(default: (none|\(\))\)", "", action.help, flags=re.IGNORECASE
+        )
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if isinstance(action.metavar, str):  # str,... in place of how Python writes a list
+            action.metavar = re.sub(r"^tuple\[(.+)\]$", r"\1", action.metavar)
+        super().add_argument(action)
 
 
 class _Environment(EnvSettingsSource):
@@ -180,5 +194,8 @@ def _sentence(detail: ErrorDetails) -> str:
     knob = "--" + ".".join(str(part) for part in detail["loc"]).replace("_", "-")
     if detail["type"] == "missing":
         return f"{knob} is required"
+    if detail["type"] == "extra_forbidden":
+        return f"{knob}: there is no such knob"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{knob}: {message[:1].lower()}{message[1:]}, got {detail['input']!r}"
+    sentence = f"{knob}: {message[:1].lower()}{message[1:]}"
+    return sentence if isinstance(detail["input"], dict) else f"{sentence}, got {detail['input']!r}"

@@ -20,9 +20,9 @@ from rich.live import Live
 from rich.text import Text
 
 from common import rpc, tls
-from common.cli import client, plan, top_frame
+from common.cli import client, settings, top_frame
 from common.cli.top_rates import Rates
-from common.errors import ConfigError, InvalidRequest
+from common.errors import ConfigError
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
 from protos.router_pb2_grpc import RouterStub
 
@@ -32,33 +32,30 @@ EXIT_USAGE = 2
 
 
 def _interval(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0.1 <= seconds <= 3600:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, got {text!r}")
     return seconds
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = settings.Parser(
         prog="baton top",
         description=__doc__,
-        allow_abbrev=False,
         epilog=f"Exits with {EXIT_NO_ANSWER} if --once gets no answer.",
     )
-    parser.add_argument("--router", default=f"{plan.HOST}:{plan.ROUTER_PORT}", metavar="HOST:PORT")
+    client.add_router_flag(parser)
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="S", help="between frames; default: 1"
+        "--interval", type=_interval, default=1.0, metavar="S", help="seconds between frames (1)"
     )
     parser.add_argument(
         "--once", action="store_true", help="print one frame, with rates over one interval"
     )
     client.add_tls_flags(parser)
-    options = parser.parse_args(arguments)
-    try:
-        rpc.check_address(options.router)
-    except InvalidRequest as error:
-        parser.error(f"--router: {error}")
-    return options
+    return parser.parse_args(arguments)
 
 
 class Top:

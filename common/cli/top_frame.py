@@ -18,7 +18,8 @@ _HOLDERS = {
     "cache": ("░", "bright_black"),
     "free": ("·", "bright_black"),
 }
-_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow"}  # any other: red
+# Any other is red.
+_STATES = {"ready": "green", "not ready": "yellow", "starting": "yellow", "draining": "yellow"}
 _PATHS = {
     "nvlink": "green",
     "cuda_ipc": "cyan",

@@ -6,6 +6,8 @@ them dies it says so with the end of its log, ends the others and exits with 1.
 
 import argparse
 import asyncio
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from common import demo, tls
 from common.cli import client, generate, plan, settings
 from common.cli.children import Child
 from common.cli.screen import Screen
-from common.config import DecodeConfig, PrefillConfig, Record
+from common.config import DecodeConfig, PrefillConfig, Record, RouterConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
 from common.rpc import join_address
@@ -29,6 +31,7 @@ SAMPLE = "Once upon a time"
 DEMO_NAME = "baton-demo"
 DEMO_SAMPLE = "add 27 15 ="  # of what the demo model has learned
 # Whoever asks stops before whoever answers: nothing is left waiting for a node that has gone.
+_BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # where no shell looks for it
 STOP_ORDER = ("router", "decode_node", "prefill_node")
 
 
@@ -110,10 +113,12 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
-    system = System(programs, options.var / "log", certificates)
     scheme = "http" if certificates is None else "https"
     http = f"{scheme}://{join_address(options.host, options.http_port)}"
+    logs = options.var / "log"
     sample = SAMPLE if options.model else DEMO_SAMPLE
+    system = System(programs, logs, certificates)
+    screen.say(f"starting {len(programs)} programs; their logs are in {logs}/")
     work = asyncio.ensure_future(
         _serve_forever(system, programs, http, sample, options.start_timeout, screen)
     )
@@ -183,13 +188,14 @@ def _to_try(
 ) -> list[str]:
     """Commands to paste."""
     ca = "" if certificates is None else certificates.config.ca
+    baton = "baton" if shutil.which("baton") else shlex.quote(str(_BESIDE_PYTHON))
     ask = f'{{"text":"{sample}","sampling":{{"max_tokens":8}}}}'
     body = f'{{"prompt":"{sample}","max_tokens":8}}'
     json = "-H 'Content-Type: application/json'"
     return [
         f"grpcurl {f'-cacert {ca}' if ca else '-plaintext'} -d '{ask}' {router} "
         "baton.v1.Router/Generate",
-        f'baton generate "{sample}" --max-tokens 8 --router {router}'
+        f'{baton} generate "{sample}" --max-tokens 8 --router {router}'
         + (f" --tls-ca {ca}" if ca else ""),
         f"curl {f'--cacert {ca} ' if ca else ''}{http}/v1/completions {json} -d '{body}'",
     ]
@@ -197,47 +203,76 @@ def _to_try(
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the flags left over for the nodes."""
-    parser = argparse.ArgumentParser(
+    parser = settings.Parser(
         prog=PROGRAM,
         description="Starts a router and nodes on this machine, waits until all are ready, and "
         "serves until Ctrl-C.",
         epilog="Any other flag goes to every node, such as --engine.cache.page-size 32; "
         "`baton prefill --help` lists them.",
-        allow_abbrev=False,
     )
     parser.add_argument("--model", help="directory or hub id (unset: the demo model)")
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes (1)")
     parser.add_argument("--host", default=plan.HOST, help="where all listen (%(default)s)")
-    parser.add_argument("--port", type=int, default=plan.ROUTER_PORT, help="router's (%(default)s)")
+    parser.add_argument(
+        "--port", type=_port, default=plan.ROUTER_PORT, help="router's, for gRPC (%(default)s)"
+    )
     parser.add_argument(
         "--http-port",
-        type=int,
+        type=_port,
         default=plan.HTTP_PORT,
         metavar="PORT",
         help="router's for the OpenAI API (%(default)s)",
     )
     for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
         first = f"first {role} node's ({port})"
-        parser.add_argument(f"--{role}-port", type=int, default=port, metavar="PORT", help=first)
+        parser.add_argument(f"--{role}-port", type=_port, default=port, metavar="PORT", help=first)
     parser.add_argument(
-        "--metrics-port", type=int, metavar="PORT", help="router's; nodes take the next ones"
+        "--metrics-port", type=_port, metavar="PORT", help="router's; nodes take the next ones"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--var", type=Path, default=Path("var"), help="logs (./var)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA devices if there are any",
+    )
+    parser.add_argument(
+        "--router-flags",
+        type=shlex.split,
+        default=[],
+        metavar="FLAGS",
+        help="for the router: '--policy least_tokens --processes 2'",
+    )
+    parser.add_argument(
+        "--var", type=Path, default=Path("var"), metavar="DIR", help="logs go to DIR/log (var)"
+    )
     client.add_tls_flags(parser)
-    parser.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="(900)")
-    parser.add_argument("--stop-timeout", type=float, default=60.0, metavar="S", help="(60)")
+    parser.add_argument(
+        "--start-timeout", type=float, default=900.0, metavar="S", help="until all are ready (900)"
+    )
+    parser.add_argument(
+        "--stop-timeout", type=float, default=60.0, metavar="S", help="for each to end (60)"
+    )
     options, node_flags = parser.parse_known_args(arguments)
     if options.prefill < 0 or options.decode < 1:
         settings.wrong(PROGRAM, "--decode must be at least 1 and --prefill at least 0")
     return options, node_flags
 
 
-def _check_node_flags(model: str, flags: list[str]) -> None:
-    """Ends this process where a node would refuse them."""
-    records: tuple[type[Record], ...] = (PrefillConfig, DecodeConfig)
-    for record in records:
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"a port is from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _check_flags(model: str, node_flags: list[str], router_flags: list[str]) -> None:
+    """Ends this process where a program would refuse them."""
+    records: tuple[tuple[type[Record], list[str]], ...] = (
+        (PrefillConfig, node_flags),
+        (DecodeConfig, node_flags),
+        (RouterConfig, router_flags),
+    )
+    for record, flags in records:
         settings.read(record, PROGRAM, [f"--model={model}", *flags])
 
 
@@ -258,7 +293,7 @@ def _have_model(model: str | None, screen: Screen) -> str:
 def main() -> int:
     options, node_flags = parse(sys.argv[1:])
     try:
-        _check_node_flags(options.model or "demo", node_flags)
+        _check_flags(options.model or "demo", node_flags, options.router_flags)
         model = _have_model(options.model, Screen())
         wish = plan.Wish(
             model=model,
@@ -272,6 +307,7 @@ def main() -> int:
             metrics_port=options.metrics_port,
             device=options.device,
             node_flags=tuple(node_flags),
+            router_flags=tuple(options.router_flags),
             tls=client.tls_config(options),
             served_model_name="" if options.model else DEMO_NAME,
         )

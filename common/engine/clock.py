@@ -48,14 +48,15 @@ class StepClock:
     def launched(self, batch: ScheduleBatch) -> None:
         self._launched.append(batch)
         if len(self._launched) == 1:
-            self._start(self.reading.finished)
+            self._start(self.reading.finished, self._now())
 
     def finished(self) -> None:
         """The oldest launched step is done; the next one, if any, starts now."""
         batch = self._launched.popleft()
         reading = self.reading
         assert reading.started_at is not None
-        elapsed = self._now() - reading.started_at
+        now = self._now()
+        elapsed = now - reading.started_at
         if batch.mode is ForwardMode.DECODE:
             self._per_decode = _average(self._per_decode, elapsed)
             self.meter.decoded(len(batch.slots), elapsed)
@@ -64,17 +65,17 @@ class StepClock:
             self._per_token = _average(self._per_token, elapsed / num_tokens)
             self.meter.prefilled(batch.mode, len(batch.slots), num_tokens, elapsed)
         if self._launched:
-            self._start(reading.finished + 1)
+            self._start(reading.finished + 1, now)
         else:
             self.reading = StepReading(batch.step, None, 0.0, reading.finished + 1)
 
-    def _start(self, finished: int) -> None:
+    def _start(self, finished: int, now: float) -> None:
         batch = self._launched[0]
         if batch.mode is ForwardMode.DECODE:
             expected = self._per_decode or 0.0
         else:
             expected = (self._per_token or 0.0) * batch.num_tokens
-        self.reading = StepReading(batch.step, self._now(), expected, finished)
+        self.reading = StepReading(batch.step, now, expected, finished)
 
 
 def _average(before: float | None, newest: float) -> float:

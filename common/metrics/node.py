@@ -139,6 +139,7 @@ HANDOFFS = Declared(
     "baton_handoffs",
     "counter",
     "Hand-offs by how they ended; held: the reader has everything. "
+    "Lost: on prefill nodes those of cancelled requests, and of answers of one token, too. "
     "Failed: given up by the owner itself; each of those is lost as well.",
     {"outcome": ("held", "lost", "failed")},
 )

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded, ServingError
-from common.node.cache_reports import ALL_WATCHERS
 from common.node.engine_link import EngineLink
 from common.node.messages import CacheChanged, WatchCache
 from common.node.streams import Outgoing
@@ -33,7 +32,7 @@ class CacheFeed:
 
     def __init__(self, engine: EngineLink) -> None:
         self._engine = engine
-        self._numbers = itertools.count(ALL_WATCHERS + 1)
+        self._numbers = itertools.count(1)
         self._watchers: dict[int, _Watcher] = {}
 
     async def watch(self, write: Callable[[node_pb2.CacheEvents], Awaitable[None]]) -> None:
@@ -56,21 +55,20 @@ class CacheFeed:
             self._engine.send(WatchCache(number, on=False))
 
     def changed(self, change: CacheChanged) -> None:
-        """The engine has told a change, to one watcher or to all that have had everything."""
+        """The engine has told a change, to newcomers or to all that have had everything."""
         events = node_pb2.CacheEvents(
             page_size=change.page_size,
             cleared=change.cleared,
             stored=_integers(change.stored),
             removed=_integers(change.removed),
         )
-        if change.watcher == ALL_WATCHERS:
-            for watcher in self._watchers.values():
-                if watcher.begun:
-                    watcher.outgoing.put(events)
-        elif change.watcher in self._watchers:
-            watcher = self._watchers[change.watcher]
-            watcher.begun = True
-            watcher.outgoing.put(events)
+        for number in change.watchers or self._watchers:
+            watcher = self._watchers.get(number)
+            if watcher is None:
+                continue  # it has gone meanwhile
+            watcher.begun = watcher.begun or bool(change.watchers)
+            if watcher.begun:
+                watcher.outgoing.put(events)
 
     def end(self, error: ServingError) -> None:
         """Ends every stream with `error`."""

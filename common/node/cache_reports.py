@@ -4,6 +4,7 @@ Changes go to all watchers once a step. Who begins to watch gets everything firs
 changes on only to those that have had it. Knows no streams.
 """
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 from common.node.messages import CacheChanged, WatchCache
 
 MAX_PAGES_PER_MESSAGE = 1 << 15
-ALL_WATCHERS = 0
+BEGIN_INTERVAL_S = 0.25  # between two times that watchers begin: everything is long
 
 
 class Change(Protocol):
@@ -44,32 +45,49 @@ class CacheSource(Protocol):
 class CacheReports:
     """Engine thread only."""
 
-    def __init__(self, cache: CacheSource, post: Callable[[CacheChanged], None]) -> None:
+    def __init__(
+        self,
+        cache: CacheSource,
+        post: Callable[[CacheChanged], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._cache = cache
         self._post = post
+        self._now = now
         self._watchers: set[int] = set()
+        self._newcomers: set[int] = set()
+        self._begin_at = 0.0
 
     def watch(self, message: WatchCache) -> None:
-        """A watcher comes or goes."""
-        if not message.on:
-            self._watchers.discard(message.watcher)
-            if not self._watchers:
-                self._cache.stop()
+        """A watcher comes or goes. Costs nothing: whoever calls often must not hold up steps."""
+        if message.on:
+            self._newcomers.add(message.watcher)
             return
+        self._newcomers.discard(message.watcher)
+        self._watchers.discard(message.watcher)
         if not self._watchers:
-            self._cache.start()
-        # What waits for the next flush is in everything too: telling it twice does no harm.
-        self._watchers.add(message.watcher)
-        self._tell(message.watcher, self._cache.everything())
+            self._cache.stop()
 
     def flush(self) -> None:
-        """Tells what has changed. Costs next to nothing without watchers."""
+        """Tells what has changed, and newcomers everything. Costs next to nothing without
+        watchers."""
         if self._watchers:
             change = self._cache.take()
             if change is not None:
-                self._tell(ALL_WATCHERS, change)
+                self._tell((), change)
+        if self._newcomers and self._now() >= self._begin_at:
+            self._begin()
 
-    def _tell(self, watcher: int, change: Change) -> None:
+    def _begin(self) -> None:
+        """Names every page, for all newcomers at once; the next ones wait for a while."""
+        if not self._watchers:
+            self._cache.start()
+        self._watchers |= self._newcomers
+        self._tell(tuple(self._newcomers), self._cache.everything())
+        self._newcomers.clear()
+        self._begin_at = self._now() + BEGIN_INTERVAL_S
+
+    def _tell(self, watchers: tuple[int, ...], change: Change) -> None:
         """In as many messages as it takes; nothing that is removed was stored in the same change,
         so the order does not matter."""
         most = MAX_PAGES_PER_MESSAGE
@@ -77,7 +95,7 @@ class CacheReports:
         for start in range(0, longest or 1, most):
             self._post(
                 CacheChanged(
-                    watcher,
+                    watchers,
                     self._cache.page_size,
                     change.cleared and not start,
                     array("Q", change.stored[start : start + most]).tobytes(),

@@ -109,7 +109,7 @@ def run_node(
     try:
         return uvloop.run(run())
     except ConfigError as error:
-        print(f"{role} node: {error}", file=sys.stderr)
+        print(f"baton {role}: {error}", file=sys.stderr)
         return 2
 
 
@@ -267,7 +267,7 @@ class _Node:
         self._supervision.draining = True
         await health.tell(False)
         if verdict.exit_code == 2:
-            print(f"{self._role} node: {verdict.reason}", file=sys.stderr)
+            print(f"baton {self._role}: {verdict.reason}", file=sys.stderr)
         else:
             level = logging.ERROR if verdict.exit_code else logging.INFO
             log.log(level, "ending %s", kv(because=verdict.reason))

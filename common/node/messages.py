@@ -140,12 +140,12 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):
-    """What has changed in the prefix cache, for one watcher or, 0, for all that have had all.
+    """What has changed in the prefix cache, for these watchers; none: for all that have had all.
 
     Pages are named as in common/prefix_hash.py, uint64 each in the machine's byte order.
     """
 
-    watcher: int
+    watchers: tuple[int, ...]
     page_size: int  # tokens
     cleared: bool  # what was told before is void
     stored: bytes

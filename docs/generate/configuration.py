@@ -23,6 +23,8 @@ file given with `--config`.
 | flag | `--engine.cache.page-size 32` |
 | environment | `BATON_ENGINE__CACHE__PAGE_SIZE=32` |
 | file | `engine: {cache: {page_size: 32}}` |
+
+A flag such as `--no-engine.cuda-graphs` switches off what is `True`; the other two say `false`.
 """
 
 

@@ -13,7 +13,7 @@ from typing import cast
 from common.logs import kv
 from router.http.request import BadRequest, Request, RequestReader
 from router.http.responder import JSON, Responder
-from router.http.shared import Shared
+from router.http.shared import Shared, peer_address
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +175,8 @@ class Connection(asyncio.Protocol):
         headers = (("retry-after", "1"),) if status == 503 else ()
         responder.reply(status, self._shared.error_body(status, sentence), JSON, headers)
         self._shared.metrics.http_answered(status)
-        peer = self._transport.get_extra_info("peername")
-        log.info("client turned away %s", kv(peer=peer, status=status, reason=sentence))
+        peer = peer_address(self._transport)
+        log.info("client turned away %s", kv(peer=peer, status=status, because=sentence))
         # Closed with unread bytes, the socket would take the answer back. TLS has no such half of
         # a connection, and an end of its own, which waits for the client's.
         if self._transport.can_write_eof():

@@ -15,7 +15,7 @@ from typing import cast
 
 from common.logs import kv
 from router.http.connection import Connection
-from router.http.shared import Shared
+from router.http.shared import Shared, peer_address
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Handshake(asyncio.Protocol):
         self.deadline = math.inf  # the event loop has one for handshakes
         self._shared = shared
         self._context = context
-        self._peer: object = None
+        self._peer = ""
         self._shaking: asyncio.Task[None]
 
     def expire(self) -> None:
@@ -49,7 +49,7 @@ class Handshake(asyncio.Protocol):
         # As many as a Connection has words for.
         if len(self._shared.members) < 2 * self._shared.limits.max_connections:
             descriptor = os.dup(transport.get_extra_info("socket").fileno())
-            self._peer = transport.get_extra_info("peername")
+            self._peer = peer_address(transport)
             self._shared.join(self)
             self._shaking = asyncio.ensure_future(self._shake(socket.socket(fileno=descriptor)))
         cast(asyncio.Transport, transport).abort()
@@ -66,7 +66,9 @@ class Handshake(asyncio.Protocol):
                 ssl_shutdown_timeout=limits.linger_s,
             )
         except OSError as error:  # of TLS, a reset, or the deadline
-            log.info("no TLS with a client %s", kv(peer=self._peer, because=error))
+            log.info(
+                "no TLS with a client %s", kv(peer=self._peer, because=str(error) or "it has gone")
+            )
         finally:
             if self in self._shared.members:  # it has not come to `_stands`
                 self._shared.leave(self)

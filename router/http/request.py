@@ -82,6 +82,8 @@ class RequestReader:
 
     def on_message_begin(self) -> None:
         self._draft = _Draft()
+        if not self.num_received:
+            self.num_received = 1  # or more: it came with the end of the one before
 
     def on_url(self, url: bytes) -> None:
         self._draft.url += url
@@ -95,7 +97,9 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         self._draft.head_complete = True
         headers = self._draft.headers
-        if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
+        # The parser has found it to be a number, but Python reads no more than 4300 digits of one.
+        length = headers.get(b"content-length", b"").strip().lstrip(b"0")
+        if int(length or b"0") > self._max_body_bytes:
             self._refuse(self._too_long_body())
         self.wants_continue = headers.get(b"expect", b"").lower() == b"100-continue"
 

@@ -17,7 +17,8 @@ _LINES[499] = "HTTP/1.1 499 Client Closed Request\r\n"
 
 
 class Responder:
-    """The answer to one request. Either one `reply`, or any number of `send` and one `finish`.
+    """The answer to one request. Either one `reply`, or any pieces by `send` or `push` and one
+    `finish`.
 
     After its client has gone everything here does nothing; its user is cancelled.
     """
@@ -55,10 +56,20 @@ class Responder:
         self.finished = True
         self._write(head if self._head_only or status == 304 else head + body)
 
-    async def send(self, piece: bytes, kind: str = EVENT_STREAM, headers: Headers = ()) -> None:
-        """Writes a piece of the answer, the head before the first one, and waits while the client
-        is slow: no writer is ever more than one piece ahead of what the transport holds."""
+    @property
+    def slow(self) -> bool:
+        """Whether the client leaves so much unread that no more should be written."""
+        return not self._writable.is_set()
+
+    def push(self, piece: bytes, kind: str = EVENT_STREAM, headers: Headers = ()) -> None:
+        """Writes a piece of the answer, the head before the first one. For a client that is not
+        slow."""
         self._write(self._begun(kind, headers) + self._framed(piece))
+
+    async def send(self, piece: bytes, kind: str = EVENT_STREAM, headers: Headers = ()) -> None:
+        """As `push`, and waits while the client is slow: no writer is ever more than one piece
+        ahead of what the transport holds."""
+        self.push(piece, kind, headers)
         if not self._writable.is_set():
             await self._writable.wait()
 

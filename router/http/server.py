@@ -1,6 +1,7 @@
 """Listens, looks after the connections' deadlines, and ends them in order."""
 
 import asyncio
+import os
 import ssl
 from collections.abc import Callable
 
@@ -43,7 +44,8 @@ class HttpServer:
             )
         except OSError as error:
             address = join_address(host, port)
-            reason = error.strerror or str(error)
+            # uvloop puts the address into the sentence, which has it already.
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"--http-port: cannot listen on {address}: {reason}") from error
         self._tick()
         bound: int = self._listener.sockets[0].getsockname()[1]

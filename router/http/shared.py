@@ -8,11 +8,18 @@ from email.utils import formatdate
 from typing import Any, Protocol, TypeAlias
 
 from common.metrics import RouterMetrics
+from common.rpc import join_address
 from router.http.request import Request
 from router.http.responder import Responder
 
 Handler: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
+
+
+def peer_address(transport: asyncio.BaseTransport) -> str:
+    """host:port of the client; "gone" if it has closed the connection already."""
+    peer = transport.get_extra_info("peername")
+    return join_address(*peer[:2]) if peer else "gone"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from router.openai.asked import Asked
 from router.openai.bodies import BodyReader
 from router.openai.fields import UNSUPPORTED, Fields, Int32, check_multiplied, samplings, stops
 from router.openai.problems import Refusal
+from router.validation import MAX_MESSAGES
 from router.wanted import Messages, Turn, Wanted
-
-_MAX_MESSAGES = 4096
 
 
 class Part(msgspec.Struct):
@@ -27,7 +26,7 @@ class Message(msgspec.Struct):
 
 
 class ChatFields(Fields, kw_only=True):
-    messages: Annotated[list[Message], msgspec.Meta(max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
     max_completion_tokens: Int32 | None = None
 
 

@@ -53,9 +53,11 @@ class GenerationEndpoint:
             await self._generate(asked.requests, request_id, session_id, reply, traceparent)
         except Refusal as refusal:
             self._metrics.rejected("invalid")
-            log.info("request refused %s", kv(request_id=request_id, reason=refusal))
+            log.info("request refused %s", kv(request_id=request_id, because=refusal))
             refusal.reply(responder, headers)
         except ServingError as error:
+            if responder.finished:
+                return  # all choices have ended; one only waited for a slow client to take its end
             problem = problems.of_error(error, self._dialect.field_names)
             if responder.status:
                 # Too late for a status. Without [DONE] no client takes this for the whole answer.
@@ -89,14 +91,16 @@ class GenerationEndpoint:
         """Runs all choices at once; the first that fails ends the others."""
         if len(choices) == 1:
             only = replace(choices[0], request_id=request_id, session_id=session_id)
-            await self._generator.generate(only, partial(reply.write, 0), traceparent)
+            await self._generator.generate(
+                only, partial(reply.write, 0), traceparent, partial(reply.offer, 0)
+            )
             return
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, choice in enumerate(choices):
                     one = replace(choice, request_id=f"{request_id}-{index}", session_id=session_id)
-                    write = partial(reply.write, index)
-                    tasks.create_task(self._generator.generate(one, write, traceparent))
+                    write, offer = partial(reply.write, index), partial(reply.offer, index)
+                    tasks.create_task(self._generator.generate(one, write, traceparent, offer))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 

@@ -61,6 +61,11 @@ class Reply(Protocol):
         """Takes what choice `index` adds. After the last piece of all the answer is complete."""
         ...
 
+    def offer(self, index: int, piece: Piece) -> bool:
+        """Takes what choice `index` adds, and is not its last, unless the client is slow; returns
+        whether it has."""
+        ...
+
 
 class WholeReply:
     """One JSON object at the end."""
@@ -77,11 +82,15 @@ class WholeReply:
         self._ends: dict[int, LastPiece] = {}
 
     async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
-        self._texts[index].append(piece.text)
+        self.offer(index, piece)
         if isinstance(piece, LastPiece):
             self._ends[index] = piece
             if len(self._ends) == len(self._texts):
                 self._reply()
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        self._texts[index].append(piece.text)
+        return True
 
     def _reply(self) -> None:
         choices = [
@@ -122,11 +131,23 @@ class StreamedReply:
             if len(self._ends) == self._num_choices:
                 self._responder.finish(event + self._last_words(), EVENT_STREAM, self._headers)
                 return
-        elif piece.text or index not in self._begun:
+        elif self._is_news(index, piece):
             event = self._event(index, piece.text, None)
         else:
-            return  # half a character: there is nothing to tell yet
+            return
         await self._responder.send(event, EVENT_STREAM, self._headers)
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        if self._responder.slow:
+            return False
+        if self._is_news(index, piece):
+            event = self._event(index, piece.text, None)
+            self._responder.push(event, EVENT_STREAM, self._headers)
+        return True
+
+    def _is_news(self, index: int, piece: Piece) -> bool:
+        """Half a character is none; that the answer has begun is."""
+        return bool(piece.text) or index not in self._begun
 
     def _event(self, index: int, text: str, finish_reason: str | None) -> bytes:
         first = index not in self._begun

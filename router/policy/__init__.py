@@ -2,9 +2,10 @@
 
 from router.choices import DecodeChoice, Placement, PrefillChoice, Prompt
 from router.policy.contract import Policy
-from router.policy.table import make_policy
+from router.policy.table import HEED_PREFIXES, make_policy
 
 __all__ = [
+    "HEED_PREFIXES",
     "DecodeChoice",
     "Placement",
     "Policy",

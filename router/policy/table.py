@@ -24,6 +24,7 @@ _POLICIES: dict[str, Callable[[Load, PrefixIndex, random.Random], Policy]] = {
     "consistent_hash": lambda load, prefixes, rng: ConsistentHash(load),
 }
 NAMES = tuple(_POLICIES)
+HEED_PREFIXES = frozenset({"prefix_aware"})  # those to which it matters what is cached where
 
 
 def make_policy(

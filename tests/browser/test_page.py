@@ -277,7 +277,7 @@ def test_a_node_that_dies_is_shown_within_seconds_and_so_is_its_return(
         "the dead node is unreachable",
         SECONDS,
     )
-    view.until(lambda: view.text("#router-state").startswith("starting: no decode"), "told on top")
+    view.until(lambda: view.text("#router-state").startswith("not ready: no decode"), "told on top")
     assert view.texts(".link") == []
     background(cluster.start_again(node))
     view.until(

@@ -4,6 +4,7 @@ import filecmp
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -29,6 +30,11 @@ def test_without_a_command_it_lists_them():
     assert (said.returncode, said.stdout) == (2, "")
     for command in ("up", "generate", "check", "demo-model", "router", "prefill", "decode"):
         assert f"  {command} " in said.stderr
+
+
+def test_it_tells_its_version():
+    said = _baton("--version")
+    assert (said.returncode, said.stdout) == (0, f"baton {version('baton')}\n")
 
 
 def test_help_is_no_error():
@@ -57,12 +63,34 @@ def test_arguments_reach_the_program():
         (["--no-such-flag"], "--no-such-flag"),
         (["--decode=0"], "--decode"),
         (["--prefill=x"], "--prefill"),
+        (["--port=65536"], "--port: a port is from 1 to 65535, got '65536'"),
+        (["--router-flags=--policy=fastest"], "--policy"),
     ],
 )
 def test_up_refuses_wrong_flags_before_it_starts_anything(flags, words):
     said = _baton("up", *flags)
     assert (said.returncode, said.stdout) == (2, "")
     assert words in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "hello", "--router=nowhere"],
+        ["generate", "hello", "--temperature=warm"],
+        ["top", "--interval=0"],
+        ["top", "--router=127.0.0.1"],
+        ["bench", "load", "--rate=x"],
+        ["demo-model"],
+        ["check", "--role=driver"],
+    ],
+)
+def test_every_command_says_what_is_wrong_in_one_line(arguments):
+    said = _baton(*arguments)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.startswith(f"baton {arguments[0]}") and len(said.stderr.splitlines()) == 1
 
 
 def test_generate_says_why_there_is_no_answer():

@@ -23,6 +23,7 @@ WISH = plan.Wish(
     metrics_port=9000,
     device="cpu",
     node_flags=("--engine.cache.page-size=64",),
+    router_flags=("--policy=random",),
 )
 RECORDS = {"router": RouterConfig, "prefill_node": PrefillConfig, "decode_node": DecodeConfig}
 
@@ -41,6 +42,7 @@ def test_every_program_understands_its_flags():
     ports = [config.front.port for config in configs.values()]
     assert ports == [50050, 50100, 50101, 50200]
     assert configs["router"].http_port == 8000
+    assert configs["router"].policy == "random"
     assert [config.front.metrics_port for config in configs.values()] == [9000, 9001, 9002, 9003]
     assert configs["decode-0"].engine.cache.page_size == 64
     assert configs["decode-0"].mode == "disaggregated"

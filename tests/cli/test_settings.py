@@ -1,6 +1,7 @@
 """Where a configuration comes from, which source goes first, and what a wrong value looks like."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -132,7 +133,7 @@ def test_a_wrong_environment_names_the_knob(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("engine: {modle: m}", "--engine.modle"),
+        ("engine: {modle: m}", "--engine.modle: there is no such knob"),
         ("engine: [", "expected"),
         ("- a", "mapping"),
     ],
@@ -152,6 +153,16 @@ def test_help_lists_every_flag_with_its_description(capsys):
     assert "tokens per KV page" in text
     assert "BATON_FRONT__HOST" in text
     assert "None" not in text
+
+
+def test_help_says_something_of_every_flag_and_shows_no_python(capsys):
+    for record in (RouterConfig, DecodeConfig):
+        with pytest.raises(SystemExit):
+            read(record, "program", ["--help"])
+        text = capsys.readouterr().out
+        assert "tuple[" not in text and "()" not in text
+        # What has no description has its default alone, right after its name.
+        assert not re.search(r"--\S+ \w+\s+\(default", text)
 
 
 def test_reading_a_configuration_loads_neither_torch_nor_grpc():
@@ -204,4 +215,11 @@ def test_a_router_calls_nodes_with_what_it_shows_to_clients_unless_told_otherwis
     assert _to_nodes(
         *clients, *nodes, "--nodes-tls.ca=a", "--nodes-tls.server-name=n"
     ) == TlsConfig(cert="nc", key="nk", ca="a", server_name="n")
+    named = ("--nodes-tls.server-name=n",)
+    assert _to_nodes(*clients, "--tls-ca=a", *named) == TlsConfig(
+        cert="c", key="k", ca="a", server_name="n"
+    )
     assert _complaint(capsys, RouterConfig, "--model=m", *nodes).startswith("--nodes-tls: needs ca")
+    assert _complaint(capsys, RouterConfig, "--model=m", *named).startswith(
+        "--nodes-tls: server_name says nothing without ca"
+    )

@@ -177,7 +177,7 @@ def test_once_prints_a_frame_without_colours_and_exits_with_0(router):
         said, _ = program.communicate(timeout=WAIT_S)
     assert program.returncode == 0
     assert "\x1b" not in said
-    assert said.startswith(f"baton top  {router.address()} starting: no decode node")
+    assert said.startswith(f"baton top  {router.address()} not ready: no decode node")
     assert said.count("unreachable") == 2
 
 

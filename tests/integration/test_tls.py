@@ -146,11 +146,15 @@ async def test_certificates_and_authority_are_replaced_without_a_restart(
     Authority().write(config.cert.parent)
     (prefill,), (decode,) = cluster.prefill, cluster.decode
     await cluster.kill(prefill)
-    await cluster.start_again(prefill)
 
     async def paired() -> bool:
         return bool((await decode.describe()).links)
 
+    async def alone() -> bool:
+        return not await paired()
+
+    await cluster.wait_until(alone, "the dead node is off the decode node's books")
+    await cluster.start_again(prefill)
     await cluster.wait_until(paired, "the decode node has paired again", 60.0)
     await client.until_serving(
         cluster.address, "baton.v1.Router", tls.certificates(config, "the test's")
@@ -169,7 +173,6 @@ async def test_a_router_says_why_it_cannot_use_a_node_of_another_authority(
         f"--model={model}",
         "--port=0",
         "--http-port=0",
-        *(f"--prefill={node.address}" for node in cluster.prefill),
         *(f"--decode={node.address}" for node in cluster.decode),
         *flags("nodes-tls", stranger),
     )

@@ -63,6 +63,24 @@ def test_what_clients_send_stays_in_its_field():
     assert len(record["level_"]) < 400
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("numpy.float64(0.5)", 0.5),
+        ("numpy.int32(7)", "7"),
+        ("b'x'.decode() + '\\udc80'", "x\udc80"),
+        ("float('nan')", None),
+        ("2 ** 70", 2**70),
+        ("None", None),
+    ],
+)
+def test_no_value_loses_its_line(value, shown):
+    (record,) = records_of(f"import numpy\nlog.info('%s said %s', {value}, kv(what={value}))")
+    assert record["what"] == shown
+    (line,) = lines_of(f"import numpy\nlog.info('said %s', kv(what={value}))", "text")
+    assert "what=" in line
+
+
 def test_an_argument_that_is_no_field_is_part_of_the_sentence():
     (record,) = records_of("log.info('%s of %d %s', 'one', 2, kv(rest=3))")
     assert (record["message"], record["rest"]) == ("one of 2", 3)

@@ -3,6 +3,9 @@
 import asyncio
 import os
 import socket
+import ssl
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,8 +28,10 @@ from common import rpc, tls
 from common.config import TlsConfig
 from common.errors import ConfigError
 from protos import router_pb2, router_pb2_grpc
+from tests.node.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.cluster import free_ports
+from tests.support.programs import ROOT
 
 EMPTY = TlsConfig()
 
@@ -175,6 +180,17 @@ async def test_files_that_are_wrong_are_a_warning_and_what_was_good_stays(
         assert await ask_anew(address, new.write(tmp_path / "caller")) == ""
 
 
+def test_files_that_are_good_a_little_later_are_used_then(authority, tmp_path):
+    """The clock here is behind that of whoever signed."""
+    config = authority.write(tmp_path)
+    certificates = tls.Certificates(config, "--front.tls", again_s=0.01)
+    old = certificates.current()
+    authority.write(tmp_path, not_before=datetime.now(UTC) + timedelta(seconds=2))
+    assert certificates.current() is old
+    eventually(lambda: certificates.current() is not old)
+    assert certificates.current().cert == config.cert.read_bytes()
+
+
 def test_the_same_object_is_given_until_the_files_change(authority, tmp_path):
     certificates = tls.Certificates(authority.write(tmp_path), "--front.tls")
     first = certificates.current()
@@ -199,6 +215,18 @@ def test_files_behind_a_link_that_turns_are_new_ones(authority, tmp_path):
 # What is refused at the start --------------------------------------------------------------------
 
 
+# As DER has them: "version 3", and "P-256".
+VERSION = bytes.fromhex("a003020102")
+CURVE = bytes.fromhex("06082a8648ce3d030107")
+
+
+def _change(path: Path, what: bytes, last: bytes) -> None:
+    """Another last byte of `what`, in a certificate."""
+    der = x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(Encoding.DER)
+    assert what in der
+    path.write_text(ssl.DER_cert_to_PEM_cert(der.replace(what, what[:-1] + last)))
+
+
 def _encrypted(path: Path) -> None:
     key = load_pem_private_key(path.read_bytes(), None)
     how = BestAvailableEncryption(b"secret")
@@ -211,6 +239,8 @@ def _encrypted(path: Path) -> None:
         (lambda c: c.cert.unlink(), "tls.crt: No such file or directory"),
         (lambda c: (c.key.unlink(), c.key.mkdir()), "tls.key: Is a directory"),
         (lambda c: c.cert.write_text("x"), "tls.crt holds no PEM certificate"),
+        (lambda c: _change(c.cert, VERSION, b"\x09"), "tls.crt holds no PEM certificate"),
+        (lambda c: _change(c.cert, CURVE, b"\x7f"), "tls.crt is of a key that cannot be used"),
         (lambda c: c.ca.write_text(""), "ca.crt holds no PEM certificate"),
         (lambda c: c.key.write_text("x"), "tls.key holds no PEM private key"),
         (lambda c: _encrypted(c.key), "tls.key is encrypted"),
@@ -228,6 +258,15 @@ def test_a_file_that_is_of_no_use_is_refused_by_name(authority, tmp_path, spoil,
         tls.certificates(config, "--front.tls")
     assert str(caught.value).startswith("--front.tls: ")
     assert "\n" not in str(caught.value)
+
+
+def test_no_program_without_tls_loads_the_library_that_reads_certificates():
+    code = "import router.__main__, prefill_node.__main__, decode_node.__main__, sys"
+    command = [sys.executable, "-c", f"{code}; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = done.stdout.split()
+    assert "common.tls" in names
+    assert not [name for name in names if name.startswith("cryptography")]
 
 
 def test_an_authority_that_ended_may_stand_beside_one_that_has_not(authority, tmp_path):

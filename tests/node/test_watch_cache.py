@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from common.engine.cache_events import CacheChange
 from common.errors import Overloaded
 from common.node.cache_feed import CacheFeed
+from common.node.cache_reports import CacheReports
 from common.node.messages import CacheChanged, WatchCache
 from common.prefix_hash import page_names
 from protos import node_pb2, node_pb2_grpc
@@ -142,9 +144,9 @@ class Engine:
         self.sent.append(message)
 
 
-def change(watcher: int, first: int, count: int, *, cleared: bool = False) -> CacheChanged:
+def change(*watchers: int, first: int, count: int, cleared: bool = False) -> CacheChanged:
     pages = array("Q", range(first, first + count)).tobytes()
-    return CacheChanged(watcher, PAGE_SIZE, cleared, pages, b"")
+    return CacheChanged(watchers, PAGE_SIZE, cleared, pages, b"")
 
 
 async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
@@ -161,11 +163,10 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
     slow, fast = asyncio.create_task(feed.watch(stuck)), asyncio.create_task(feed.watch(write))
     await asyncio.sleep(0)
     assert engine.sent == [WatchCache(1, True), WatchCache(2, True)]
-    feed.changed(change(0, 0, 5))  # before they have been told what it is that changes
-    for watcher in (1, 2):
-        feed.changed(change(watcher, 0, 10, cleared=True))
+    feed.changed(change(first=0, count=5))  # before they have been told what it is that changes
+    feed.changed(change(1, 2, 3, first=0, count=10, cleared=True))
     for number in range(3000):
-        feed.changed(change(0, number, 1))
+        feed.changed(change(first=number, count=1))
         await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await slow
@@ -174,3 +175,41 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
     fast.cancel()
     await asyncio.gather(fast, return_exceptions=True)
     assert engine.sent[-1] == WatchCache(2, False)
+
+
+class Cache:
+    """Counts how often it has to name all that it has: two pages, of which one is new."""
+
+    page_size = PAGE_SIZE
+
+    def __init__(self) -> None:
+        self.named = 0
+
+    def start(self) -> None:
+        self.named += 1
+
+    def stop(self) -> None:
+        pass
+
+    def everything(self) -> CacheChange:
+        self.named += 1
+        return CacheChange(True, (1, 2), ())
+
+    def take(self) -> CacheChange | None:
+        return CacheChange(False, (2,), ())
+
+
+def test_callers_that_come_and_go_all_the_time_do_not_hold_up_steps():
+    cache, told, now = Cache(), list[CacheChanged](), 0.0
+    reports = CacheReports(cache, told.append, lambda: now)
+    for number in range(1, 1001):
+        reports.watch(WatchCache(number, on=True))
+        reports.flush()
+        if number not in (7, 1000):
+            reports.watch(WatchCache(number, on=False))
+        now += 1e-4
+    assert cache.named <= 2
+    now += 10.0
+    reports.flush()
+    begun = [number for message in told for number in message.watchers]
+    assert {7, 1000} <= set(begun) and len(begun) == len(set(begun))

@@ -10,7 +10,7 @@ import pytest
 from common import rpc
 from common.prefix_hash import page_names
 from protos.decode_pb2 import FINISH_REASON_STOP as STOP
-from protos.router_pb2 import TokenIds
+from protos.router_pb2 import GetClusterRequest, TokenIds
 from router import cache_watch
 from router.cache_watch import CacheWatch
 from router.prefix_index import PrefixIndex, PromptPrefixes
@@ -71,6 +71,19 @@ async def test_nonsense_is_not_believed(
         node.tell_cache(**nonsense)
         await eventually(lambda: node.watchers and told not in node.watchers)
         assert index.num_pages(node.address) == 0
+
+
+@pytest.mark.parametrize("policy, listens", [("prefix_aware", True), ("least_tokens", False)])
+async def test_nodes_are_heard_only_where_the_policy_heeds_what_they_say(
+    model: Path, policy: str, listens: bool
+) -> None:
+    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
+        nodes = {"decode": [decode.address], "prefill": [prefill.address]}
+        async with router_for(model, policy=policy, **nodes) as (client, _):
+            await client.wait_until_serving()
+            for _ in range(2):  # what was called before these has arrived before them
+                await client.stub.GetCluster(GetClusterRequest())
+            assert bool(prefill.watchers) is listens
 
 
 async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model: Path) -> None:

@@ -85,13 +85,67 @@ async def test_a_buffer_takes_no_more_tokens_than_were_asked_for() -> None:
     buffer = TokenBuffer(max_tokens=2)
     assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
     buffer.end(End("length"))
-    assert await buffer.drain() == ([1, 2], End("length"))
+    assert await buffer.taken(pair) == ([1, 2], End("length"))
 
 
 async def test_tokens_before_a_failure_are_still_told() -> None:
     buffer = TokenBuffer(max_tokens=2)
     buffer.append(1)
     buffer.end(NodeUnavailable("gone"))
-    assert await buffer.drain() == ([1], None)
+    assert await buffer.taken(pair) == ([1], None)
     with pytest.raises(NodeUnavailable):
-        await buffer.drain()
+        await buffer.taken(pair)
+
+
+async def test_a_writer_sleeps_through_tokens_that_it_does_away_with() -> None:
+    buffer = TokenBuffer(max_tokens=3)
+    taken: list[list[int]] = []
+
+    def take(tokens: list[int], end: End | None) -> End | None:
+        taken.append(tokens)
+        return end
+
+    writer = asyncio.create_task(buffer.taken(take))
+    for token in (1, 2):
+        await asyncio.sleep(0)
+        buffer.append(token)
+        buffer.tell()
+    assert taken == [[1], [2]]
+    buffer.append(3)
+    buffer.end(End("length"))
+    buffer.tell()
+    assert taken == [[1], [2], [3]]
+    assert await writer == End("length")
+
+
+async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before_it() -> None:
+    buffer = TokenBuffer(max_tokens=2)
+    taken: list[int] = []
+    writer: asyncio.Task[None] = asyncio.create_task(
+        buffer.taken(lambda tokens, end: taken.extend(tokens))
+    )
+    await asyncio.sleep(0)
+    buffer.append(1)
+    buffer.end(NodeUnavailable("gone"))
+    buffer.tell()
+    with pytest.raises(NodeUnavailable):
+        await writer
+    assert taken == [1]
+
+
+async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else() -> None:
+    buffer = TokenBuffer(max_tokens=1)
+
+    def take(tokens: list[int], end: End | None) -> None:
+        raise ZeroDivisionError
+
+    writer: asyncio.Task[None] = asyncio.create_task(buffer.taken(take))
+    await asyncio.sleep(0)
+    buffer.append(1)
+    buffer.tell()
+    with pytest.raises(ZeroDivisionError):
+        await writer
+
+
+def pair(tokens: list[int], end: End | None) -> tuple[list[int], End | None]:
+    return tokens, end

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
+from router import sources
 from router.discovery import Discovery, Members
 from router.sources import MAX_ADDRESSES, Addresses, Times, resolve
 
@@ -326,6 +327,39 @@ async def test_a_pipe_whose_other_end_may_never_come_is_an_error(tmp_path: Path)
     os.mkfifo(tmp_path / "nodes")
     with pytest.raises(ConfigError, match="is no file"):
         await Discovery([], [f"file:{tmp_path / 'nodes'}"], times=HURRIED).start()
+
+
+async def test_a_file_that_stays_the_same_is_parsed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand addresses take a parser 30 ms, for which no request would move on."""
+    parsed: list[bytes] = []
+    load = sources.yaml.load
+    monkeypatch.setattr(
+        sources.yaml, "load", lambda text, kind: (parsed.append(text), load(text, kind))[1]
+    )
+    file = tmp_path / "nodes"
+    file.write_text(f"[{D0}]")
+    source = sources.parse(f"file:{file}", "decode", resolve, HURRIED)
+    for _ in range(3):
+        assert await source.look() == (D0,)
+    file.write_text(f"[{D1}]")
+    assert await source.look() == (D1,)
+    assert parsed == [f"[{D0}]".encode(), f"[{D1}]".encode()]
+
+
+async def test_a_file_that_cannot_even_be_looked_for_keeps_its_last_list(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "nodes"
+    file.write_text(f"[{D0}]")
+    async with watching([], [f"file:{file}"]) as watched:
+        file.unlink()
+        file.symlink_to("a" * 300)  # no file can have that name
+        await watched.until(lambda: "too long" in caplog.text)
+        file.unlink()
+        file.write_text(f"[{D1}]")
+        assert await watched.changed() == Members((), (D1,))
 
 
 # Several entries --------------------------------------------------------------------------------

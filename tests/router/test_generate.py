@@ -294,8 +294,9 @@ async def test_tokenize_and_detokenize_are_inverse(model: Path) -> None:
         assert list(tokens) == [0, *ids("the größe")]
         answer = await client.stub.Detokenize(DetokenizeRequest(token_ids=tokens))
         assert answer.text == "the größe"
-        error = await failure(client.stub.Detokenize(DetokenizeRequest(token_ids=[10**6])))
-        assert error.code() is StatusCode.INVALID_ARGUMENT
+        for bad in [10**6], [5] * (CONTEXT_LENGTH + 1):
+            error = await failure(client.stub.Detokenize(DetokenizeRequest(token_ids=bad)))
+            assert error.code() is StatusCode.INVALID_ARGUMENT
         error = await failure(client.stub.Tokenize(TokenizeRequest()))
         assert error.code() is StatusCode.INVALID_ARGUMENT
 

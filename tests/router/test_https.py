@@ -1,6 +1,8 @@
 """The router's HTTP port with TLS: handshakes, their limits, and certificates that change."""
 
 import asyncio
+import logging
+import re
 import socket
 import ssl
 import time
@@ -173,6 +175,7 @@ async def test_a_client_counts_once(authority, tmp_path):
 async def test_a_client_that_cannot_be_understood_is_told_so_over_tls_too(
     authority, tmp_path, caplog
 ):
+    caplog.set_level(logging.INFO)
     config = authority.write(tmp_path)
     async with serving(config.model_copy(update={"ca": None})) as (port, shared):
         async with connected(port, trusting(config)) as (reader, writer):
@@ -180,6 +183,7 @@ async def test_a_client_that_cannot_be_understood_is_told_so_over_tls_too(
             async with asyncio.timeout(PATIENCE_S):
                 assert (await reader.read()).startswith(b"HTTP/1.1 400")
         await until(lambda: not shared.members)
+    assert re.search(r"client turned away peer=127\.0\.0\.1:\d+ ", caplog.text)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

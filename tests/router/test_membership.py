@@ -210,6 +210,24 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
             await eventually(lambda: peers(decode) == [p1.address])
 
 
+async def test_a_node_that_leaves_while_it_is_asked_does_not_keep_others_from_joining(
+    model: Path, tmp_path: Path
+) -> None:
+    roster = Roster(tmp_path)
+    async with StubDecodeNode() as silent, StubDecodeNode() as first, StubDecodeNode() as joiner:
+        silent.answering.clear()
+        roster.join(first)
+        async with router(model, roster) as (client, running):
+            await client.wait_until_serving()
+            roster.join(silent)
+            await eventually(lambda: silent.num_asked)
+            roster.leave(silent)
+            await eventually(lambda: not silent.streams)
+            roster.join(joiner)
+            await eventually(lambda: len(running.cluster.usable()) == 2)
+        silent.answering.set()
+
+
 async def test_a_node_of_the_other_role_gets_no_requests(model: Path) -> None:
     async with StubDecodeNode() as node, StubDecodeNode() as other:
         other.description.role = "prefill"

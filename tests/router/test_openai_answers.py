@@ -1,6 +1,7 @@
 """What clients of the OpenAI API get, with a decode node that says what the test tells it."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -338,11 +339,14 @@ async def test_without_a_usable_node_it_is_alive_but_not_ready(model: Path) -> N
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_ready_goes_with_the_node(model: Path) -> None:
+async def test_ready_goes_with_the_node(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with api_for(model) as api:
         assert (await api.get("/ready")).json == {"status": "ready"}
         api.node.change_status(state="draining")
         await eventually(lambda: not api.router.cluster.ready)
+        await eventually(lambda: 'not ready because="no decode node' in caplog.text)
+        assert [each.getMessage() for each in caplog.records].count("ready") == 1
         assert (await api.get("/ready")).status == 503
         assert (await api.get("/health")).status == 200
 

@@ -118,6 +118,13 @@ async def test_a_request_may_come_in_pieces_of_any_size(size: int) -> None:
         assert (await wire.response()).body == b"abcdefg"
 
 
+async def test_a_length_may_have_any_number_of_zeros_in_front() -> None:
+    async with site() as served, connected(served.port) as wire:
+        length = b"0" * 5000 + b"5"
+        await wire.send(b"POST /echo HTTP/1.1\r\ncontent-length: " + length + b"\r\n\r\nhello")
+        assert (await wire.response()).body == b"hello"
+
+
 async def test_a_trailer_is_no_header() -> None:
     async with site() as served, connected(served.port) as wire:
         for headers, trailers, told in (
@@ -283,6 +290,14 @@ async def test_a_request_that_does_not_arrive_in_time_is_408() -> None:
         answer = await wire.response()
         assert (answer.status, "0.1 s" in answer.error["message"]) == (408, True)
         assert await wire.ended()
+
+
+async def test_a_request_that_begins_behind_another_has_the_same_deadline() -> None:
+    async with site(receive_s=0.1) as served, connected(served.port) as wire:
+        whole = request("POST", "/echo", b"body")
+        await wire.send(whole + whole[:-1])
+        assert (await wire.response()).body == b"body"
+        assert (await wire.response()).status == 408
 
 
 async def test_bytes_that_trickle_in_do_not_move_the_deadline() -> None:

@@ -107,7 +107,7 @@ def test_the_json_of_an_empty_cluster_has_every_field():
 async def test_a_router_that_cannot_place_a_request_says_why(model: Path):
     async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
         told = (await get(router.http_port, "/cluster")).json
-    assert told["router"]["state"] == "starting"
+    assert told["router"]["state"] == "not ready"
     assert "no decode node" in told["router"]["reason"]
     assert [node["state"] for node in told["nodes"]] == ["unreachable"]
 

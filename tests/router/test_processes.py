@@ -114,7 +114,10 @@ def test_each_process_has_its_own_metrics_port(model: Path, programs: list[Progr
 
 @pytest.mark.parametrize(
     "flag, start, second",
-    [("--port", "router: cannot listen", "1"), ("--http-port", "router: --http-port: cannot", "2")],
+    [
+        ("--port", "baton router: cannot listen", "1"),
+        ("--http-port", "baton router: --http-port: cannot", "2"),
+    ],
 )
 def test_another_router_on_the_port_of_several_is_one_clear_line(
     model: Path, programs: list[Program], flag: str, start: str, second: str
@@ -140,7 +143,8 @@ def test_what_no_process_can_start_with_is_said_once(
     programs.append(rig.program)
     assert rig.program.exit_code() == 2
     assert (
-        len([line for line in rig.program.output.splitlines() if line.startswith("router:")]) == 1
+        len([line for line in rig.program.output.splitlines() if line.startswith("baton router:")])
+        == 1
     )
 
 

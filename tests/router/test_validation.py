@@ -1,15 +1,19 @@
 """Bad input is refused with a sentence that names the field."""
 
+import math
 from typing import Any
 
 import pytest
 
+from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequest
+from kvtransfer.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
 from router.chat_template import ChatTemplate
 from router.tokenizer import RouterTokenizer
 from router.validation import (
+    MAX_MESSAGES,
     MAX_STOP_CHARACTERS,
     Limits,
     Prompts,
@@ -46,6 +50,10 @@ def messages(*turns: tuple[str, str]) -> ChatMessages:
         ({"token_ids": tokens(5, VOCABULARY_SIZE)}, rf"token_ids\[1\] is {VOCABULARY_SIZE}"),
         ({"token_ids": tokens(2**32 - 1)}, r"token_ids\[0\] is 4294967295"),
         ({"messages": messages()}, "messages must have at least one"),
+        (
+            {"messages": messages(*[("user", "x")] * (MAX_MESSAGES + 1))},
+            f"messages has {MAX_MESSAGES + 1} messages, {MAX_MESSAGES} allowed",
+        ),
         ({"messages": messages(("", "x"))}, r"messages\[0\].role is empty"),
         ({"messages": messages(("tool", "x"))}, "messages: refused by .*: no tools here"),
     ],
@@ -166,3 +174,10 @@ async def test_texts_of_any_length_are_encoded_alike(num_characters: int) -> Non
     for special in (True, False):
         expected = tokenizer.encode(text, add_special_tokens=special).ids
         assert await subject.encode(text, add_special_tokens=special) == expected
+
+
+def test_a_router_gives_no_longer_budget_than_nodes_take() -> None:
+    assert RouterConfig(model="m", budget_s=MAX_BUDGET_S).budget_s == MAX_BUDGET_S
+    for too_long in (MAX_BUDGET_S + 1, math.inf):
+        with pytest.raises(ValueError, match="budget_s"):
+            RouterConfig(model="m", budget_s=too_long)

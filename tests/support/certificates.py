@@ -20,11 +20,14 @@ class Authority:
         self,
         directory: Path,
         *names: str,
+        not_before: datetime | None = None,
         not_after: datetime | None = None,
     ) -> TlsConfig:
         """Writes a certificate for `names` (of this machine, if none are given), its key and this
         authority to `directory`, over what is there. Each file changes at once."""
-        issued = self._ca.issue_cert(*(names or LOOPBACK), not_after=not_after)
+        issued = self._ca.issue_cert(
+            *(names or LOOPBACK), not_before=not_before, not_after=not_after
+        )
         directory.mkdir(parents=True, exist_ok=True)
         chain = b"".join(pem.bytes() for pem in issued.cert_chain_pems)
         cert, key = directory / "tls.crt", directory / "tls.key"

@@ -1,5 +1,6 @@
 """An OpenTelemetry collector that takes spans over OTLP/gRPC and remembers them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,14 +39,24 @@ class Span:
 class Collector(TraceServiceServicer):  # type: ignore[misc]
     spans: list[Span] = field(default_factory=list)
     port: int = 0
+    refuses: bool = False
+    _asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    async def asked(self) -> None:
+        """Waits for the next try."""
+        async with asyncio.timeout(10.0):
+            await self._asked.acquire()
+
     async def Export(
         self, request: ExportTraceServiceRequest, context: Any
     ) -> ExportTraceServiceResponse:
+        self._asked.release()
+        if self.refuses:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         for of_resource in request.resource_spans:
             service = _attributes(of_resource.resource.attributes)["service.name"]
             for of_scope in of_resource.scope_spans:

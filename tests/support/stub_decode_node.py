@@ -47,6 +47,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         )
         self.answering = asyncio.Event()  # cleared: Describe is not answered
         self.answering.set()
+        self.num_asked = 0  # to describe itself
         self.num_described = 0
         self.watchers: list[asyncio.Queue[node_pb2.CacheEvents | None]] = []
         self.address = ""
@@ -73,6 +74,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: Any
     ) -> node_pb2.DescribeResponse:
+        self.num_asked += 1
         await self.answering.wait()
         self.num_described += 1
         return self.description

@@ -1,6 +1,7 @@
 """The tracer: what it names, what it sends, and that it is not there until it is wanted."""
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -101,6 +102,24 @@ async def test_a_span_has_the_name_it_was_given_ahead_and_its_phases_inside_it(t
     assert (whole.attributes, phase.attributes) == ({"a": "b"}, {"n": 1})
     assert whole.failed and not phase.failed and not other.failed
     assert len({span.span_id for span in spans.values()}) == 3
+
+
+async def test_that_a_collector_takes_nothing_is_logged_once_and_so_is_its_end(
+    tracer_to, caplog, monkeypatch
+):
+    monkeypatch.setattr(otlp, "EXPORT_S", 1.5)  # the second try, after a second, is the last
+    caplog.set_level(logging.INFO)
+    async with collecting() as collector:
+        tracer = tracer_to(collector.endpoint)
+        for num_tries in (2, 2, 1):
+            collector.refuses = num_tries > 1
+            _tell(tracer, Trace(PARENT))
+            for _ in range(num_tries):
+                await collector.asked()
+        await asyncio.to_thread(tracer.close)
+    assert len(collector.spans) == 1
+    assert caplog.text.count("not now") == 1
+    assert caplog.text.count("takes spans again") == 1
 
 
 def test_more_spans_than_may_wait_are_dropped_and_telling_never_waits(tracer_to, caplog):

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.timeline import (
@@ -55,8 +55,12 @@ def test_what_a_node_says_is_cut_to_what_can_be(message: pb.Timeline, longest_s:
     assert from_proto(to_proto(timeline), longest_s) == timeline
 
 
+ENDLESS = pb.Timeline(phase=[1, 2], attempt=[0, 0], start_s=[math.inf] * 2, end_s=[math.inf] * 2)
+
+
 @settings(max_examples=100, deadline=None)
 @given(anything, durations, durations, durations)
+@example(ENDLESS, 0.1, 0.1, 1.0)
 def test_the_parts_of_the_time_to_first_token_add_up_to_it(
     message: pb.Timeline, tokenize_s: float, place_s: float, ttft_s: float
 ):

@@ -1,0 +1,35 @@
+"""What is counted of steps: each one, at once or not, is in its place."""
+
+import random
+
+from common import bounds
+from common.distribution import Distribution
+from common.engine.batch import ForwardMode
+from common.engine.step_meter import StepMeter
+
+
+def test_every_step_is_counted_whenever_one_asks():
+    """Times and sizes that are bounds themselves too."""
+    meter = StepMeter()
+    seconds, requests = Distribution(bounds.STEP_S), Distribution(bounds.BATCH_REQUESTS)
+    rng = random.Random(0)
+    for step in range(1, 1001):
+        taken = rng.choice((*bounds.STEP_S, 0.0, 99.0, rng.random()))
+        size = rng.choice((1, 2, 3, 64, 1024, 5000))
+        meter.decoded(size, taken)
+        seconds.add(taken)
+        requests.add(size)
+        if step % 301 == 0 or step == 1000:
+            counted = meter.distributions()
+            assert counted["step_seconds/decode"].counts == seconds.counted().counts
+            assert abs(counted["step_seconds/decode"].total - seconds.counted().total) < 1e-6
+            assert counted["batch_requests/decode"] == requests.counted()
+
+
+def test_a_step_with_prompts_is_of_its_own_mode():
+    meter = StepMeter()
+    meter.prefilled(ForwardMode.EXTEND, 2, 500, 0.01)
+    counted = meter.distributions()
+    assert counted["batch_tokens/extend"].total == 500
+    assert sum(counted["batch_tokens/mixed"].counts) == 0
+    assert sum(counted["step_seconds/decode"].counts) == 0

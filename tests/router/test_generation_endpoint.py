@@ -1,0 +1,59 @@
+"""One answer ends once, whatever happens to its choices."""
+
+import asyncio
+from typing import Any, cast
+
+import msgspec
+
+from common.errors import DeadlineExceeded
+from common.metrics import RouterMetrics
+from router.answer import LastPiece, Usage
+from router.generation import Generator, Write
+from router.http.request import Request
+from router.http.responder import Responder
+from router.openai.completions import Completions
+from router.openai.generation_endpoint import GenerationEndpoint
+from router.wanted import Wanted
+
+
+class Pipe(asyncio.WriteTransport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+
+class OneTooSlow:
+    """Two choices end; the client does not take the end of the first one within its budget."""
+
+    def __init__(self) -> None:
+        self._all_ended = asyncio.Event()
+
+    async def generate(self, wanted: Wanted, write: Write, *_: object) -> None:
+        last = LastPiece("", (), "stop", Usage(1, 1, 0))
+        if wanted.request_id.endswith("-0"):
+            writing = asyncio.ensure_future(write(wanted.request_id, last))
+            await self._all_ended.wait()
+            writing.cancel()
+            raise DeadlineExceeded("the request's total budget is spent")
+        await asyncio.sleep(0)
+        await write(wanted.request_id, last)
+        self._all_ended.set()
+
+
+async def test_an_answer_that_has_ended_does_not_end_again() -> None:
+    pipe, writable = Pipe(), asyncio.Event()
+    body = msgspec.json.encode({"prompt": "x", "n": 2, "stream": True})
+    headers = {b"content-type": b"application/json"}
+    request = Request("POST", "/", headers, body, takes_chunks=True, keep_alive=True)
+    responder = Responder(pipe, writable, request, date="", keep_alive=True)
+    generator = cast(Generator, OneTooSlow())
+    endpoint = GenerationEndpoint(Completions(), generator, RouterMetrics(), model_name="m")
+    await endpoint(request, responder)
+    assert pipe.written.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert pipe.written.count(b"\r\n0\r\n\r\n") == 1

@@ -1,0 +1,86 @@
+"""What nodes say of themselves, and do not say, and what that means for others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from common import rpc
+from protos.decode_pb2 import FINISH_REASON_STOP
+from router import survey
+from router.survey import Survey
+from tests.router.rig import collect, eventually, router_for
+from tests.support.stub_decode_node import StubDecodeNode, StubNode
+
+NO_MESSAGE = b"\xff"
+
+
+class Babbler(StubNode):
+    """Answers every call with bytes that are no message."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role)
+        self.num_calls = 0
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        async def one(request: bytes, context: Any) -> bytes:
+            self.num_calls += 1
+            return NO_MESSAGE
+
+        async def many(request: object, context: Any) -> AsyncIterator[bytes]:
+            self.num_calls += 1
+            yield NO_MESSAGE
+
+        node = {
+            "Describe": grpc.unary_unary_rpc_method_handler(one),
+            "WatchCache": grpc.unary_stream_rpc_method_handler(many),
+        }
+        decode_node = {"Serve": grpc.stream_stream_rpc_method_handler(many)}
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler("baton.v1.Node", node),
+                grpc.method_handlers_generic_handler("baton.v1.DecodeNode", decode_node),
+            )
+        )
+
+
+async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(model: Path) -> None:
+    async with Babbler("prefill") as p, Babbler("decode") as d, StubDecodeNode() as node:
+        decode = [d.address, node.address]
+        async with router_for(model, decode=decode, prefill=[p.address]) as (client, running):
+            await client.wait_until_serving()
+            await eventually(lambda: p.num_calls > 2 and d.num_calls > 2)
+            assert [choice.address for choice in running.cluster.usable()] == [node.address]
+            call = client.generate("x")
+            number = (await node.submitted()).request
+            node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+            assert (await collect(call))[1] == [20]
+
+
+async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "_DEADLINE_S", 600.0)
+    async with StubDecodeNode() as silent, StubDecodeNode() as node:
+        silent.answering.clear()
+        async with router_for(model, decode=[silent.address, node.address]) as (client, running):
+            await client.wait_until_serving()
+            assert [choice.address for choice in running.cluster.usable()] == [node.address]
+
+
+async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_back() -> None:
+    asking = Survey(tokenizer_hash="", on_change=lambda: None)
+    async with StubNode() as node, rpc.make_channel(node.address) as channel:
+        node.answering.clear()
+        asking.join("prefill", node.address, channel)
+        look = asyncio.create_task(asking.look())
+        await eventually(lambda: node.num_asked)
+        asking.forget(node.address)
+        node.answering.set()
+        await look
+        assert not asking.fit(node.address)
+        await asking.look()
+        assert asking.fit(node.address)
