@@ -98,8 +98,11 @@ class PairDialer:
                 self._metrics.pairing("refused" if over.refused else "failed")
             if over.reason != told:
                 told = over.reason
-                log.warning(
-                    "not paired %s", kv(owner=address, refused=over.refused, because=over.reason)
+                # A node that starts or restarts is no cause for alarm; one that differs is.
+                log.log(
+                    logging.WARNING if over.refused else logging.INFO,
+                    "not paired %s",
+                    kv(owner=address, refused=over.refused, because=over.reason),
                 )
             if over.lived_s > self._times.longest_s:
                 backoff_s = self._times.first_s
