@@ -65,6 +65,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
+def raise_if_cancelled() -> None:
+    """For loops that catch AioRpcError: when a call fails in the moment in which its task is
+    cancelled, grpcio raises the failure alone, and the cancel would be lost."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 def make_server(*, shares_port: bool = False) -> grpc.aio.Server:
     """A server with our options, bound to nothing yet. Call it on the event loop.
 

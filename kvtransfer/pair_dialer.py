@@ -94,6 +94,7 @@ class PairDialer:
         told = ""
         while True:
             over = await self._attempt(address)
+            rpc.raise_if_cancelled()
             if over.refused or not over.lived_s:
                 self._metrics.pairing("refused" if over.refused else "failed")
             if over.reason != told:

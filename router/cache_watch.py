@@ -9,6 +9,7 @@ import random
 
 import grpc.aio
 
+from common import rpc
 from common.errors import ProtocolViolation
 from common.logs import kv
 from protos import node_pb2, node_pb2_grpc
@@ -34,6 +35,7 @@ class CacheWatch:
         try:
             while True:
                 heard, reason = await self._listen(address, stub)
+                rpc.raise_if_cancelled()
                 if reason != told:
                     told = reason
                     log.info(

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc.aio
 
+from common import rpc
 from common.errors import NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.sampling import to_fields
@@ -70,6 +71,7 @@ class DecodeClient:
             reason = "the router is shutting down"
             try:
                 reason = await self._serve()
+                rpc.raise_if_cancelled()
                 if self.status is not None:
                     log.warning("decode node lost %s", kv(node=self.address, because=reason))
             finally:

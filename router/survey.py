@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
+from common import rpc
 from common.logs import kv
 from protos import node_pb2, node_pb2_grpc
 
@@ -139,8 +140,7 @@ class Survey:
             self._not_answered(known, error.details() or error.code().name)
             return unreachable
         except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
+            rpc.raise_if_cancelled()
             return unreachable  # the call alone is: its node has left, and its channel is closed
         if description is None:  # what grpcio makes of bytes that it cannot parse
             self._not_answered(known, "it has sent bytes that are no message")
@@ -164,9 +164,3 @@ class Survey:
         if description.role != known.role:
             return f"a node is no {known.role} node"
         return ""
-
-
-def _is_cancelled() -> bool:
-    """Whether this task, and not only what it waits for, is to end."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

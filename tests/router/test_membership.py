@@ -289,3 +289,12 @@ async def test_nodes_come_and_go_under_load_and_no_request_fails(
     mixed = [answer for answer in answers if len(set(answer)) > 1]
     assert all(sorted(answer) == answer for answer in mixed)  # from an older node to a newer one
     assert {token for answer in answers for token in answer} == set(range(20, 26))
+
+
+async def test_a_router_ends_at_once_whatever_its_calls_are_doing(model: Path):
+    """A call that fails in the moment of a cancel must not swallow it. Seen failing with
+    `raise_if_cancelled` taken out."""
+    for _ in range(12):
+        async with asyncio.timeout(20.0):
+            async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
+                assert not router.cluster.ready
