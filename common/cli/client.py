@@ -14,7 +14,7 @@ from common import tls
 from common.cli import plan
 from common.config import TlsConfig
 from common.errors import ConfigError, InvalidRequest
-from common.rpc import check_address, make_channel
+from common.rpc import check_address, make_channel, raise_if_cancelled
 from protos import router_pb2, router_pb2_grpc
 
 _POLL_S = 0.2
@@ -84,7 +84,7 @@ async def until_serving(
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.aio.AioRpcError:
-                pass  # not up yet, or it does not know the service yet
+                raise_if_cancelled()  # else it is not up yet, or does not know the service yet
             await asyncio.sleep(_POLL_S)
 
 

@@ -73,6 +73,7 @@ class Top:
         try:
             cluster = await self._stub.GetCluster(GetClusterRequest(), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
+            rpc.raise_if_cancelled()
             self.problem = f"{error.code().name}: {error.details()}"
             return
         self.problem = ""
