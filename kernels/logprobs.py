@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
-from kernels.outline import GROUP, draw_outline, first_among, outline_row
+from kernels.outline import GROUP, check_logits, draw_outline, first_among, outline_row
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,13 +23,7 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tens
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
-    if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"float32, bfloat16 or float16 [n, vocabulary] expected, got {logits.dtype} "
-            f"{tuple(logits.shape)}"
-        )
-    if logits.stride(1) != 1:
-        raise ValueError(f"contiguous rows expected, got strides {logits.stride()}")
+    check_logits(logits)
     if tokens.shape != logits.shape[:1] or not tokens.is_contiguous():
         raise ValueError(f"{tuple(tokens.shape)} tokens for {len(logits)} rows")
     if not 0 <= num_top <= logits.shape[1]:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from kernels import device
 from kernels.generator import gumbel_noise
-from kernels.outline import LEAST_TEMPERATURE, MAX_REGISTERS, Outline, block_size, draw_outline
+from kernels.outline import (
+    LEAST_TEMPERATURE,
+    MAX_REGISTERS,
+    Outline,
+    block_size,
+    check_logits,
+    draw_outline,
+)
 from kernels.sampling_kernels import choose_kernel, likeliest_kernel, race_kernel
 
 NOT_FINITE = -2
@@ -48,13 +55,7 @@ def sample(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
-    if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"float32, bfloat16 or float16 [n, vocabulary] expected, got {logits.dtype} "
-            f"{tuple(logits.shape)}"
-        )
-    if logits.stride(1) != 1:
-        raise ValueError(f"contiguous rows expected, got strides {logits.stride()}")
+    check_logits(logits)
     if columns is not None:
         _check(columns, len(logits))
     if device.uses_triton(logits):
