@@ -13,8 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Sequence
@@ -24,7 +22,8 @@ from typing import Any
 import uvloop
 
 from bench._load import Answer, Client, Job, cpu_row, make_jobs, summary
-from bench._record import ROOT, emit, say, table
+from bench._peer import transformers_peer
+from bench._record import emit, say, table
 from bench._systems import Mode, System, serving
 from tests.support.checkpoints import make_checkpoint
 
@@ -192,17 +191,10 @@ def _peer(model: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]
             for jobs in [_closed_jobs(streams, vocabulary, options)]
         ],
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "bench._transformers_peer"],
-        cwd=ROOT,
-        input=json.dumps(spec),
-        capture_output=True,
-        text=True,
-        timeout=PEER_S,
-    )
-    if done.returncode:
-        raise SystemExit(f"the peer failed:\n{done.stderr[-4000:]}")
-    reply = json.loads(done.stdout.splitlines()[-1])
+    try:
+        reply = transformers_peer(spec, PEER_S)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     best: dict[str, dict[str, Any]] = {}
     for row in reply["rows"]:
         fastest = best.setdefault(row["load"], row)

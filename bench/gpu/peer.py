@@ -1,15 +1,12 @@
 """transformers' continuous batching on the same checkpoint and prompts, in a process of its own."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench._load import Job
-from bench._record import ROOT
+from bench._peer import transformers_peer
 from bench.gpu.setting import Setting
 
 LIMIT_S = 150.0
@@ -33,15 +30,5 @@ def full_streams(
         "warm_up": [dataclasses.astuple(job) for job in warm_up],
         "loads": [(streams, [dataclasses.astuple(job) for job in jobs])],
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "bench._transformers_peer"],
-        cwd=ROOT,
-        input=json.dumps(spec),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    reply = json.loads(done.stdout.splitlines()[-1])
+    reply = transformers_peer(spec, LIMIT_S)
     return reply["rows"][0], reply["tokens"]

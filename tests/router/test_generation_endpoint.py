@@ -1,7 +1,7 @@
 """One answer ends once, whatever happens to its choices."""
 
 import asyncio
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -14,18 +14,7 @@ from router.http.responder import Responder
 from router.openai.completions import Completions
 from router.openai.generation_endpoint import GenerationEndpoint
 from router.wanted import Wanted
-
-
-class Pipe(asyncio.WriteTransport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return False
+from tests.support.pipe import Pipe
 
 
 class OneTooSlow:

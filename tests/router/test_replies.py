@@ -1,7 +1,6 @@
 """A streamed answer takes pieces at once while its client reads, and none while it does not."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -10,20 +9,9 @@ from router.http.request import Request
 from router.http.responder import Responder
 from router.openai.completions import Completions
 from router.openai.replies import Origin, StreamedReply
+from tests.support.pipe import Pipe
 
 REQUEST = Request("POST", "/", {}, b"", takes_chunks=True, keep_alive=True)
-
-
-class Pipe(asyncio.WriteTransport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return False
 
 
 @pytest.fixture
