@@ -1,8 +1,8 @@
 """The name of a prefix of a prompt, alike on every machine: 64 bits.
 
-It is the XXH3 of the prefix's token ids as little-endian int32. A page of a prefix cache is named
-by the prefix that it ends. That serves to find what is probably cached where; whoever reuses KV
-compares tokens.
+It is the XXH3 of the prefix's namespace (common/namespace.py) and its token ids as little-endian
+int32. A page of a prefix cache is named by the prefix that it ends. That serves to find what is
+probably cached where; whoever reuses KV compares namespaces and tokens.
 """
 
 import sys
@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 
 from xxhash import xxh3_64
+
+from common.namespace import SHARED, Namespace
 
 BYTES_PER_TOKEN = 4
 
@@ -31,12 +33,12 @@ def as_bytes(token_ids: Sequence[int]) -> bytes:
 class PrefixHasher:
     """Names the pages of one prompt as it grows."""
 
-    def __init__(self, tokens: bytes = b"") -> None:
+    def __init__(self, begun: bytes | memoryview = b"") -> None:
         """
         Args:
-            tokens: the prefix, as of `as_bytes`, after which naming begins.
+            begun: the namespace, then the tokens, as of `as_bytes`, after which naming begins.
         """
-        self._hash = xxh3_64(tokens)
+        self._hash = xxh3_64(begun)
 
     def copy(self) -> "PrefixHasher":
         """For another continuation of the same prefix."""
@@ -56,6 +58,8 @@ class PrefixHasher:
         return names
 
 
-def page_names(token_ids: Sequence[int], page_size: int) -> list[int]:
+def page_names(
+    token_ids: Sequence[int], page_size: int, namespace: Namespace = SHARED
+) -> list[int]:
     """Of every prefix in whole pages, the shortest first."""
-    return PrefixHasher().extend(as_bytes(token_ids), page_size)
+    return PrefixHasher(namespace).extend(as_bytes(token_ids), page_size)

@@ -216,6 +216,7 @@ class DecodeRole:
             sampling=message.sampling,
             deadline=now + message.budget_s,
             arrived=now,
+            namespace=message.namespace,
         )
         self._next_key += 1
         self._stamps[request.key] = RequestStamps(
@@ -273,6 +274,7 @@ class DecodeRole:
                 budget_s=request.deadline - now,
                 request_id=request.request_id,
                 traceparent=self._stamps[request.key].trace.passed_on,
+                namespace=request.namespace,
             )
         )
 
@@ -290,7 +292,7 @@ class DecodeRole:
         longest = self._config.local_prefill_tokens
         if not longest:
             return False
-        cached = self._cache.match(request.token_ids[:-1]).num_tokens
+        cached = self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
         return len(request.token_ids) - cached <= longest
 
     def _grant(self, now: float) -> None:
@@ -299,7 +301,7 @@ class DecodeRole:
             return  # what was taken off the device comes back before anything new
         while (attempt := self._prealloc.take_fitting(now, self._room())) is not None:
             token_ids = attempt.request.token_ids
-            prefix = self._cache.match(token_ids)
+            prefix = self._cache.match(token_ids, attempt.request.namespace)
             self._pages.hold(prefix.pages, Holder.REQUEST)
             num_pages = -(-len(token_ids) // self._page_size)
             fresh = self._scheduler.allocate(num_pages - len(prefix.pages), Holder.REQUEST)

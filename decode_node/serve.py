@@ -17,6 +17,7 @@ from common import rpc
 from common.errors import InvalidRequest, NodeUnavailable, ServingError
 from common.logs import kv
 from common.metrics import NodeMetrics, Refusal
+from common.namespace import check_namespace
 from common.node import spans
 from common.node.engine_link import EngineLink
 from common.node.messages import (
@@ -256,6 +257,7 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         budget_s=submit.budget_s,
         received=time.monotonic(),
         trace=trace,
+        namespace=check_namespace(submit.namespace),
     )
 
 

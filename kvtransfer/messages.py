@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from common.namespace import SHARED, Namespace
 from common.sampling import SamplingParams
 from common.timeline import PrefillTimes
 
@@ -34,6 +35,7 @@ class Open(Message, frozen=True, tag=True):
     budget_s: float
     request_id: str
     traceparent: str = ""  # what the owner's spans hang on
+    namespace: Namespace = SHARED  # of the owner's prefix cache
 
 
 class Grant(Message, frozen=True, tag=True):

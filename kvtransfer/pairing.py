@@ -10,7 +10,7 @@ import msgspec
 from common.errors import LayoutMismatch
 from kvtransfer.backends.base import PagePool
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class DataPath(msgspec.Struct, frozen=True):

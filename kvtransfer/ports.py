@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common.namespace import SHARED, Namespace
 from common.sampling import SamplingParams
 from common.timeline import PrefillTimes
 from kvtransfer.messages import HandoffId
@@ -32,6 +33,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     budget_s: float
     request_id: str
     traceparent: str = ""
+    namespace: Namespace = SHARED
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -148,6 +150,7 @@ class Opened(msgspec.Struct, frozen=True):
     budget_s: float
     request_id: str
     traceparent: str = ""
+    namespace: Namespace = SHARED
 
 
 class Granted(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ What a range of tokens may be, or whether an id is known, only the machines can 
 from typing import TypeAlias
 
 from common.errors import InvalidRequest, ProtocolViolation
+from common.namespace import check_namespace
 from common.sampling import from_proto as sampling_from_proto
 from common.sampling import to_proto as sampling_to_proto
 from common.timeline import PrefillTimes
@@ -180,6 +181,7 @@ def _open(body: pb.Open) -> Open:
         if not body.sampling.HasField(field):
             raise ProtocolViolation(f"an Open without sampling.{field}")
     try:
+        namespace = check_namespace(body.namespace)
         sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
@@ -191,6 +193,7 @@ def _open(body: pb.Open) -> Open:
         budget_s=body.budget_s,
         request_id=_text("request_id", body.request_id),
         traceparent=checked(body.traceparent),
+        namespace=namespace,
     )
 
 
@@ -203,6 +206,7 @@ def _open_proto(record: Open) -> pb.Open:
         budget_s=record.budget_s,
         request_id=record.request_id,
         traceparent=record.traceparent,
+        namespace=record.namespace,
     )
 
 

@@ -190,6 +190,7 @@ class PrefillRole:
             sampling=msgspec.structs.replace(event.sampling, max_tokens=event.num_generated + 1),
             deadline=now + event.budget_s,
             arrived=now,
+            namespace=event.namespace,
         )
         self._next_key += 1
 

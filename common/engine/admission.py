@@ -168,9 +168,10 @@ class Admission:
         for request in self.waiting.in_order():
             if self._table.num_free <= kept_slots:
                 break
-            match = self._cache.match(request.token_ids[:-1])
+            wanted, namespace = request.token_ids[:-1], request.namespace
+            match = self._cache.match(wanted, namespace)
             if self._cache.enabled and self.under_way.worth_waiting(
-                request.token_ids[:-1], match.num_tokens
+                wanted, namespace, match.num_tokens
             ):
                 continue
             end = adder.cut(match.num_tokens, len(request.token_ids))

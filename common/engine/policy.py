@@ -37,10 +37,14 @@ class SchedulePolicy:
     def _longest_prefix(self, waiting: Collection[Request]) -> list[Request]:
         if len(waiting) > LPM_MAX_WAITING:
             return list(waiting)
-        return sorted(waiting, key=lambda r: -self._cache.match(r.token_ids[:-1]).num_tokens)
+
+        def uncached(request: Request) -> int:
+            return -self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
+
+        return sorted(waiting, key=uncached)
 
     def _depth_first(self, waiting: Collection[Request]) -> list[Request]:
-        lineages = {r.key: self._cache.lineage(r.token_ids[:-1]) for r in waiting}
+        lineages = {r.key: self._cache.lineage(r.token_ids[:-1], r.namespace) for r in waiting}
         weights: dict[int, int] = {}
         for lineage in lineages.values():
             for node in lineage:

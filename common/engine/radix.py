@@ -1,5 +1,7 @@
 """The prefix cache: a radix tree over token ids, in whole pages.
 
+Namespaces part at the root: a branch that begins there is found by its namespace and its first page
+of tokens. They share the clock, so that what was used longest ago goes first, whosesoever it is.
 The tree has no locks of its own. Whoever uses a match holds its pages; what only the tree holds
 may be evicted. It learns of pages when their KV is final and knows nothing of requests.
 """
@@ -14,7 +16,8 @@ from common.engine.batch import Ints
 from common.engine.cache_events import CacheJournal
 from common.engine.pages import Holder, PageAllocator
 from common.errors import EngineFault
-from common.prefix_hash import PrefixHasher
+from common.namespace import SHARED, Namespace
+from common.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
 
 
 class Match(NamedTuple):
@@ -27,10 +30,25 @@ class Match(NamedTuple):
 class _Node:
     """A run of pages without a branch. Its children begin with different pages of tokens."""
 
-    __slots__ = ("children", "last_used", "names", "number", "pages", "parent", "queued", "tokens")
+    __slots__ = (
+        "children",
+        "key",
+        "last_used",
+        "names",
+        "number",
+        "pages",
+        "parent",
+        "queued",
+        "tokens",
+    )
 
-    def __init__(self, number: int, tokens: Ints, pages: Ints, parent: "_Node | None") -> None:
+    def __init__(
+        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "_Node | None"
+    ) -> None:
         self.number = number
+        # Among its parent's children: its first page of tokens, and below the root, before that,
+        # its namespace.
+        self.key = key
         self.tokens = tokens  # [len(pages) * page_size]
         self.pages = pages
         self.parent = parent
@@ -51,15 +69,15 @@ class RadixCache:
         self.page_size = page_size
         self._pages = pages
         self.enabled = enabled
-        self._root = _Node(0, np.empty(0, np.int32), np.empty(0, np.int32), None)
+        self._root = _Node(0, b"", np.empty(0, np.int32), np.empty(0, np.int32), None)
         self._leaves: list[tuple[int, int, _Node]] = []  # heap by last use, as it was when pushed
         self._clock = 0
         self._numbers = 0
         self._journal: CacheJournal | None = None
         self.num_pages = 0
 
-    def match(self, token_ids: Ints) -> Match:
-        """Finds the longest cached prefix, in whole pages, and marks it as used now.
+    def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> Match:
+        """Finds the longest cached prefix of the namespace, in whole pages; it is used now.
 
         The caller holds the pages before anything else may evict. Changes no node.
         O(len(token_ids)).
@@ -67,18 +85,18 @@ class RadixCache:
         self._clock += 1
         found: list[Ints] = []
         num_pages = 0
-        for node, common in self._path(token_ids):
+        for node, common in self._path(token_ids, namespace):
             node.last_used = self._clock
             found.append(node.pages[:common])
             num_pages += common
         pages = np.concatenate(found) if found else np.empty(0, np.int32)
         return Match(num_pages * self.page_size, pages)
 
-    def lineage(self, token_ids: Ints) -> tuple[int, ...]:
+    def lineage(self, token_ids: Ints, namespace: Namespace = SHARED) -> tuple[int, ...]:
         """Numbers of the tree's nodes along the longest cached prefix, the root's child first."""
-        return tuple(node.number for node, _ in self._path(token_ids))
+        return tuple(node.number for node, _ in self._path(token_ids, namespace))
 
-    def insert(self, token_ids: Ints, pages: Ints) -> None:
+    def insert(self, token_ids: Ints, pages: Ints, namespace: Namespace = SHARED) -> None:
         """Learns the whole pages of `token_ids`; pages[i] holds token indices from i * page_size.
 
         Holds each page that it adds for CACHE. What it has under other page numbers stays as it
@@ -92,7 +110,7 @@ class RadixCache:
         self._clock += 1
         end = num_pages * self.page_size
         node, done = self._root, 0
-        for child, common in self._path(token_ids[:end]):
+        for child, common in self._path(token_ids[:end], namespace):
             child.last_used = self._clock
             done += common
             node = child if common == len(child.pages) else self._split(child, common)
@@ -100,10 +118,11 @@ class RadixCache:
             return
         rest = pages[done:num_pages].copy()
         self._pages.hold(rest, Holder.CACHE)
-        added = self._add_child(node, token_ids[done * self.page_size : end].copy(), rest)
+        fresh = token_ids[done * self.page_size : end].copy()
+        added = self._add_child(node, (b"" if done else namespace) + self._key(fresh), fresh, rest)
         self.num_pages += len(rest)
         if self._journal is not None:
-            above = PrefixHasher(token_ids[: done * self.page_size].tobytes())
+            above = PrefixHasher(namespace + token_ids[: done * self.page_size].tobytes())
             added.names = above.extend(added.tokens.tobytes(), self.page_size)
             self._journal.stored(added.names)
 
@@ -144,13 +163,14 @@ class RadixCache:
     def tell(self, journal: CacheJournal | None) -> None:
         """From now on every page that comes or goes is told to `journal`. O(pages in the tree)."""
         self._journal = journal
-        nodes = [(self._root, PrefixHasher())] if journal is not None else []
+        if journal is None:
+            return
+        page_bytes = self.page_size * BYTES_PER_TOKEN
+        nodes = [(n, PrefixHasher(n.key[:-page_bytes])) for n in self._root.children.values()]
         while nodes:
-            above, prefix = nodes.pop()
-            for node in above.children.values():
-                hasher = prefix.copy()
-                node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
-                nodes.append((node, hasher))
+            node, hasher = nodes.pop()
+            node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
+            nodes += [(child, hasher.copy()) for child in node.children.values()]
 
     def page_names(self) -> list[int]:
         """Of every page in the tree; only while there is a journal."""
@@ -169,16 +189,18 @@ class RadixCache:
         for node in nodes:
             if len(node.tokens) != len(node.pages) * self.page_size or not len(node.pages):
                 raise EngineFault(f"cache: node {node.number} has {len(node.pages)} pages")
+        for node in (self._root, *nodes):
             for key, child in node.children.items():
-                if child.parent is not node or self._key(child.tokens) != key:
+                found = child.parent is node and child.key == key
+                if not found or not key.endswith(self._key(child.tokens)):
                     raise EngineFault(f"cache: node {child.number} hangs in the wrong place")
 
-    def _path(self, token_ids: Ints) -> Iterator[tuple[_Node, int]]:
+    def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[_Node, int]]:
         """Each node along the longest match, and how many of its pages match (never 0)."""
         size = self.page_size
         node, at, end = self._root, 0, len(token_ids) // size * size
         while at < end:
-            child = node.children.get(self._key(token_ids[at : at + size]))
+            child = node.children.get(namespace + self._key(token_ids[at:]))
             if child is None:
                 return
             length = min(len(child.tokens), end - at)
@@ -189,16 +211,16 @@ class RadixCache:
             yield child, common  # the caller may split it
             if not whole:
                 return
-            node, at = child, at + common * size
+            node, at, namespace = child, at + common * size, SHARED
 
     def _key(self, tokens: Ints) -> bytes:
         return tokens[: self.page_size].tobytes()
 
-    def _add_child(self, parent: _Node, tokens: Ints, pages: Ints) -> _Node:
+    def _add_child(self, parent: _Node, key: bytes, tokens: Ints, pages: Ints) -> _Node:
         self._numbers += 1
-        node = _Node(self._numbers, tokens, pages, parent)
+        node = _Node(self._numbers, key, tokens, pages, parent)
         node.last_used = self._clock
-        parent.children[self._key(tokens)] = node
+        parent.children[key] = node
         self._queue(node)
         return node
 
@@ -206,10 +228,11 @@ class RadixCache:
         """Puts the first pages of `node` into a new node above it, which is returned."""
         assert node.parent is not None
         cut = num_pages * self.page_size
-        upper = self._add_child(node.parent, node.tokens[:cut], node.pages[:num_pages])
+        upper = self._add_child(node.parent, node.key, node.tokens[:cut], node.pages[:num_pages])
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[num_pages:], upper
         upper.names, node.names = node.names[:num_pages], node.names[num_pages:]
-        upper.children[self._key(node.tokens)] = node
+        node.key = self._key(node.tokens)
+        upper.children[node.key] = node
         return upper
 
     def _queue(self, node: _Node) -> None:
@@ -259,7 +282,7 @@ class RadixCache:
             )
             self._queue(leaf)
             return
-        del parent.children[self._key(leaf.tokens)]
+        del parent.children[leaf.key]
         leaf.parent = None
         if not parent.children and parent is not self._root:
             self._queue(parent)

@@ -7,6 +7,7 @@ import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
+from common.namespace import SHARED, Namespace
 from common.sampling import SamplingParams
 
 Ints = NDArray[np.int32]
@@ -54,6 +55,7 @@ class Request:
     sampling: SamplingParams
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
+    namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     slot: int | None = field(default=None)
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step

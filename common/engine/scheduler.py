@@ -140,7 +140,7 @@ class Scheduler:
         if slot is None:
             return False
         self._requests[slot] = request
-        self._cache.insert(request.token_ids[:-1], pages)
+        self._cache.insert(request.token_ids[:-1], pages, request.namespace)
         self._running.join(slot)
         return True
 
@@ -392,7 +392,8 @@ class Scheduler:
             self._admission.computed(row)
             if request in self._retracted or token == NOT_FINITE:
                 continue  # its pages are gone, or not to be trusted
-            self._cache.insert(request.token_ids[: row.end], self._table.pages_of(row.slot))
+            pages = self._table.pages_of(row.slot)
+            self._cache.insert(request.token_ids[: row.end], pages, request.namespace)
             if request.to_finish is None:
                 first_token = token if row.last else None
                 chunks.append(ChunkDone(request, row.start, row.end, first_token))
@@ -437,7 +438,7 @@ class Scheduler:
         if request in self._retracted:
             self._retracted.forget(request)
         elif learn:
-            self._cache.insert(self._table.tokens_of(slot)[:-1], pages)
+            self._cache.insert(self._table.tokens_of(slot)[:-1], pages, request.namespace)
         self._pages.drop(pages, Holder.REQUEST)
         self._running.leave(slot)
         self._admission.forget(request)

@@ -1,7 +1,7 @@
 """Requests that wait for prefill, and the prompts whose KV is on its way.
 
 A request is held back while a prompt under way will soon put a good part of its prefix into the
-cache: of several with a common prefix one goes first. Order is the policy's.
+cache: of several with a common prefix in one namespace one goes first. Order is the policy's.
 """
 
 from collections import deque
@@ -11,6 +11,7 @@ import numpy as np
 
 from common.engine.policy import SchedulePolicy
 from common.engine.request import Ints, Request
+from common.namespace import Namespace
 
 WORTH_WAITING_TOKENS = 32
 MAX_LOOKED_AT = 128  # requests tried per batch: the price of a long queue is bounded
@@ -55,7 +56,7 @@ class WaitingQueue:
 
 
 class PromptsUnderWay:
-    """Admitted prompts whose KV the cache does not have in full yet, by their first page."""
+    """Admitted prompts whose KV the cache lacks in part, by namespace and first page."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -68,8 +69,8 @@ class PromptsUnderWay:
         return sum(self._left.values())
 
     def add(self, request: Request, num_tokens: int) -> None:
-        same = self._by_first_page.setdefault(self._first_page(request.token_ids), {})
-        same[request.key] = request.token_ids
+        first_page = self._first_page(request.token_ids, request.namespace)
+        self._by_first_page.setdefault(first_page, {})[request.key] = request.token_ids
         self._left[request.key] = num_tokens
 
     def computed(self, request: Request, num_tokens: int) -> None:
@@ -82,17 +83,17 @@ class PromptsUnderWay:
         """It is computed, or has ended. Harmless where it is not under way."""
         if self._left.pop(request.key, None) is None:
             return
-        first_page = self._first_page(request.token_ids)
+        first_page = self._first_page(request.token_ids, request.namespace)
         del self._by_first_page[first_page][request.key]
         if not self._by_first_page[first_page]:
             del self._by_first_page[first_page]
 
-    def worth_waiting(self, token_ids: Ints, cached_tokens: int) -> bool:
+    def worth_waiting(self, token_ids: Ints, namespace: Namespace, cached_tokens: int) -> bool:
         """Will the cache soon have a good part more of these tokens than it has now?"""
         wanted = cached_tokens + WORTH_WAITING_TOKENS
         if len(token_ids) < wanted:
             return False
-        under_way = self._by_first_page.get(self._first_page(token_ids), {})
+        under_way = self._by_first_page.get(self._first_page(token_ids, namespace), {})
         return any(self._common_tokens(token_ids, other) >= wanted for other in under_way.values())
 
     def _common_tokens(self, one: Ints, other: Ints) -> int:
@@ -102,5 +103,5 @@ class PromptsUnderWay:
         common = int(differs[0]) if len(differs) else length
         return common // self._page_size * self._page_size
 
-    def _first_page(self, token_ids: Ints) -> bytes:
-        return token_ids[: self._page_size].tobytes()
+    def _first_page(self, token_ids: Ints, namespace: Namespace) -> bytes:
+        return namespace + token_ids[: self._page_size].tobytes()

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from common.distribution import Counted
+from common.namespace import SHARED, Namespace
 from common.node.stamps import HandoffStamps, RequestStamps
 from common.sampling import SamplingParams
 from common.timeline import NOTHING, Timeline
@@ -36,6 +37,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     budget_s: float
     received: float = 0.0  # time.monotonic(), at the front
     trace: Trace = UNTRACED
+    namespace: Namespace = SHARED
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):

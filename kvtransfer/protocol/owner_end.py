@@ -192,6 +192,7 @@ class OwnerEnd:
                 message.budget_s,
                 message.request_id,
                 message.traceparent,
+                message.namespace,
             )
         )
 

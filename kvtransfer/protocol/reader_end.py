@@ -343,6 +343,7 @@ class ReaderEnd:
             command.budget_s,
             command.request_id,
             command.traceparent,
+            command.namespace,
         )
         self._actions.append(Send(stream, message))
 

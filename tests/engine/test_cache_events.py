@@ -8,6 +8,7 @@ import pytest
 from common.engine.cache_events import CacheChange, CacheEvents
 from common.engine.pages import Holder, PageAllocator
 from common.engine.radix import RadixCache
+from common.namespace import SHARED, Namespace, namespace_of
 from common.prefix_hash import PrefixHasher, as_bytes, page_names
 from tests.support.engine_rig import ints
 
@@ -24,8 +25,8 @@ class Watched:
         self.events = CacheEvents(self.cache, max_untold)
         self.known: set[int] = set()
         self.num_cleared = 0
-        self._live: list[tuple[list[int], np.ndarray]] = []
-        self._prompts: set[tuple[int, ...]] = set()
+        self._live: list[tuple[list[int], Namespace, np.ndarray]] = []
+        self._prompts: set[tuple[tuple[int, ...], Namespace]] = set()
 
     def hear(self, change: CacheChange | None) -> None:
         if change is None:
@@ -54,28 +55,29 @@ class Watched:
     def truth(self) -> set[int]:
         """By asking the cache for every prompt it has ever seen."""
         pages = set()
-        for prompt in self._prompts:
-            cached = self.cache.match(ints(prompt)).num_tokens
-            pages |= set(page_names(prompt[:cached], SIZE))
+        for prompt, namespace in self._prompts:
+            cached = self.cache.match(ints(prompt), namespace).num_tokens
+            pages |= set(page_names(prompt[:cached], SIZE, namespace))
         assert len(pages) == self.cache.num_pages
         return pages
 
     def _begin(self) -> None:
         # Few different tokens: prompts share prefixes, and part in the middle of nodes.
         tokens = [self.random.randrange(2) for _ in range(self.random.randrange(1, 40))]
-        prefix = self.cache.match(ints(tokens))
+        namespace = self.random.choice((SHARED, SHARED, namespace_of("theirs")))
+        prefix = self.cache.match(ints(tokens), namespace)
         self.pages.hold(prefix.pages, Holder.REQUEST)
         num_fresh = -(-len(tokens) // SIZE) - len(prefix.pages)
         fresh = self.cache.allocate(num_fresh, Holder.REQUEST)
         if fresh is None:
             self.pages.drop(prefix.pages, Holder.REQUEST)
             return
-        self._live.append((tokens, np.concatenate([prefix.pages, fresh])))
-        self._prompts.add(tuple(tokens))
+        self._live.append((tokens, namespace, np.concatenate([prefix.pages, fresh])))
+        self._prompts.add((tuple(tokens), namespace))
 
     def _end(self, number: int) -> None:
-        tokens, pages = self._live.pop(number)
-        self.cache.insert(ints(tokens), pages)
+        tokens, namespace, pages = self._live.pop(number)
+        self.cache.insert(ints(tokens), pages, namespace)
         self.pages.drop(pages, Holder.REQUEST)
 
 
@@ -148,3 +150,8 @@ def test_names_of_prefixes_are_the_same_everywhere():
         "f4c3a04d9a059938",
         "f2a8c2975a6b57e6",
     ]
+    theirs = page_names(tokens, SIZE, namespace_of("salt"))
+    begun = PrefixHasher(namespace_of("salt") + as_bytes(tokens[:4]))
+    assert begun.extend(as_bytes(tokens[4:]), SIZE) == theirs[1:]
+    assert namespace_of("salt").hex() == "a3cc46fdee49357b2fd2431c4f09dea5"
+    assert f"{theirs[0]:016x}" == "920f0b4ecbbfc750"

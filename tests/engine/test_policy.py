@@ -6,11 +6,16 @@ from common.engine.pages import Holder, PageAllocator
 from common.engine.policy import SchedulePolicy
 from common.engine.radix import RadixCache
 from common.engine.request import Request
+from common.namespace import SHARED, Namespace, namespace_of
 from common.sampling import SamplingParams
 from tests.support.engine_rig import Rig, ints
 
+ONE, OTHER = namespace_of("one"), namespace_of("other")
 
-def _request(key: int, tokens: list[int], max_tokens: int = 8) -> Request:
+
+def _request(
+    key: int, tokens: list[int], max_tokens: int = 8, namespace: Namespace = SHARED
+) -> Request:
     return Request(
         key=key,
         origin=(1, key),
@@ -20,6 +25,7 @@ def _request(key: int, tokens: list[int], max_tokens: int = 8) -> Request:
         sampling=SamplingParams(max_tokens=max_tokens, seed=0),
         deadline=0.0,
         arrived=0.0,
+        namespace=namespace,
     )
 
 
@@ -53,6 +59,17 @@ def test_lpm_falls_back_to_fcfs_when_the_queue_is_long():
     requests = [_request(i, [i] * 16) for i in range(129)]
     assert _order("lpm", cache, requests[1:])[0] == 128
     assert _order("lpm", cache, requests) == list(range(129))
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_what_another_namespace_has_cached_makes_no_request_go_first(policy):
+    pages = PageAllocator(8)
+    cache = RadixCache(4, pages)
+    fresh = pages.allocate(1, Holder.REQUEST)
+    cache.insert(ints([2] * 4), fresh, ONE)
+    requests = [_request(1, [1] * 9, namespace=ONE), _request(2, [2] * 9, namespace=OTHER)]
+    assert _order(policy, cache, requests) == [1, 2]
+    assert _order(policy, cache, [*requests, _request(3, [2] * 9, namespace=ONE)]) == [3, 1, 2]
 
 
 def test_dfs_weight_goes_down_the_branch_that_most_requests_wait_for():
@@ -91,6 +108,19 @@ def test_of_requests_with_a_common_prefix_one_goes_first_and_the_others_use_its_
     assert len(first.slots) == 2  # one of the four, and the one that shares nothing
     rig.run()
     assert [rig.requests[i].cached_tokens for i in (1, 2, 3, 4)] == [0, 64, 64, 64]
+    for request in rig.requests.values():
+        assert rig.tokens[request.key] == rig.expected(request)[0]
+
+
+def test_nobody_waits_for_a_prompt_of_another_namespace_nor_uses_its_kv():
+    rig = Rig(num_slots=8)
+    document = [3] * 64
+    for i, namespace in enumerate((ONE, OTHER, SHARED, ONE)):
+        rig.add([*document, i, i], max_tokens=4, namespace=namespace)
+    rig.step()
+    assert len(rig.runner.batches[0].slots) == 3  # the fourth waits for the first
+    rig.run()
+    assert [request.cached_tokens for request in rig.requests.values()] == [0, 0, 0, 64]
     for request in rig.requests.values():
         assert rig.tokens[request.key] == rig.expected(request)[0]
 

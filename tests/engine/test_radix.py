@@ -1,13 +1,16 @@
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from common.engine.pages import Holder, PageAllocator
 from common.engine.radix import RadixCache
+from common.namespace import SHARED, namespace_of
 from tests.support.engine_rig import ints
 
 SIZE = 4
+ONE, OTHER = namespace_of("one"), namespace_of("other")
 
 
 class Books:
@@ -17,22 +20,22 @@ class Books:
         self.pages = PageAllocator(num_pages, lifo=True)
         self.cache = RadixCache(SIZE, self.pages, enabled=enabled)
 
-    def begin(self, tokens: list[int]):
+    def begin(self, tokens: list[int], namespace=SHARED):
         """A request's pages: its cached prefix, held, and fresh ones."""
-        prefix = self.cache.match(ints(tokens))
+        prefix = self.cache.match(ints(tokens), namespace)
         self.pages.hold(prefix.pages, Holder.REQUEST)
         fresh = self.cache.allocate(-(-len(tokens) // SIZE) - len(prefix.pages), Holder.REQUEST)
         assert fresh is not None
         return np.concatenate([prefix.pages, fresh])
 
-    def end(self, tokens: list[int], pages) -> None:
-        self.cache.insert(ints(tokens), pages)
+    def end(self, tokens: list[int], pages, namespace=SHARED) -> None:
+        self.cache.insert(ints(tokens), pages, namespace)
         self.pages.drop(pages, Holder.REQUEST)
         self.check()
 
-    def learn(self, tokens: list[int]):
-        pages = self.begin(tokens)
-        self.end(tokens, pages)
+    def learn(self, tokens: list[int], namespace=SHARED):
+        pages = self.begin(tokens, namespace)
+        self.end(tokens, pages, namespace)
         return pages
 
     def check(self) -> None:
@@ -169,19 +172,66 @@ def test_a_conversation_of_a_thousand_turns_makes_a_tree_that_deep():
     assert books.cache.flush() == 1100
 
 
+def test_a_namespace_finds_nothing_of_another_and_keeps_its_own():
+    books = Books()
+    tokens = list(range(12))
+    pages = {namespace: books.learn(tokens, namespace) for namespace in (SHARED, ONE, OTHER)}
+    assert books.cache.num_pages == 9
+    for namespace, own in pages.items():
+        assert books.cache.match(ints(tokens), namespace).pages.tolist() == own.tolist()
+    assert books.cache.match(ints(tokens), namespace_of("a third")).num_tokens == 0
+    assert books.cache.lineage(ints(tokens), namespace_of("a third")) == ()
+
+
+def test_tokens_that_spell_a_namespace_do_not_enter_it():
+    """Its 16 bytes are those of four tokens."""
+    books = Books()
+    books.learn([1] * 8, ONE)
+    spelt = np.frombuffer(ONE, np.int32).tolist()
+    assert books.cache.match(ints([*spelt, *[1] * 8])).num_tokens == 0
+
+
+def test_of_all_namespaces_what_was_used_longest_ago_goes_first():
+    books = Books(num_pages=6)
+    for namespace in (ONE, SHARED, OTHER):
+        books.learn([1] * 8, namespace)
+    books.cache.match(ints([1] * 8), ONE)
+    books.pages.drop(books.cache.allocate(3, Holder.REQUEST), Holder.REQUEST)
+    books.check()
+    left = [books.cache.match(ints([1] * 8), each).num_tokens for each in (ONE, SHARED, OTHER)]
+    assert left == [8, 0, 4]
+
+
+def test_of_a_namespace_without_pages_nothing_stays():
+    """Whoever makes a namespace of every request gets no memory for it but the pages'."""
+    books = Books(num_pages=4)
+    for number in range(2000):
+        if number == 1000:
+            tracemalloc.start()
+        books.pages.drop(books.begin([1] * 8, namespace_of(f"gone {number}")), Holder.REQUEST)
+        tokens, namespace = [number] * 8, namespace_of(str(number))
+        books.cache.insert(ints(tokens), pages := books.begin(tokens, namespace), namespace)
+        books.pages.drop(pages, Holder.REQUEST)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    books.check()
+    assert grown < 20_000
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_every_match_holds_the_tokens_that_were_asked_for(seed):
-    """Against a plain record of what was written to each page."""
+    """Against a plain record of what was written to each page, and in which namespace."""
     rng = random.Random(seed)
     books = Books(num_pages=24)
-    contents: dict[int, tuple[int, ...]] = {}
-    live: list[tuple[list[int], np.ndarray]] = []
+    contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+    live: list[tuple[list[int], bytes, np.ndarray]] = []
     for _ in range(600):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
-        match = books.cache.match(ints(tokens))
+        namespace = rng.choice((SHARED, SHARED, ONE))
+        match = books.cache.match(ints(tokens), namespace)
         assert match.num_tokens == len(match.pages) * SIZE <= len(tokens)
         for i, page in enumerate(match.pages.tolist()):
-            assert contents[page] == tuple(tokens[i * SIZE : (i + 1) * SIZE])
+            assert contents[page] == (namespace, tuple(tokens[i * SIZE : (i + 1) * SIZE]))
         needed = -(-len(tokens) // SIZE) - len(match.pages)
         books.pages.hold(match.pages, Holder.REQUEST)
         possible = needed <= books.cache.num_available
@@ -192,12 +242,12 @@ def test_every_match_holds_the_tokens_that_were_asked_for(seed):
         else:
             pages = np.concatenate([match.pages, fresh])
             for i, page in enumerate(pages.tolist()):
-                contents[page] = tuple(tokens[i * SIZE : (i + 1) * SIZE])
-            live.append((tokens, pages))
+                contents[page] = namespace, tuple(tokens[i * SIZE : (i + 1) * SIZE])
+            live.append((tokens, namespace, pages))
         while live and (fresh is None or rng.random() < 0.4):
-            tokens, pages = live.pop(rng.randrange(len(live)))
+            tokens, namespace, pages = live.pop(rng.randrange(len(live)))
             if rng.random() < 0.8:
-                books.cache.insert(ints(tokens), pages)
+                books.cache.insert(ints(tokens), pages, namespace)
             books.pages.drop(pages, Holder.REQUEST)
             if rng.random() < 0.5:
                 break

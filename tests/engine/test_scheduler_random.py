@@ -7,6 +7,7 @@ import pytest
 
 from common.config import SchedulerConfig
 from common.engine.request import FinishReason, Request
+from common.namespace import namespace_of
 from tests.support.engine_rig import VOCABULARY, Rig
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
@@ -50,6 +51,7 @@ class Traffic:
     pressure: bool
     aborts: bool
     joins: bool
+    num_namespaces: int
     live: list[Request] = field(default_factory=list)
     landing: list[Request] = field(default_factory=list)
 
@@ -88,6 +90,7 @@ class Traffic:
             generated=prompt[at:],
             stop=(7, 8) if not self.pressure and rng.random() < 0.2 else (),
             ignore_eos=rng.random() < 0.3,
+            namespace=namespace_of(str(len(self.rig.requests) % self.num_namespaces)),
         )
         if joins:
             self.landing.append(request)
@@ -114,6 +117,7 @@ def run_workload(seed: int, *, pressure: bool) -> Rig:
         pressure=pressure,
         aborts=rng.random() < 0.4,
         joins=rng.random() < 0.5,
+        num_namespaces=1 + seed % 3,
     )
     rig.before_poll.append(traffic.poll)
     for _ in range(MAX_STEPS):

@@ -30,7 +30,7 @@ def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses()
     "changes, sentence",
     [
         ({"instance": 1}, "It is this node itself."),
-        ({"protocol_version": 9}, "protocol_version is 1 here and 9 there."),
+        ({"protocol_version": 9}, f"protocol_version is {PROTOCOL_VERSION} here and 9 there."),
         (
             {"fingerprint": {"model": "xyz", "page_size": "16"}},
             "model is 'abc' here and 'xyz' there.",
@@ -55,7 +55,7 @@ def test_a_difference_is_told_in_a_sentence(changes: dict[str, Any], sentence: s
 
 def test_every_difference_is_told() -> None:
     with pytest.raises(LayoutMismatch) as refusal:
-        compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=2))
+        compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=9))
     text = str(refusal.value)
     assert text.startswith("there:1 cannot pair: ")
     assert all(f"{field} is" in text for field in ("model", "page_size", "protocol_version"))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ProtocolViolation
+from common.namespace import SHARED, namespace_of
 from common.sampling import SamplingParams
 from common.timeline import PrefillTimes
 from common.trace_context import SpanName
@@ -87,9 +88,9 @@ def opens(draw: st.DrawFn) -> Open:
     tokens = tuple(draw(st.lists(i31, min_size=1, max_size=30)))
     num_generated = draw(st.integers(0, len(tokens) - 1))
     budget_s = draw(st.floats(1e-3, wire.MAX_BUDGET_S))
-    return Open(
-        draw(ids), tokens, num_generated, draw(samplings), budget_s, draw(text), draw(traceparents)
-    )
+    namespace = draw(st.just(SHARED) | st.builds(namespace_of, text))
+    words = draw(text), draw(traceparents), namespace
+    return Open(draw(ids), tokens, num_generated, draw(samplings), budget_s, *words)
 
 
 @st.composite
@@ -201,6 +202,8 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(budget_s=0.0), "budget"),
         (_open(budget_s=-1.0), "budget"),
         (_open(request_id="x" * 5000), "request_id"),
+        (_open(namespace=bytes(15)), "namespace has 15 bytes; it has 16, or none"),
+        (_open(namespace=bytes(1 << 20)), "namespace"),
         (_open(sampling=None), "max_tokens"),
         (_ready(first_token=None), "first token"),
         (_ready(last=False), "first token"),

@@ -5,12 +5,14 @@ import signal
 import threading
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 
 from common.engine.cache_events import CacheChange
 from common.errors import Overloaded
+from common.namespace import SHARED, Namespace, namespace_of
 from common.node.cache_feed import CacheFeed
 from common.node.cache_reports import CacheReports
 from common.node.messages import CacheChanged, WatchCache
@@ -23,8 +25,8 @@ from tests.support.programs import Program
 PAGE_SIZE = 16
 
 
-def names(tokens: "list[int]") -> set[int]:
-    return set(page_names(tokens, PAGE_SIZE))
+def names(tokens: "list[int]", namespace: Namespace = SHARED) -> set[int]:
+    return set(page_names(tokens, PAGE_SIZE, namespace))
 
 
 def prompt(number: int, num_pages: int) -> "list[int]":
@@ -75,8 +77,8 @@ def router(node: Program) -> Iterator[RouterEnd]:
         yield router
 
 
-def compute(router: RouterEnd, request: int, tokens: "list[int]") -> None:
-    router.send(submit(request, tokens, 1))
+def compute(router: RouterEnd, request: int, tokens: "list[int]", **fields: Any) -> None:
+    router.send(submit(request, tokens, 1, **fields))
     router.wait_for_end(request)
 
 
@@ -94,6 +96,19 @@ def test_a_watcher_hears_what_is_there_and_then_what_comes_and_goes(node, router
         eventually(lambda: not watcher.known)
         assert {events.page_size for events in watcher.messages} == {PAGE_SIZE}
         assert [events.cleared for events in watcher.messages].count(True) == 1
+
+
+def test_names_of_pages_say_whose_they_are_before_and_while_somebody_watches(node, router):
+    one, other = namespace_of("one"), namespace_of("other")
+    compute(router, 1, prompt(1, 3), namespace=one)
+    with Watcher(node.address()) as watcher:
+        eventually(lambda: watcher.known == names(prompt(1, 3), one))
+        compute(router, 2, prompt(1, 4), namespace=other)
+        compute(router, 3, [*prompt(1, 2), *prompt(2, 1)], namespace=one)
+        known = names(prompt(1, 3), one) | names(prompt(1, 4), other)
+        known |= names([*prompt(1, 2), *prompt(2, 1)], one)
+        assert len(known) == 8
+        eventually(lambda: watcher.known == known)
 
 
 def test_each_watcher_begins_with_everything_and_hears_no_more_than_that_of_others(node, router):

@@ -3,7 +3,8 @@
 import pytest
 
 from common.engine.request import FinishReason
-from kvtransfer.messages import Cancel, Done, Open, Ready
+from common.namespace import SHARED, namespace_of
+from kvtransfer.messages import Admitted, Cancel, Done, Grant, Open, Ready
 from tests.support.checkpoints import make_checkpoint
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig
@@ -51,6 +52,40 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
         assert [(said.start, said.end, said.pages) for said in _said(rig, Ready)] == [(48, 48, ())]
         assert asked.cached_tokens == 48
         assert rig.decode[0].count("handoffs_held") == 2
+
+
+def test_what_a_namespace_has_cached_on_either_node_is_of_no_use_to_another(known):
+    prompt = PROMPT[:48]
+    one, other = namespace_of("one"), namespace_of("other")
+    with PairRig(known.loaded) as rig:
+        for namespace in (one, other, SHARED):
+            for cached, computed in ((0, 48), (48, 16)):  # at least one token is always computed
+                rig.wires.seen.clear()
+                asked = rig.ask(prompt, namespace=namespace)
+                rig.run()
+                assert asked.tokens == known.greedy(prompt, 8)
+                rig.until_free()
+                assert asked.cached_tokens == cached
+                assert [said.prefix_tokens for said in _said(rig, Grant)] == [cached]
+                assert [said.compute_tokens for said in _said(rig, Admitted)] == [computed]
+
+
+def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known):
+    theirs = namespace_of("theirs")
+    with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
+        for faults in rig.faults:
+            faults.fail_next("by the test")
+        asked = rig.ask(PROMPT, namespace=theirs)
+        rig.run()
+        assert asked.tokens == known.greedy(PROMPT, 8)
+        assert rig.decode[0].count("local_prefills") == 1
+        assert [said.namespace for said in _said(rig, Open)] == [theirs] * 2
+        for namespace, cached in ((SHARED, 0), (theirs, 48)):
+            asked = rig.ask(PROMPT, namespace=namespace, owners=[])
+            rig.run()
+            assert asked.tokens == known.greedy(PROMPT, 8)
+            assert asked.cached_tokens == cached
+        rig.until_paired()
 
 
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["one owner", "another follows"])

@@ -2,7 +2,8 @@
 
 Between steps a vandal takes every free page as a transfer would, scribbles over it, and mostly
 keeps one until the next step: whoever reads a page that is not its own any more gets wrong
-tokens, and whoever still writes one is found out.
+tokens, and whoever still writes one is found out. So is whoever is given a cached page that
+another namespace has written.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from common.engine.radix import RadixCache
 from common.engine.request import Finish, FinishReason, Request
 from common.engine.scheduler import ChunkDone, Finished, Scheduler
 from common.engine.table import RequestTable
+from common.namespace import SHARED, Namespace
 from common.sampling import SamplingParams
 from tests.support.fake_runner import FakeRunner, next_token
 
@@ -68,8 +70,9 @@ class Rig:
             pages=self.pages,
             cache=self.cache,
             host_pages=self.host_pages,
-            on_admit=lambda request, pages: self.admitted.append((request.key, pages)),
+            on_admit=self._on_admit,
         )
+        self.written_in: dict[int, Namespace] = {}  # by page
         self.role = RigRole(self)
         self.use(self.runner)
         self.in_flight: Launched | None = None
@@ -100,6 +103,7 @@ class Rig:
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
         deadline: float = FAR,
+        namespace: Namespace = SHARED,
     ) -> Request:
         key = len(self.requests) + 1
         request = Request(
@@ -117,6 +121,7 @@ class Rig:
             ),
             deadline=deadline,
             arrived=0.0,
+            namespace=namespace,
         )
         self.requests[key] = request
         self.came_with[key] = request.token_ids
@@ -134,7 +139,7 @@ class Rig:
         if self.table.num_free <= len(self.landed):
             return False
         size, token_ids = self.page_size, request.token_ids[:-1]
-        prefix = self.cache.match(token_ids)
+        prefix = self.cache.match(token_ids, request.namespace)
         self.pages.hold(prefix.pages, Holder.REQUEST)
         num_pages = -(-len(token_ids) // size) - len(prefix.pages)
         fresh = self.scheduler.allocate(num_pages, Holder.REQUEST)
@@ -142,6 +147,7 @@ class Rig:
             self.pages.drop(prefix.pages, Holder.REQUEST)
             return False
         pages = np.concatenate([prefix.pages, fresh])
+        self._check_whose(request, pages)
         at = np.arange(prefix.num_tokens, len(token_ids))
         self.runner.kv[pages[at // size], at % size] = token_ids[prefix.num_tokens :]
         self.landed.append((request, pages))
@@ -153,6 +159,23 @@ class Rig:
             assert self.scheduler.join(request, pages)
         self.landed.clear()
         self.scheduler.kept_slots = 0
+
+    def note_pages(self) -> None:
+        """What runs writes its pages, those that it has been given since its admission too."""
+        for request in self.requests.values():
+            if request.slot is not None:
+                pages = self.table.pages_of(request.slot).tolist()
+                self.written_in |= dict.fromkeys(pages, request.namespace)
+
+    def _on_admit(self, request: Request, pages: Ints) -> None:
+        self._check_whose(request, pages)
+        self.admitted.append((request.key, pages))
+
+    def _check_whose(self, request: Request, pages: Ints) -> None:
+        """Of the pages that it begins with, those from the cache are its namespace's own."""
+        cached = pages[self.pages.holds(Holder.CACHE)[pages] > 0].tolist()
+        assert {self.written_in[page] for page in cached} <= {request.namespace}
+        self.written_in |= dict.fromkeys(pages.tolist(), request.namespace)
 
     def expected(self, request: Request) -> tuple[list[int], FinishReason]:
         """What the request must yield: the plainest loop there is."""
@@ -234,6 +257,7 @@ class RigRole:
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         rig = self.rig
+        rig.note_pages()
         outcome = rig.scheduler.finish(batch, result)
         rows = zip(outcome.streams, outcome.requests, outcome.tokens, strict=True)
         for stream, number, token in rows:

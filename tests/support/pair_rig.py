@@ -18,6 +18,7 @@ import torch
 
 from common.config import TransferConfig
 from common.engine.stream import Stream, WorkerStream
+from common.namespace import SHARED, Namespace
 from common.node.ipc import FrameSocket, socket_pair
 from common.node.messages import Ask, CancelSubmitted, StreamEnded, SubmitRequest
 from common.sampling import SamplingParams
@@ -114,6 +115,7 @@ class PairRig:
         node: int = 0,
         owners: Sequence[int] | None = None,
         request_id: str = "",
+        namespace: Namespace = SHARED,
         **sampling: Any,
     ) -> Asked:
         """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
@@ -138,6 +140,7 @@ class PairRig:
                 sampling=asked.sampling,
                 prefill_addresses=tuple(self.prefill[i].front.address for i in indices),
                 budget_s=budget_s,
+                namespace=namespace,
             )
         )
         return asked

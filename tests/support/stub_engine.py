@@ -110,7 +110,7 @@ class EchoEngine:
         tokens = np.frombuffer(submit.token_ids, np.int32)
         pages = self._cache.allocate(len(tokens) // PAGE_SIZE, Holder.REQUEST)
         if pages is not None:
-            self._cache.insert(tokens, pages)
+            self._cache.insert(tokens, pages, submit.namespace)
             self._pages.drop(pages, Holder.REQUEST)
 
     def _step(self) -> None:

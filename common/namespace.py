@@ -1,0 +1,34 @@
+"""The namespace of a prompt in the prefix caches: KV is reused within one, never across two.
+
+A router makes it; nodes carry and compare it, and do not know what it stands for. It is 16 bytes,
+or none: then the prompt is shared with all others that have none.
+
+128 bits, and no key. Who chooses a salt may try as many as he likes for one that falls into
+another's namespace, of which he may know what it is made of, and there he would find what that one
+has sent. Among a million namespaces that takes 2**108 tries; of 64 bits it would take 2**44. A
+secret key would do with 64 bits, but every router would have to have the same one, and caches
+would be lost with each new one.
+"""
+
+from hashlib import blake2b
+from typing import TypeAlias
+
+from common.errors import InvalidRequest
+
+NAMESPACE_BYTES = 16
+Namespace: TypeAlias = bytes
+SHARED: Namespace = b""
+
+
+def namespace_of(salt: str) -> Namespace:
+    """Alike on every router. A salt that nobody can guess is a namespace that nobody can enter."""
+    return blake2b(salt.encode(), digest_size=NAMESPACE_BYTES, person=b"baton namespace").digest()
+
+
+def check_namespace(namespace: bytes) -> Namespace:
+    """Raises InvalidRequest for what no router makes."""
+    if len(namespace) not in (0, NAMESPACE_BYTES):
+        raise InvalidRequest(
+            f"namespace has {len(namespace)} bytes; it has {NAMESPACE_BYTES}, or none"
+        )
+    return namespace
