@@ -248,6 +248,9 @@ class RouterConfig(Record):
         le=7 * 24 * 3600,  # nodes refuse a request that may take longer
         description="total time a request may take",
     )
+    hide_cached_tokens: bool = Field(
+        False, description="do not tell clients how much of their prompt was cached"
+    )
     trace_ratio: float = Field(
         1.0,
         ge=0,

@@ -12,7 +12,7 @@ from router.token_buffer import End
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None  # None: the client is not told
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -27,6 +27,7 @@ class LastPiece(Piece, frozen=True):
 
     finish_reason: str  # "stop" | "length"
     usage: Usage
+    cached_tokens: int  # of the prompt, for the router's own books
 
 
 class Answer:
@@ -34,11 +35,17 @@ class Answer:
     piece brings what is left. Tokens after the one that completes a stop string do not exist."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str], *, num_prompt_tokens: int
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str],
+        *,
+        num_prompt_tokens: int,
+        tells_cached_tokens: bool = True,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop) if stop else None
         self._num_prompt_tokens = num_prompt_tokens
+        self._tells_cached_tokens = tells_cached_tokens
         self.token_ids: list[int] = []  # all of it so far
 
     def add(
@@ -87,5 +94,6 @@ class Answer:
     ) -> LastPiece:
         # A node that continues an answer may have found some of that in its cache too.
         cached_tokens = min(cached_tokens, self._num_prompt_tokens)
-        usage = Usage(self._num_prompt_tokens, len(self.token_ids), cached_tokens)
-        return LastPiece(text, token_ids, finish_reason, usage)
+        told = cached_tokens if self._tells_cached_tokens else None
+        usage = Usage(self._num_prompt_tokens, len(self.token_ids), told)
+        return LastPiece(text, token_ids, finish_reason, usage, cached_tokens)

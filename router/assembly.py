@@ -116,6 +116,7 @@ async def running(
             counts,
             timelines,
             budget_s=config.budget_s,
+            tells_cached_tokens=not config.hide_cached_tokens,
         )
         why_not_ready = partial(_why_not_ready, admission, cluster)
         report = ClusterReport(survey, admission, _constants(config, model), why_not_ready)

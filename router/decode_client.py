@@ -114,6 +114,7 @@ class DecodeClient:
             prefill_addresses=prefill,
             budget_s=budget_s,
             traceparent=timeline.trace.passed_on,
+            namespace=job.namespace,
         )
         self._untold[number] = timeline, len(timeline.submissions) - 1
         self._unsent.submit(submit)

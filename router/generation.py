@@ -41,10 +41,12 @@ class Generator:
         timelines: Timelines,
         *,
         budget_s: float,
+        tells_cached_tokens: bool = True,
     ) -> None:
         """
         Args:
             budget_s: total time a request may take; one that asks for less gets less.
+            tells_cached_tokens: whether clients learn how much of their prompt was cached.
         """
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -54,6 +56,7 @@ class Generator:
         self._metrics = metrics
         self._timelines = timelines
         self._budget_s = budget_s
+        self._tells_cached_tokens = tells_cached_tokens
 
     async def generate(
         self,
@@ -91,6 +94,7 @@ class Generator:
             Detokenizer(self._tokenizer, self._tokenizer.some_text),
             job.stop,
             num_prompt_tokens=len(job.token_ids),
+            tells_cached_tokens=self._tells_cached_tokens,
         )
         chosen = await self._choose(job)
         record.accept(len(job.token_ids), chosen.decode.address)
@@ -108,7 +112,7 @@ class Generator:
                 chosen = await self._choose_again(job, error, lost_by)
                 record.replay(chosen.decode.address, error)
         # Out of the node's hands: a stop string's Cancel does not wait for a slow client.
-        record.finish(last.finish_reason, last.usage.cached_tokens)
+        record.finish(last.finish_reason, last.cached_tokens)
         await write(job.request_id, last)
 
     async def _follow(
@@ -147,7 +151,7 @@ class Generator:
     async def _choose(self, job: Job, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:
             await self._cluster.until_ready()
-        return self._cluster.choose(Prompt(job.token_ids, job.session), avoid)
+        return self._cluster.choose(Prompt(job.token_ids, job.session, job.namespace), avoid)
 
     async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
         """Where there is no other node, the request ends as the one that it had left it."""

@@ -1,5 +1,6 @@
 """Which prefill nodes probably have which prefix in their caches.
 
+A prefix is known by its name, which its namespace is part of: a prompt finds nothing of another's.
 Told by two: the nodes' own events, which are exact and a moment late, and this router's history of
 what it has placed, which is neither. Of a node that tells, the history only bridges the moment
 between placing a prompt and hearing that it is stored; of one that does not, it is all there is.
@@ -12,6 +13,7 @@ from itertools import islice
 from xxhash import xxh3_64_intdigest
 
 from common.errors import ProtocolViolation
+from common.namespace import SHARED, Namespace
 from common.prefix_hash import BYTES_PER_TOKEN, PrefixHasher, as_bytes
 
 MAX_PAGES = 1 << 18  # taken of one node's events; 4 Mi tokens in pages of 16, some 25 MB
@@ -25,11 +27,12 @@ HISTORY_S = 10.0  # how long history of a node that tells is believed, at least
 class PromptPrefixes:
     """The names of one prompt's prefixes, made when they are wanted."""
 
-    __slots__ = ("_bytes", "_names", "_strides", "num_tokens")
+    __slots__ = ("_begin", "_bytes", "_names", "_strides", "num_tokens")
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], namespace: Namespace = SHARED) -> None:
         self.num_tokens = len(token_ids)
-        self._bytes = memoryview(as_bytes(token_ids))
+        self._begin = len(namespace)  # of the tokens
+        self._bytes = memoryview(namespace + as_bytes(token_ids))
         self._names: dict[int, int] = {}
         self._strides: list[int] | None = None
 
@@ -37,7 +40,7 @@ class PromptPrefixes:
         """Of the first `num_tokens`."""
         name = self._names.get(num_tokens)
         if name is None:
-            prefix = self._bytes[: num_tokens * BYTES_PER_TOKEN]
+            prefix = self._bytes[: self._begin + num_tokens * BYTES_PER_TOKEN]
             name = self._names[num_tokens] = xxh3_64_intdigest(prefix)
         return name
 
@@ -45,7 +48,8 @@ class PromptPrefixes:
     def strides(self) -> list[int]:
         """Of every whole number of strides, the shortest first."""
         if self._strides is None:
-            self._strides = PrefixHasher().extend(self._bytes, STRIDE)
+            hasher = PrefixHasher(self._bytes[: self._begin])
+            self._strides = hasher.extend(self._bytes[self._begin :], STRIDE)
         return self._strides
 
 

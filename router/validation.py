@@ -12,7 +12,9 @@ from msgspec.structs import replace
 
 from common import sampling
 from common.errors import InvalidRequest
+from common.namespace import SHARED, Namespace
 from common.sampling import SamplingParams
+from router import namespaces
 from router.chat_template import ChatTemplate
 from router.tokenizer import RouterTokenizer
 from router.wanted import Messages, Nothing, Prompt, Text, TokenIds, Wanted
@@ -41,6 +43,7 @@ class Job(msgspec.Struct, frozen=True):
     stop: Sequence[str]
     num_generated: int = 0  # of token_ids
     session: str = ""
+    namespace: Namespace = SHARED  # of prefix caches
 
 
 class Prompts:
@@ -91,6 +94,7 @@ async def parse(wanted: Wanted, request_id: str, prompts: Prompts, limits: Limit
     if wanted.stop:
         check_stop(wanted.stop)
     check_session_id(wanted.session_id)
+    namespace = namespaces.decide(wanted)
     check_vocabulary(params.stop_token_ids, limits, "sampling.stop_token_ids")
     token_ids = await prompts.encode(wanted.prompt)
     check_prompt(token_ids, limits, wanted.prompt.field)
@@ -103,6 +107,7 @@ async def parse(wanted: Wanted, request_id: str, prompts: Prompts, limits: Limit
         sampling=params,
         stop=wanted.stop,
         session=wanted.session_id,
+        namespace=namespace,
     )
 
 

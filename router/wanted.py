@@ -54,6 +54,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     stop: Sequence[str] = ()
     request_id: str = ""  # "": to be made
     session_id: str = ""  # "": of none
+    cache_salt: str | None = None  # None: what is cached is shared with all who give none
     timeout_s: float | None = None  # None: the router's own limit
 
 
@@ -70,6 +71,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         stop=tuple(request.sampling.stop),
         request_id=request.request_id,
         session_id=request.session_id,
+        cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
     )
 

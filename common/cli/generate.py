@@ -83,8 +83,9 @@ async def _main(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.stats:
         usage, took = last.usage, time.monotonic() - started
+        cached = f" ({usage.cached_tokens} cached)" if usage.HasField("cached_tokens") else ""
         print(
-            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+            f"{usage.prompt_tokens} prompt tokens{cached}, "
             f"{usage.completion_tokens} generated, finished by {last.finish_reason}; "
             f"first after {first * 1e3:.0f} ms, all after {took:.2f} s",
             file=sys.stderr,

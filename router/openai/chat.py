@@ -105,7 +105,10 @@ class Chat:
             [_turn(number, message) for number, message in enumerate(fields.messages)]
         )
         stop = stops(fields)
-        wanted = [Wanted(prompt=prompt, sampling=one, stop=stop) for one in per_prompt]
+        wanted = [
+            Wanted(prompt=prompt, sampling=one, stop=stop, cache_salt=fields.cache_salt)
+            for one in per_prompt
+        ]
         return Asked.from_fields(fields, wanted, len(per_prompt))
 
     def choice(self, index: int, text: str, finish_reason: str) -> Choice:

@@ -68,7 +68,7 @@ class Completions:
             )
         stop = stops(fields)
         wanted = [
-            Wanted(prompt=prompt, sampling=sampling, stop=stop)
+            Wanted(prompt=prompt, sampling=sampling, stop=stop, cache_salt=fields.cache_salt)
             for prompt in prompts
             for sampling in per_prompt
         ]

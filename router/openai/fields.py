@@ -67,6 +67,7 @@ class Fields(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     seed: int | None = None
     user: str | None = None
+    cache_salt: str | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None

@@ -37,6 +37,8 @@ FIELDS: Mapping[str, str] = {
     "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
     "presence_penalty": "Subtracted once from the logit of a token that was generated.",
     "repetition_penalty": "Divides positive, multiplies negative logits of tokens seen so far.",
+    "cache_salt": "What is cached is shared with requests of the same salt, and with no others; "
+    "absent: with those that have none. 512 characters at most.",
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 

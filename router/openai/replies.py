@@ -22,7 +22,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class Envelope(msgspec.Struct):
@@ -171,9 +171,10 @@ def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:
     prompts = [ends[index].usage for index in range(0, len(ends), num_per_prompt)]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(end.usage.completion_tokens for end in ends.values())
+    cached = [usage.cached_tokens for usage in prompts if usage.cached_tokens is not None]
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(sum(usage.cached_tokens for usage in prompts)),
+        prompt_tokens_details=PromptTokensDetails(sum(cached)) if cached else msgspec.UNSET,
     )

@@ -131,7 +131,7 @@ class Run {
       ["First token", duration((this.first - this.began) / 1e3)],
       ["Tokens/s", made > 1 && spent > 0 ? count((made - 1) / spent) : "–"],
       ["Tokens", this.finish === "length" ? `${made}, the limit` : `${made}`],
-      ["Prompt", `${asked} tokens, ${of.cached_tokens} cached`],
+      ["Prompt", `${asked} tokens${of ? `, ${of.cached_tokens} cached` : ""}`],
     ];
     byId("facts").hidden = false;
     keep(byId("facts"), facts, ([name]) => name, makeFact, (fact, [, value]) => say(fact.lastChild, value));

@@ -1,10 +1,10 @@
 """Equal keys to one prefill node, by arithmetic: routers agree without telling each other.
 
-The key is the session, or else how the prompt begins. Each node draws a number from the key and
-its own address, and the highest goes first (rendezvous hashing, Thaler and Ravishankar 1996): when
-a node leaves, its keys move, and no others; when one comes, it takes its share from each. A node
-whose queue is a quarter longer than the mean, and a prompt, is passed over (consistent hashing with
-bounded loads, Mirrokni et al. 2018), or one key could make a hot spot.
+The key is the session, or else the namespace and how the prompt begins. Each node draws a number
+from the key and its own address, and the highest goes first (rendezvous hashing, Thaler and
+Ravishankar 1996): when a node leaves, its keys move, and no others; when one comes, it takes its
+share from each. A node whose queue is a quarter longer than the mean, and a prompt, is passed over
+(consistent hashing with bounded loads, Mirrokni et al. 2018), or one key could make a hot spot.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,9 @@ class ConsistentHash:
     def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
         decode = self._decode.pick(choices)
         num_tokens = len(prompt.token_ids)
-        key = xxh3_64_intdigest(prompt.session.encode() or as_bytes(prompt.token_ids[:KEY_TOKENS]))
+        key = xxh3_64_intdigest(
+            prompt.session.encode() or prompt.namespace + as_bytes(prompt.token_ids[:KEY_TOKENS])
+        )
         queued = {node.address: self._load.prefill.tokens(node.address) for node in decode.prefill}
         bound = MOST_OVER_MEAN * sum(queued.values()) / max(1, len(queued)) + num_tokens
         nodes = sorted(

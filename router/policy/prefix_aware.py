@@ -35,7 +35,7 @@ class PrefixAware:
         nodes = self._turns.rotated([node.address for node in decode.prefill])
         if len(nodes) < 2:
             return Placement(decode.address, tuple(nodes), num_tokens)
-        prefixes = PromptPrefixes(prompt.token_ids)
+        prefixes = PromptPrefixes(prompt.token_ids, prompt.namespace)
         # The last token is always computed: its logits are wanted.
         cached = [
             min(self._prefixes.cached_tokens(prefixes, node), num_tokens - 1) for node in nodes

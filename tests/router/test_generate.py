@@ -38,6 +38,7 @@ from tests.router.rig import (
     failure,
     router_for,
 )
+from tests.support.http_client import get
 from tests.support.stub_decode_node import StubDecodeNode
 
 
@@ -78,6 +79,18 @@ async def test_an_answer_streams_from_the_prompt_to_usage(model: Path) -> None:
         usage = last.usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(one + two))
         assert usage.cached_tokens == 2
+
+
+async def test_what_was_cached_can_be_kept_from_clients(model: Path) -> None:
+    async with served(model, hide_cached_tokens=True) as (client, node, router):
+        call = client.generate("the fox", request_id="r1")
+        number = (await node.submitted()).request
+        node.say({number: ids("x")}, ended={number: FINISH_REASON_STOP}, cached_tokens=2)
+        usage = (await collect(call))[2].usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (1 + len(ids("the fox")), 1)
+        assert not usage.HasField("cached_tokens") and usage.cached_tokens == 0
+        shown = (await get(router.http_port, "/requests/r1")).json
+        assert shown["cached_tokens"] == 2  # operators see it
 
 
 async def test_the_node_is_told_its_peers_before_anything_else(model: Path) -> None:

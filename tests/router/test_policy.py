@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
+from common.namespace import SHARED, Namespace, namespace_of
 from common.prefix_hash import page_names
 from router.load import Load
 from router.policy import DecodeChoice, Placement, Policy, PrefillChoice, Prompt, make_policy
@@ -27,8 +28,10 @@ class Rig:
         self.prefill = [f"p{number}" for number in range(num_prefill)]
         self.choices = [choice(f"d{number}", *self.prefill) for number in range(num_decode)]
 
-    def pick(self, tokens: list[int], session: str = "") -> Placement:
-        return self.policy.pick(Prompt(tokens, session), self.choices)
+    def pick(
+        self, tokens: list[int], session: str = "", namespace: Namespace = SHARED
+    ) -> Placement:
+        return self.policy.pick(Prompt(tokens, session, namespace), self.choices)
 
     def place(self, tokens: list[int], session: str = "") -> Placement:
         """Picks and charges; the request never ends."""
@@ -228,6 +231,31 @@ def test_consistent_hash_takes_the_beginning_of_the_prompt_where_there_is_no_ses
         assert rig.pick([*prefix, 2, 3]).prefill == first
         assert other_router.pick([*prefix, 4]).prefill == first
     assert len({rig.pick([number] * 300).prefill[0] for number in range(100)}) == 10
+
+
+def test_namespaces_with_one_prefix_go_to_different_nodes_and_each_to_its_own() -> None:
+    """They have nothing in common that a node could reuse."""
+    rig = Rig("consistent_hash", 10)
+    homes = {}
+    for number in range(100):
+        namespace = namespace_of(str(number))
+        homes[number] = rig.pick([1] * 300, namespace=namespace).prefill[0]
+        assert rig.pick([*[1] * 300, 2], namespace=namespace).prefill[0] == homes[number]
+    assert len(set(homes.values())) == 10
+
+
+def test_a_prefix_draws_no_prompt_of_another_namespace() -> None:
+    rig = Rig("prefix_aware")
+    theirs = namespace_of("theirs")
+    prefix = [1] * 1024
+    pages = page_names(prefix, PAGE_SIZE, theirs)
+    rig.index.changed("p2", PAGE_SIZE, cleared=False, stored=pages)
+    for _ in range(3):
+        placement = rig.pick([*prefix, 2], namespace=theirs)
+        assert (placement.prefill[0], placement.uncached_tokens) == ("p2", 1)
+    for number in range(3):
+        placement = rig.pick([*prefix, 2], namespace=namespace_of(str(number)))
+        assert placement.uncached_tokens == 1025
 
 
 def test_consistent_hash_bounds_the_queue_that_one_key_can_make() -> None:

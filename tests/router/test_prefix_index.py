@@ -5,6 +5,7 @@ import random
 import pytest
 
 from common.errors import ProtocolViolation
+from common.namespace import SHARED, Namespace, namespace_of
 from common.prefix_hash import page_names
 from router import prefix_index
 from router.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
@@ -12,12 +13,14 @@ from router.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
 SIZE = 16
 
 
-def names(tokens: list[int], page_size: int = SIZE) -> list[int]:
-    return page_names(tokens, page_size)
+def names(tokens: list[int], page_size: int = SIZE, namespace: Namespace = SHARED) -> list[int]:
+    return page_names(tokens, page_size, namespace)
 
 
-def cached(index: PrefixIndex, tokens: list[int], address: str) -> int:
-    return index.cached_tokens(PromptPrefixes(tokens), address)
+def cached(
+    index: PrefixIndex, tokens: list[int], address: str, namespace: Namespace = SHARED
+) -> int:
+    return index.cached_tokens(PromptPrefixes(tokens, namespace), address)
 
 
 def prompt(rng: random.Random) -> list[int]:
@@ -75,6 +78,19 @@ def test_what_was_placed_is_expected_before_the_node_tells_of_it() -> None:
     gone = names(tokens)[2 * STRIDE // SIZE + 1 :]
     index.changed("p0", SIZE, cleared=False, removed=gone)
     assert cached(index, tokens, "p0") == 2 * STRIDE + SIZE
+
+
+def test_neither_what_is_told_nor_what_was_placed_is_known_in_another_namespace() -> None:
+    index = PrefixIndex()
+    one, other = namespace_of("one"), namespace_of("other")
+    told, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
+    index.changed("p0", SIZE, cleared=True, stored=names(told, namespace=one))
+    index.placed(PromptPrefixes(placed, one), "p0")
+    for tokens in (told, placed):
+        found = [cached(index, tokens, "p0", each) for each in (one, other, SHARED)]
+        assert found == [2 * STRIDE, 0, 0]
+    index.changed("p0", SIZE, cleared=False, removed=names(told, namespace=other))
+    assert cached(index, told, "p0", one) == 2 * STRIDE
 
 
 def test_history_ends_at_the_first_page_that_is_gone() -> None:

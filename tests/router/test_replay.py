@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
+from common.namespace import namespace_of
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
@@ -51,7 +52,8 @@ async def two_nodes(
 
 async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
-        call = ask(client, max_tokens=9, seed=3, temperature=0.8)
+        sampling = Sampling(max_tokens=9, seed=3, temperature=0.8)
+        call = client.generate(token_ids=TokenIds(ids=PROMPT), sampling=sampling, cache_salt="mine")
         first = await d0.submitted()
         other = ask(client)
         others = await d1.submitted()
@@ -63,6 +65,7 @@ async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(mo
         assert again.num_generated == 2
         assert again.sampling == first.sampling
         assert again.request_id == first.request_id
+        assert again.namespace == first.namespace == namespace_of("mine")
         d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP}, cached_tokens=5)
         d1.say({others.request: [40]}, ended={others.request: FINISH_REASON_STOP})
         _, tokens, last = await collect(call)

@@ -337,7 +337,12 @@ class Cluster:
     # Requests -----------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: Sequence[int] | str, *, request_id: str = "", **sampling: Any
+        self,
+        prompt: Sequence[int] | str,
+        *,
+        request_id: str = "",
+        cache_salt: str | None = None,
+        **sampling: Any,
     ) -> Answer:
         """Sends a prompt and collects the whole answer. Greedy unless told otherwise.
 
@@ -347,18 +352,26 @@ class Cluster:
         tokens: list[int] = []
         texts: list[str] = []
         last = GenerateResponse()
-        async with aclosing(self.stream(prompt, request_id=request_id, **sampling)) as responses:
+        messages = self.stream(prompt, request_id=request_id, cache_salt=cache_salt, **sampling)
+        async with aclosing(messages) as responses:
             async for last in responses:
                 tokens += last.token_ids
                 texts.append(last.text)
         return Answer(tuple(tokens), "".join(texts), last.finish_reason, last.usage)
 
     async def stream(
-        self, prompt: Sequence[int] | str, *, request_id: str = "", **sampling: Any
+        self,
+        prompt: Sequence[int] | str,
+        *,
+        request_id: str = "",
+        cache_salt: str | None = None,
+        **sampling: Any,
     ) -> AsyncGenerator[GenerateResponse, None]:
         """The answer, message by message. Leaving the iteration cancels the call."""
         request = GenerateRequest(
-            request_id=request_id, sampling=Sampling(**{"temperature": 0.0, **sampling})
+            request_id=request_id,
+            cache_salt=cache_salt,
+            sampling=Sampling(**{"temperature": 0.0, **sampling}),
         )
         if isinstance(prompt, str):
             request.text = prompt
