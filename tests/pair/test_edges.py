@@ -88,6 +88,17 @@ def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known)
         rig.until_paired()
 
 
+def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
+    with PairRig(known.loaded, local_prefill_tokens=20) as rig:
+        for namespace, num_local in ((namespace_of("one"), 1), (namespace_of("other"), 2)):
+            for _ in range(2):  # the second is short, for what the first has left
+                asked = rig.ask(PROMPT, namespace=namespace)
+                rig.run()
+                assert asked.tokens == known.greedy(PROMPT, 8)
+            assert rig.decode[0].count("local_prefills") == num_local
+            rig.until_free()
+
+
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["one owner", "another follows"])
 def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, owners):
     with PairRig(known.loaded, prefill=[Size(num_pages=3), Size()]) as rig:

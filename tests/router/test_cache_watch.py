@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common import rpc
+from common.namespace import namespace_of
 from common.prefix_hash import page_names
 from protos.decode_pb2 import FINISH_REASON_STOP as STOP
 from protos.router_pb2 import GetClusterRequest, TokenIds
@@ -106,3 +107,35 @@ async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model: Path
                             await collect(call)
                             if submit.prefill_addresses[0] == holder.address:
                                 break
+
+
+async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespace(
+    model: Path,
+) -> None:
+    async with StubNode() as p0, StubNode() as p1:
+        prefill = [p0.address, p1.address]
+        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
+            async with router_for(model, decode=[decode.address], prefill=prefill) as (client, _):
+                await client.wait_until_serving()
+                await eventually(lambda: p0.watchers and p1.watchers)
+                mine = page_names(PREFIX, SIZE, namespace_of("mine"))
+                p0.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
+                p1.tell_cache(page_size=SIZE, cleared=True, stored=mine)
+
+                async def first(salt: str | None) -> str:
+                    tokens = TokenIds(ids=[*PREFIX, 9])
+                    call = client.generate(token_ids=tokens, cache_salt=salt)
+                    submit = await decode.submitted()
+                    decode.say({submit.request: [20]}, ended={submit.request: STOP})
+                    await collect(call)
+                    address: str = submit.prefill_addresses[0]
+                    return address
+
+                # Told to two streams: the first answers may come before both are read.
+                async with asyncio.timeout(10):
+                    while [await first(salt) for salt in (None, "mine", "mine")] != [
+                        p0.address,
+                        p1.address,
+                        p1.address,
+                    ]:
+                        pass
