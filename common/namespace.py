@@ -3,11 +3,10 @@
 A router makes it; nodes carry and compare it, and do not know what it stands for. It is 16 bytes,
 or none: then the prompt is shared with all others that have none.
 
-128 bits, and no key. Who chooses a salt may try as many as he likes for one that falls into
-another's namespace, of which he may know what it is made of, and there he would find what that one
-has sent. Among a million namespaces that takes 2**108 tries; of 64 bits it would take 2**44. A
-secret key would do with 64 bits, but every router would have to have the same one, and caches
-would be lost with each new one.
+128 bits, and no key. Whoever knows what others' namespaces are made of can try salts at home until
+one falls into any of them, and would find there what its owner has sent. Among a million of them
+that takes 2**108 tries; with 64 bits it would take 2**44. With a secret key 64 would do, but every
+router would have to have the same one, and a new one would empty all caches.
 """
 
 from hashlib import blake2b

@@ -38,10 +38,10 @@ class SchedulePolicy:
         if len(waiting) > LPM_MAX_WAITING:
             return list(waiting)
 
-        def uncached(request: Request) -> int:
+        def place(request: Request) -> int:
             return -self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
 
-        return sorted(waiting, key=uncached)
+        return sorted(waiting, key=place)
 
     def _depth_first(self, waiting: Collection[Request]) -> list[Request]:
         lineages = {r.key: self._cache.lineage(r.token_ids[:-1], r.namespace) for r in waiting}

@@ -211,7 +211,8 @@ class RadixCache:
             yield child, common  # the caller may split it
             if not whole:
                 return
-            node, at, namespace = child, at + common * size, SHARED
+            node, at = child, at + common * size
+            namespace = b""  # no part of a key below
 
     def _key(self, tokens: Ints) -> bytes:
         return tokens[: self.page_size].tobytes()
