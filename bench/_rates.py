@@ -1,12 +1,12 @@
 """How fast pages cross between two processes, against the bare rate of each path.
 
 For every number of pages the same scattered pages are read in turn by memcpy, a bare socket, the
-tcp backend, one bare NIXL READ and the nixl backend, round after round, so that a change of the
-machine's mood falls on all of them. A ratio is the median over rounds of (ours / bare).
+tcp backend without and with TLS, one bare NIXL READ and the nixl backend, round after round: a
+change of the machine's mood falls on all of them. A ratio is the median over rounds of
+(ours / bare).
 """
 
 import os
-import select
 import socket
 import statistics
 import struct
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from bench._record import ROOT
 from kvtransfer.backends.base import Backend, Connection, Ints, PagePool, RemotePool
 from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_agent import load
+from kvtransfer.backends.nixl_agent import HOST, load
 from kvtransfer.backends.tcp import TcpBackend
 
 COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -58,20 +59,17 @@ def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         bare_socket.settimeout(None)
         bare_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bare_nixl = _BareNixl(owner, target)
-        tcp, nixl = (
-            _connected(backend, owner, target, exits)
-            for backend in (TcpBackend("127.0.0.1"), NixlBackend())
-        )
+        tcp, tls, nixl = (_connected(name, owner, target, exits) for name in ("tcp", "tls", "nixl"))
         reads: dict[str, Callable[[Ints, Ints], None]] = {
             "memcpy": _memcpy(target),
             "bare socket": _socket_read(bare_socket, target),
             "tcp": tcp.copy,
+            "tls": tls.copy,
             "bare nixl": bare_nixl.read,
             "nixl": nixl.copy,
         }
-        owner.stop_polling()
         _prove(reads, owner, target, plan)
-        rows = [_row(count, reads, bare_nixl, plan) for count in plan.counts]
+        rows = [_row(count, reads, bare_nixl, owner, plan) for count in plan.counts]
     of_bare = {path: {row["pages"]: row[f"{path}_of_bare"] for row in rows} for path in PATHS}
     met = {path: min(of_bare[path].values()) >= GOAL for path in PATHS}
     return rows, {"goal_of_bare": GOAL, "of_bare": of_bare, "met_everywhere": met}
@@ -81,20 +79,23 @@ def _row(
     count: int,
     reads: dict[str, Callable[[Ints, Ints], None]],
     bare_nixl: "_BareNixl",
+    owner: "_OwnerProcess",
     plan: Plan,
 ) -> dict[str, Any]:
     rng = np.random.default_rng(count)
     num_pages = max(plan.counts)
     seconds: dict[str, list[float]] = {name: [] for name in reads}
+    cpu_seconds = dict.fromkeys(reads, 0.0)
     posts: list[float] = []
     # A sample of few pages is many reads in a row, each of other pages: long against the clock.
     repeats = max(1, min(200, num_pages // (4 * count)))
     for round_number in range(plan.rounds + 1):
         ids = [(_some(rng, num_pages, count), _some(rng, num_pages, count)) for _ in range(repeats)]
         for name, read in reads.items():
-            started = time.perf_counter()
+            cpu_before, started = owner.cpu_seconds() + time.process_time(), time.perf_counter()
             for source, destination in ids:
                 read(source, destination)
+            cpu_seconds[name] += owner.cpu_seconds() + time.process_time() - cpu_before
             if round_number:  # the first one is warm-up
                 seconds[name].append((time.perf_counter() - started) / repeats)
         posts += [bare_nixl.post_seconds(*pair) for pair in ids]
@@ -104,6 +105,10 @@ def _row(
         "pages": count,
         "bytes": num_bytes,
         "gib_per_s": {name: round(num_bytes / _GIB / s, 3) for name, s in median.items()},
+        "cpu_s_per_gib": {  # both ends; the owner's in steps of 10 ms
+            name: round(s * _GIB / (num_bytes * repeats * (plan.rounds + 1)), 3)
+            for name, s in cpu_seconds.items()
+        },
         "us": {name: round(s * 1e6, 1) for name, s in median.items()},
         **{
             f"{ours}_of_bare": round(
@@ -130,7 +135,7 @@ def _prove(
     """No rate without the right bytes."""
     pages = np.random.default_rng(0).permutation(max(plan.counts)).astype(np.int32)
     expected = _content(plan)
-    for name in ("tcp", "bare nixl", "nixl"):
+    for name in ("tcp", "tls", "bare nixl", "nixl"):
         target.pages[:] = 0
         reads[name](pages, pages[::-1].copy())
         if not (target.pages[pages[::-1]] == expected[pages]).all():
@@ -179,10 +184,7 @@ class _BareNixl:
     """What nixl does when it is asked for all pages in one READ, and nothing else."""
 
     def __init__(self, owner: "_OwnerProcess", target: _Pages) -> None:
-        api = load()
-        self._agent = api.nixl_agent(
-            "bench-reader", api.nixl_agent_config(enable_prog_thread=False)
-        )
+        self._agent = _bare_agent("bench-reader")
         self._agent.register_memory(_region(target.pool), "DRAM")
         name = self._agent.add_remote_agent(owner.bare_metadata)
         self._local = self._agent.prep_xfer_dlist(
@@ -190,7 +192,7 @@ class _BareNixl:
         )
         self._remote = self._agent.prep_xfer_dlist(name, _descriptors(owner.remote), "DRAM")
         first = np.zeros(1, np.int32)
-        self.read(first, first)  # makes contact, while the owner polls
+        self.read(first, first)  # makes contact
 
     def read(self, source_pages: Ints, destination_pages: Ints) -> None:
         handle = self._agent.make_prepped_xfer(
@@ -213,6 +215,14 @@ class _BareNixl:
         return seconds
 
 
+def _bare_agent(name: str) -> Any:
+    """With the transports of host memory, which are the default of `load`."""
+    api = load()
+    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.create_backend("UCX", {"ucx_error_handling_mode": HOST.errors})
+    return agent
+
+
 def _region(pool: PagePool) -> NDArray[np.uint64]:
     return np.array([[pool.base, pool.num_pages * pool.page_bytes, 0]], np.uint64)
 
@@ -225,12 +235,16 @@ def _descriptors(remote: RemotePool) -> NDArray[np.uint64]:
     return descriptors
 
 
-def _connected(
-    backend: Backend, owner: "_OwnerProcess", target: _Pages, exits: ExitStack
-) -> Connection:
-    connection = backend.connect(
-        owner.descriptions[backend.name], owner.remote, target.pool, _READER
-    )
+def _backends() -> dict[str, Backend]:
+    return {
+        "tcp": TcpBackend("127.0.0.1"),
+        "tls": TcpBackend("127.0.0.1", encrypted=True),
+        "nixl": NixlBackend(),
+    }
+
+
+def _connected(name: str, owner: "_OwnerProcess", target: _Pages, exits: ExitStack) -> Connection:
+    connection = _backends()[name].connect(owner.descriptions[name], owner.remote, target.pool)
     exits.callback(connection.close)
     return connection
 
@@ -265,11 +279,9 @@ class _OwnerProcess:
         self.bare_metadata = served.bare_metadata
         self.port = served.port
 
-    def stop_polling(self) -> None:
-        """Everybody has connected: from here on it is as quiet as a serving node's."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-        self._process.stdin.flush()
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def end(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -283,21 +295,18 @@ def _own(page_bytes: int, num_pages: int, core: int) -> None:
     plan = Plan(page_bytes, 0, (num_pages,))
     pages = _Pages(plan)
     pages.pages[:] = _content(plan)
-    tcp, nixl = TcpBackend("127.0.0.1").serve(pages.pool, 2), NixlBackend().serve(pages.pool, 2)
-    tcp.publish(_READER, np.arange(num_pages, dtype=np.int32))
-    api = load()
-    bare = api.nixl_agent("bench-owner", api.nixl_agent_config(enable_prog_thread=False))
+    owners = {name: backend.serve(pages.pool, 2) for name, backend in _backends().items()}
+    bare = _bare_agent("bench-owner")
     bare.register_memory(_region(pages.pool), "DRAM")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         _serve_socket(listener, memoryview(pages.pages.reshape(-1)))  # type: ignore[arg-type]
-        descriptions = {"tcp": tcp.describe(_READER), "nixl": nixl.describe(_READER)}
+        descriptions = {name: owner.admit(_READER) for name, owner in owners.items()}
+        for owner in owners.values():
+            owner.publish(_READER, np.arange(num_pages, dtype=np.int32))
         served = _Served(
             pages.pool.base, descriptions, bare.get_agent_metadata(), listener.getsockname()[1]
         )
         print(msgspec.json.encode(served).decode(), flush=True)
-        while not select.select([sys.stdin], [], [], 0.001)[0]:
-            nixl.poll()
-            bare.get_new_notifs()
         sys.stdin.read()  # until the reader closes its end
 
 

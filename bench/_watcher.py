@@ -154,4 +154,6 @@ def _reader(
     hello = Hello.of(INSTANCE, "bench", engine.fingerprint, kv)
     end = ReaderEnd(config, page_size=shape.layout.page_size)
     meter = ReadMeter(pool.page_bytes)
-    return Reader(end, hello, kv, data_paths.backends(config), config, outlet, wake, meter)
+    return Reader(
+        end, hello, kv, data_paths.backends(config, tls=False), config, outlet, wake, meter
+    )

@@ -29,6 +29,9 @@ RATE_COLUMNS = {
     "bare socket": "{gib_per_s[bare socket]:.2f}",
     "tcp": "{gib_per_s[tcp]:.2f}",
     "of bare ": "{tcp_of_bare:.0%}",
+    "tls": "{gib_per_s[tls]:.2f}",
+    "CPU s per GiB, tcp": "{cpu_s_per_gib[tcp]:.2f}",
+    "tls ": "{cpu_s_per_gib[tls]:.2f}",
     "descriptors": "{nixl_descriptors}",
     "post us": "{nixl_post_us:.1f}",
 }

@@ -107,6 +107,11 @@ class TransferConfig(Record):
         "auto", description="data path; auto: nixl where a one-sided path is proved, else tcp"
     )
     data_host: str = Field("127.0.0.1", description="address that the tcp backend binds and tells")
+    encrypt: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="TLS for pages over tcp; auto: where front.tls has a certificate; on: always,"
+        " and no rdma, which has none",
+    )
     heartbeat_s: Seconds = Field(1.0, description="between two beats of a stream of a pair")
     missed_beats: Positive = Field(5, description="beats missed until a stream is ended")
     progress_s: Seconds = Field(10.0, description="longest wait for a chunk, from admission on")

@@ -18,11 +18,25 @@ from typing import ClassVar
 
 from grpc import StatusCode
 
+# Of a sentence that says what someone else has sent: as gRPC writes it, in a trailer of at most
+# 8 KiB, a character can take 12 bytes.
+MAX_SENTENCE_CHARACTERS = 600
+
+
+def cut(sentence: str) -> str:
+    """A sentence that is not too long for logs and clients."""
+    if len(sentence) <= MAX_SENTENCE_CHARACTERS:
+        return sentence
+    return f"{sentence[: MAX_SENTENCE_CHARACTERS - 1]}…"
+
 
 class ServingError(Exception):
     """An error with a status and a sentence for whoever asked."""
 
     status: ClassVar[StatusCode]
+
+    def __str__(self) -> str:
+        return cut(super().__str__())
 
 
 class InvalidRequest(ServingError):
@@ -63,6 +77,9 @@ class ProtocolViolation(TransferError):
 
 class ConfigError(ServingError):
     status = StatusCode.FAILED_PRECONDITION
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # what the operator has written, told to nobody else
 
 
 class EngineFault(ServingError):

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from common import tls
 from common.errors import ConfigError, InvalidRequest, ServingError
 from common.tls_channel import TlsChannel
+from common.wire_fields import MAX_FIELDS, FieldCounter
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +74,20 @@ def raise_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-def make_server(*, shares_port: bool = False) -> grpc.aio.Server:
+def make_server(
+    *, shares_port: bool = False, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Server:
     """A server with our options, bound to nothing yet. Call it on the event loop.
 
     Args:
         shares_port: as for `bind`.
+        max_message_bytes: larger ones are refused before they are received.
     """
-    options = {**dict(SERVER_OPTIONS), "grpc.so_reuseport": int(shares_port)}
+    options = {
+        **dict(SERVER_OPTIONS),
+        "grpc.so_reuseport": int(shares_port),
+        "grpc.max_receive_message_length": max_message_bytes,
+    }
     return grpc.aio.server(options=tuple(options.items()))
 
 
@@ -200,7 +208,8 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
 
 @dataclass(frozen=True, slots=True)
 class _NotAMessage:
-    """What the deserialiser makes of bytes that are no message, or hold invalid UTF-8."""
+    """What the deserialiser makes of bytes that are no message, hold invalid UTF-8, or would cost
+    too much to parse."""
 
     sentence: str
 
@@ -219,34 +228,48 @@ class _Recorder:
 
 
 def add_service(
-    server: grpc.aio.Server, add: Callable[[S, Any], None], servicer: S
+    server: grpc.aio.Server,
+    add: Callable[[S, Any], None],
+    servicer: S,
+    *,
+    max_fields: int = MAX_FIELDS,
 ) -> tuple[str, ...]:
     """Registers a service, with tolerant decoding and `rpc_errors` around every method.
 
     Args:
         add: the generated `add_XServicer_to_server`.
+        max_fields: of one message; what has more is refused before it is parsed.
     Returns:
         The full names of what was registered, for reflection and health.
     """
     recorder = _Recorder()
     add(servicer, recorder)
     for service, handlers in recorder.services.items():
-        guarded = {name: _guarded(handler) for name, handler in handlers.items()}
+        guarded = {name: _guarded(handler, max_fields) for name, handler in handlers.items()}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, guarded),))
     return tuple(recorder.services)
 
 
-def _guarded(handler: Any) -> Any:
+def _guarded(handler: Any, max_fields: int) -> Any:
     kind = ("stream" if handler.request_streaming else "unary") + (
         "_stream" if handler.response_streaming else "_unary"
     )
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     method = _calling(getattr(handler, kind), handler.request_streaming)
-    return make(method, _tolerant(handler.request_deserializer), handler.response_serializer)
+    parse = _tolerant(handler.request_deserializer, max_fields)
+    return make(method, parse, handler.response_serializer)
 
 
-def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _tolerant(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
+    """
+    Args:
+        parse: `FromString` of a message's class.
+    """
+    fields = FieldCounter(parse.__self__.DESCRIPTOR, max_fields)
+
     def parsed(data: bytes) -> Any:
+        if fields.exceeded(data):
+            return _NotAMessage(f"the message has more than {max_fields} fields")
         try:
             return parse(data)
         except (DecodeError, UnicodeDecodeError):

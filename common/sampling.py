@@ -73,7 +73,12 @@ def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams
 
 
 def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
-    """As `from_proto`, for whoever calls `check` later."""
+    """As `from_proto`, for whoever calls `check` later.
+
+    Raises:
+        InvalidRequest: a list is longer than is worth reading.
+    """
+    check_counts(proto.stop_token_ids, proto.stop)
     return SamplingParams(
         max_tokens=proto.max_tokens if proto.HasField("max_tokens") else max_tokens,
         seed=proto.seed if proto.HasField("seed") else seed,
@@ -110,16 +115,21 @@ def check(params: SamplingParams) -> None:
             raise InvalidRequest(f"sampling.{name} must be {rule}, got {value}")
     if params.top_k < 1 and params.top_k != -1:
         raise InvalidRequest(f"sampling.top_k must be -1 or at least 1, got {params.top_k}")
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+    check_counts(params.stop_token_ids, ())
+
+
+def check_counts(stop_token_ids: Sequence[int], stop: Sequence[str]) -> None:
+    """Raises InvalidRequest as `check` does, and looks at no item."""
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
-            f"sampling.stop_token_ids has {len(params.stop_token_ids)} ids, "
-            f"{MAX_STOP_TOKEN_IDS} allowed"
+            f"sampling.stop_token_ids has {len(stop_token_ids)} ids, {MAX_STOP_TOKEN_IDS} allowed"
         )
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"sampling.stop has {len(stop)} strings, {MAX_STOP_STRINGS} allowed")
 
 
 def check_stop(stop: Sequence[str]) -> None:
     """Raises InvalidRequest as `check` does."""
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"sampling.stop has {len(stop)} strings, {MAX_STOP_STRINGS} allowed")
+    check_counts((), stop)
     if not all(stop):
         raise InvalidRequest("sampling.stop has an empty string")

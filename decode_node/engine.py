@@ -43,7 +43,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
             ReaderEnd(config.transfer, page_size=page_size),
             hello,
             pool,
-            data_paths.backends(config.transfer),
+            data_paths.backends(config.transfer, tls=config.front.tls.cert is not None),
             config.transfer,
             outlet,
             wake,

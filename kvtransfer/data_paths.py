@@ -8,14 +8,25 @@ from common.errors import ConfigError, TransferError
 from common.logs import kv
 from kvtransfer.backends.base import Backend, Owner, PagePool
 from kvtransfer.backends.nixl import NixlBackend
+from kvtransfer.backends.nixl_paths import PATHS
 from kvtransfer.backends.tcp import TcpBackend
 
 log = logging.getLogger(__name__)
 
+_WITHIN_A_HOST = tuple(kind for kind in PATHS if kind.name != "rdma")
 
-def backends(config: TransferConfig) -> dict[str, Backend]:
-    """By name, in the order in which they should be tried."""
-    known: tuple[Backend, ...] = (NixlBackend(), TcpBackend(config.data_host))
+
+def backends(config: TransferConfig, *, tls: bool) -> dict[str, Backend]:
+    """By name, in the order in which they should be tried.
+
+    Args:
+        tls: whether the node's pair streams are encrypted.
+    """
+    encrypted = tls if config.encrypt == "auto" else config.encrypt == "on"
+    known: tuple[Backend, ...] = (
+        NixlBackend(_WITHIN_A_HOST if config.encrypt == "on" else PATHS),
+        TcpBackend(config.data_host, encrypted=encrypted),
+    )
     return {backend.name: backend for backend in known if config.path in ("auto", backend.name)}
 
 

@@ -84,7 +84,7 @@ class Failed(Message, frozen=True, tag=True):
 class Beat(Message, frozen=True, tag=True):
     sequence: int
     open_handoffs: int
-    connecting: bool = False  # from a reader whose link is not up: a passive owner must poll
+    connecting: bool = False  # from a reader whose link is not up: an owner over RDMA must poll
 
 
 FromReader: TypeAlias = Open | Grant | Done | Cancel | Beat

@@ -30,7 +30,7 @@ class Region(msgspec.Struct, frozen=True):
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The first message each way. A reader offers no paths; an owner offers them in the order of
-    its preference, described for that one reader."""
+    its preference, described for that one stream."""
 
     instance: int  # random 64 bit, new at each process start
     protocol_version: int

@@ -17,7 +17,7 @@ from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.transfer import Outlet
 
-CONNECTING_POLL_S = 0.001  # a passive owner must be polled to be connected to
+CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled to be connected to
 
 
 class Publisher:
@@ -51,14 +51,13 @@ class Publisher:
         except LayoutMismatch as mismatch:
             self._outlet.end(stream, str(mismatch), refused=True)
             return
-        paths = tuple(
-            DataPath(name, owner.describe(hello.instance)) for name, owner in self._owners.items()
-        )
+        paths = tuple(DataPath(name, owner.admit(stream)) for name, owner in self._owners.items())
         self._outlet.answer_hello(stream, msgspec.structs.replace(self._hello, paths=paths))
         self._carry_out(self._end.stream_up(stream, hello.instance, now))
 
     def closed(self, stream: int, reason: str) -> None:
         self._carry_out(self._end.stream_down(stream, reason))
+        self._dismiss(stream)
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
         self._carry_out(self._end.received(stream, message, now))
@@ -81,20 +80,29 @@ class Publisher:
         for owner in self._owners.values():
             owner.close()
 
+    def _dismiss(self, stream: int) -> None:
+        """What a reader was given for a stream ends with the stream."""
+        for owner in self._owners.values():
+            owner.dismiss(stream)
+
     def _carry_out(self, actions: Sequence[OwnerAction]) -> None:
+        ended = []
         for action in actions:
             match action:
                 case Send(stream, message):
                     self._outlet.send(stream, message)
                 case EndStream(stream, reason, refused):
                     self._outlet.end(stream, reason, refused=refused)
-                case Expose(id, reader, pages):
-                    self._exposed.setdefault(id, []).append((reader, pages))
+                    ended.append(stream)
+                case Expose(id, stream, pages):
+                    self._exposed.setdefault(id, []).append((stream, pages))
                     for owner in self._owners.values():
-                        owner.publish(reader, pages)
+                        owner.publish(stream, pages)
                 case Withdraw(id):
-                    for reader, pages in self._exposed.pop(id, ()):
+                    for stream, pages in self._exposed.pop(id, ()):
                         for owner in self._owners.values():
-                            owner.withdraw(reader, pages)
+                            owner.withdraw(stream, pages)
                 case event:
                     self._outlet.tell(event)
+        for stream in ended:  # its hand-offs are withdrawn by now
+            self._dismiss(stream)

@@ -192,7 +192,7 @@ class Reader:
         region = hello.regions[0]
         remote = RemotePool(region.base, region.page_bytes, region.num_pages)
         backend = self._backends[path.backend]
-        return backend.connect(path.description, remote, self._pool, self._hello.instance)
+        return backend.connect(path.description, remote, self._pool)
 
     def _carry_out(self, actions: Sequence[ReaderAction]) -> None:
         for action in actions:

@@ -30,7 +30,8 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     clock = StepClock()
     kv = engine.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
-    owners = data_paths.serve(data_paths.backends(config.transfer), pool, start.instance)
+    paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
+    owners = data_paths.serve(paths, pool, start.instance)
     page_size = engine.shape.layout.page_size
     hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)

@@ -27,6 +27,7 @@ from router.generation import Generator
 from router.http.server import HttpServer
 from router.http.shared import Limits as HttpLimits
 from router.http.shared import Shared
+from router.limits import MAX_FIELDS, Limits
 from router.load import Load
 from router.membership import Membership
 from router.model_files import ModelFiles
@@ -35,13 +36,13 @@ from router.openai.operations import metrics_elsewhere
 from router.page import files as page
 from router.policy import HEED_PREFIXES, make_policy
 from router.prefix_index import PrefixIndex
+from router.prompts import Prompts
 from router.requests_endpoint import PATH as REQUESTS_PATH
 from router.requests_endpoint import RequestsEndpoint
 from router.service import RouterService
 from router.survey import Survey
 from router.timelines import Timelines
 from router.tokenizer import RouterTokenizer
-from router.validation import Limits, Prompts
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +121,17 @@ async def running(
         )
         why_not_ready = partial(_why_not_ready, admission, cluster)
         report = ClusterReport(survey, admission, _constants(config, model), why_not_ready)
-        service = RouterService(generator, report, tokenizer, prompts, limits, model)
+        service = RouterService(
+            generator, report, tokenizer, prompts, limits, model, budget_s=config.budget_s
+        )
 
-        server = rpc.make_server(shares_port=shares_ports)
-        names = rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service)
+        server = rpc.make_server(shares_port=shares_ports, max_message_bytes=limits.message_bytes)
+        names = rpc.add_service(
+            server,
+            router_pb2_grpc.add_RouterServicer_to_server,
+            service,
+            max_fields=MAX_FIELDS,
+        )
         health = rpc.add_health_and_reflection(server, names)
         port = rpc.bind(
             server, config.front.host, config.front.port, certificates, shares_port=shares_ports
@@ -140,6 +148,7 @@ async def running(
         http = _make_http(
             config,
             model,
+            limits,
             generator,
             report,
             timelines,
@@ -209,12 +218,14 @@ def _make_prompts(model: ModelFiles, tokenizer: RouterTokenizer) -> tuple[Prompt
     template = (
         ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
     )
-    return Prompts(tokenizer, template), Limits(model.context_length, model.vocabulary_size)
+    limits = Limits(model.context_length, model.vocabulary_size, tokenizer.longest_token_bytes)
+    return Prompts(tokenizer, template, limits), limits
 
 
 def _make_http(
     config: RouterConfig,
     model: ModelFiles,
+    model_limits: Limits,
     generator: Generator,
     report: ClusterReport,
     timelines: Timelines,
@@ -241,7 +252,10 @@ def _make_http(
         },
         others_below={f"{REQUESTS_PATH}/": {"GET": requests.one}},
     )
-    limits = HttpLimits(max_connections=config.max_requests + _SPARE_CONNECTIONS)
+    limits = HttpLimits(
+        max_connections=config.max_requests + _SPARE_CONNECTIONS,
+        max_body_bytes=model_limits.body_bytes,
+    )
     contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
     return HttpServer(Shared(limits, routes, problems.error_body, counts), contexts)
 

@@ -5,7 +5,7 @@ templates in the wild use. Knows no tokens.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -56,26 +56,42 @@ class ChatTemplate:
             raise ConfigError(f"model: its chat template cannot be read: {error}") from error
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
+    def render(self, messages: Sequence[dict[str, str]], *, max_characters: int) -> str:
         """The prompt for the assistant's next message. It has all special tokens as text.
 
         Args:
             messages: with "role" and "content".
+            max_characters: of the prompt; rendering ends where there are more.
         Raises:
-            InvalidRequest: the template refuses these messages.
+            InvalidRequest: the template refuses these messages, or makes too much of them.
         """
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 messages=messages,
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **self._special_tokens,
             )
+            return _joined(pieces, max_characters)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"messages: refused by the model's chat template: {error}"
             ) from error
+
+
+def _joined(pieces: Iterable[str], max_characters: int) -> str:
+    kept = []
+    num_characters = 0
+    for piece in pieces:
+        kept.append(piece)
+        num_characters += len(piece)
+        if num_characters > max_characters:
+            raise InvalidRequest(
+                f"messages: rendered they have more than {max_characters} characters, "
+                "which the context does not take"
+            )
+    return "".join(kept)
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

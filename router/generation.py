@@ -13,11 +13,13 @@ from router.answer import Answer, LastPiece, Piece
 from router.choices import Prompt
 from router.cluster import Chosen, Cluster
 from router.detokenizer import Detokenizer
+from router.limits import Limits
+from router.prompts import Prompts
 from router.record import RequestRecord
 from router.timelines import Timelines
 from router.token_buffer import End
 from router.tokenizer import RouterTokenizer
-from router.validation import Job, Limits, Prompts
+from router.validation import Job
 from router.wanted import Wanted
 from router.within import Within
 
@@ -78,7 +80,8 @@ class Generator:
             ServingError: instead of the last piece.
         """
         request_id = wanted.request_id or new_request_id()
-        with RequestRecord(self._metrics, self._timelines, request_id, traceparent) as record:
+        known_as = request_id[: validation.MAX_REQUEST_ID_CHARACTERS]  # an over-long one in logs
+        with RequestRecord(self._metrics, self._timelines, known_as, traceparent) as record:
             validation.check_request_id(request_id)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             with self._admission.admitted(request_id):

@@ -1,6 +1,7 @@
 """The `Router` service: translates between messages and the parts that do the work."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -11,10 +12,12 @@ from protos import router_pb2, router_pb2_grpc
 from router.answer import LastPiece, Piece
 from router.cluster_report import ClusterReport
 from router.generation import Generator
+from router.limits import Limits, check_context, check_vocabulary
 from router.model_files import ModelFiles
+from router.prompts import Prompts
 from router.tokenizer import RouterTokenizer
-from router.validation import Limits, Prompts, check_context
 from router.wanted import from_prompt, from_request
+from router.within import Within
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -32,13 +35,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
         prompts: Prompts,
         limits: Limits,
         model: ModelFiles,
+        *,
+        budget_s: float,
     ) -> None:
+        """
+        Args:
+            budget_s: total time that a call may take; a request for text may ask for less.
+        """
         self._generator = generator
         self._report = report
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._limits = limits
         self._model = model
+        self._budget_s = budget_s
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
         """Streams the answer to one prompt; a cancelled call cancels it on every node."""
@@ -46,23 +56,25 @@ class RouterService(router_pb2_grpc.RouterServicer):
         def write(request_id: str, piece: Piece | LastPiece) -> Awaitable[None]:
             return context.write(_response(request_id, piece))
 
-        try:
+        with _telling_when_to_retry(context):
             await self._generator.generate(from_request(request), write, _traceparent(context))
-        except Overloaded:
-            context.set_trailing_metadata((("retry-after", str(_RETRY_AFTER_S)),))
-            raise
 
     async def Tokenize(
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        token_ids = await self._prompts.encode(from_prompt(request))
+        with _telling_when_to_retry(context), Within(self._budget_s):
+            token_ids = await self._prompts.encode(from_prompt(request))
         return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
         check_context(request.token_ids, self._limits, "token_ids")
-        return router_pb2.DetokenizeResponse(text=self._tokenizer.decode(request.token_ids))
+        token_ids = list(request.token_ids)
+        check_vocabulary(token_ids, self._limits, "token_ids")
+        with _telling_when_to_retry(context), Within(self._budget_s):
+            text = await self._tokenizer.decode_any(token_ids)
+        return router_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(
         self, request: router_pb2.GetModelRequest, context: Context
@@ -79,6 +91,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GetClusterRequest, context: Context
     ) -> router_pb2.GetClusterResponse:
         return await self._report.make()
+
+
+@contextmanager
+def _telling_when_to_retry(context: Context) -> Iterator[None]:
+    try:
+        yield
+    except Overloaded:
+        context.set_trailing_metadata((("retry-after", str(_RETRY_AFTER_S)),))
+        raise
 
 
 def _traceparent(context: Context) -> str:

@@ -1,5 +1,7 @@
-"""What a client asks for, whatever protocol it speaks. Nothing of it is checked but its types."""
+"""What a client asks for, whatever protocol it speaks. Nothing of it is checked but its types, and
+the length of lists that would have to be copied."""
 
+import asyncio
 import random
 from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
@@ -46,10 +48,18 @@ class Nothing(msgspec.Struct, frozen=True):
 Prompt: TypeAlias = Text | Messages | TokenIds | Nothing
 
 
+class Shared(msgspec.Struct):
+    """One prompt of several choices, made into tokens by whichever comes to it first."""
+
+    prompt: Prompt
+    token_ids: Sequence[int] | None = None  # None: not yet
+    turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
+
+
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """One answer."""
 
-    prompt: Prompt
+    prompt: Prompt | Shared
     sampling: SamplingParams
     stop: Sequence[str] = ()
     request_id: str = ""  # "": to be made
@@ -84,7 +94,7 @@ def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
             turns = [Turn(turn.role, turn.content) for turn in request.messages.messages]
             return Messages(turns)
         case "token_ids" if isinstance(request, GenerateRequest):
-            return TokenIds(list(request.token_ids.ids))
+            return TokenIds(request.token_ids.ids)
         case _:
             fields = request.DESCRIPTOR.oneofs_by_name["prompt"].fields
             return Nothing(tuple(field.name for field in fields))

@@ -100,7 +100,7 @@ def main(device_name: str, page_bytes: str, num_pages: str) -> None:
             owners[name].publish(READER, np.arange(len(pages), dtype=np.int32))
         except (TransferError, ModuleNotFoundError) as error:
             missing[name] = str(error)
-    descriptions = {name: owner.describe(READER) for name, owner in owners.items()}
+    descriptions = {name: owner.admit(READER) for name, owner in owners.items()}
     served = Served(pages.data_ptr(), descriptions, missing, _shared(pages))
     print(msgspec.json.encode(served).decode(), flush=True)
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.gpu.frame import Row, Tables, guarded, note
 from bench.gpu.ops import unequal_share
-from bench.gpu.owner import READER, OwnerProcess, backends, content, owner_process, pool_of
+from bench.gpu.owner import OwnerProcess, backends, content, owner_process, pool_of
 from bench.gpu.setting import Setting
 from common.errors import TransferError
 from kvtransfer.backends.base import Connection, Ints
@@ -157,7 +157,7 @@ def _connected(owner: OwnerProcess, name: str, landing: Tensor, exits: ExitStack
     if name in owner.served.missing:
         raise TransferError(owner.served.missing[name])
     connection = backends()[name].connect(
-        owner.served.descriptions[name], owner.remote, pool_of(landing), READER
+        owner.served.descriptions[name], owner.remote, pool_of(landing)
     )
     exits.callback(connection.close)
     return connection

@@ -19,6 +19,7 @@ Parsed = TypeVar("Parsed")
 CONNECT_S = 5.0  # longest `Backend.connect`
 _MAX_ADDRESS = 1 << 57
 _MAX_PAGES = 1 << 31  # page ids are int32
+_FEW = 16  # pages that Python looks through before numpy has begun
 PROBE_BYTES = 4 << 20  # read by one `Connection.probe`, rounded to whole pages
 
 
@@ -82,30 +83,44 @@ def check_pages(source: Ints, num_source: int, destination: Ints, num_destinatio
 
 def first_outside(pages: Ints, num_pages: int) -> int | None:
     """The first page that is not in [0, num_pages)."""
-    if not len(pages) or np.maximum.reduce(pages.view(np.uint32)) < num_pages:
+    if len(pages) <= _FEW:
+        return next((page for page in pages.tolist() if not 0 <= page < num_pages), None)
+    if np.maximum.reduce(pages.view(np.uint32)) < num_pages:
         return None  # the usual case in one pass: a negative page is a huge one
     return int(pages[(pages < 0) | (pages >= num_pages)][0])
 
 
 class Owner(Protocol):
-    """Serves reads of one pool to any number of readers."""
+    """Serves reads of one pool to any number of readers.
 
-    def describe(self, reader: int) -> bytes:
-        """What this reader (an instance id) needs to connect; opaque to everyone but the same
-        backend's `connect`. May hold a key that is this reader's alone."""
+    A reader is one pair stream, by a number that is never used again: a node that pairs anew is
+    another reader. What it is given here is its own, and ends with it.
+    """
+
+    def admit(self, reader: int) -> bytes:
+        """What this reader needs to connect, until it is dismissed; opaque to everyone but the
+        same backend's `connect`. May hold a key that is this reader's alone."""
+        ...
+
+    def dismiss(self, reader: int) -> None:
+        """Ends what `admit` has begun: its publications are gone, its connections end, and it
+        cannot connect again. Never waits; idempotent. A one-sided backend can do nothing here: who
+        has been told where memory is still knows it."""
         ...
 
     def publish(self, reader: int, pages: Ints) -> None:
-        """Allows `reader` (an instance id) to read these pages. Counted: a page published twice
+        """Allows a reader that is admitted to read these pages. Counted: a page published twice
         is readable until withdrawn twice. A one-sided backend has nothing to do here."""
         ...
 
     def withdraw(self, reader: int, pages: Ints) -> None:
-        """Takes one `publish` of each of these pages back. Never waits for a read under way."""
+        """Takes one `publish` of each of these pages back, of a reader that is admitted. Never
+        waits for a read under way."""
         ...
 
     def poll(self) -> None:
-        """Called about every millisecond while a reader is connecting, and not otherwise."""
+        """Called about every millisecond while a reader is connecting, and not otherwise: for
+        backends whose readers need the owner's help to connect."""
         ...
 
     def close(self) -> None:
@@ -163,11 +178,9 @@ class Backend(Protocol):
         """Raises TransferError where this machine cannot serve over this backend."""
         ...
 
-    def connect(
-        self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
-    ) -> Connection:
-        """Connects to the owner that `description` names, and *proves* the path before it
-        returns. `instance` is the reader's own. Blocks for at most 5 s.
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> Connection:
+        """Connects to the owner that `description` names, as the reader that it was made for, and
+        *proves* the path before it returns. Blocks for at most 5 s.
 
         Raises:
             TransferError: no such path from here, with the reason; try the next backend.

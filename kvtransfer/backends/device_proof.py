@@ -20,7 +20,7 @@ from common.errors import TransferError
 from kvtransfer.backends import cuda_driver
 from kvtransfer.backends.base import PagePool, parse_description
 from kvtransfer.backends.device_memory import cuda_device
-from kvtransfer.backends.path_proof import Nonce, Place, prove_same_host
+from kvtransfer.backends.path_proof import Nonce, Place, check_shared_memory, prove_same_host
 
 _NONCE_BYTES = 32
 
@@ -57,19 +57,24 @@ class DeviceEvidence:
     """An owner's. It counts for as long as the object and both memories live."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        """Raises TransferError where the memory cannot be shared."""
+        """Raises TransferError where the memory cannot be shared, or no agent can be made."""
+        check_shared_memory()
         device = cuda_device(pool.device)
         device.use()
-        nonce = os.urandom(_NONCE_BYTES)
-        device.write(scratch, torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
-        self._process = Nonce()
-        self.told = msgspec.msgpack.encode(
+        self._nonce = os.urandom(_NONCE_BYTES)
+        device.write(scratch, torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8))
+        self._device_uuid = cuda_driver.device_uuid(device.index)
+        self._pool, self._scratch = SharedMemory.at(pool.base), SharedMemory.at(scratch.base)
+
+    def tell(self, metadata: bytes) -> bytes:
+        self._process = Nonce(metadata)
+        return msgspec.msgpack.encode(
             DevicePlace(
                 process=self._process.place(),
-                device_uuid=cuda_driver.device_uuid(device.index),
-                pool=SharedMemory.at(pool.base),
-                scratch=SharedMemory.at(scratch.base),
-                nonce=nonce,
+                device_uuid=self._device_uuid,
+                pool=self._pool,
+                scratch=self._scratch,
+                nonce=self._nonce,
             )
         )
 
@@ -77,10 +82,11 @@ class DeviceEvidence:
 class MappedMemory:
     """A reader's hold on an owner's pool and scratch pages. For one thread."""
 
-    def __init__(self, told: bytes, pool: PagePool) -> None:
+    def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
         """Raises TransferError where that memory cannot be reached from the pool's device."""
         place = parse_description("cuda_ipc", told, DevicePlace)
-        prove_same_host(place.process)
+        check_shared_memory()
+        prove_same_host(place.process, metadata)
         self._device = cuda_device(pool.device)
         self._device.use()
         self._mapped: list[int] = []

@@ -5,6 +5,8 @@ a `faults` object with which a test delays, freezes, cuts or fails the copies ma
 """
 
 import ctypes
+import itertools
+import struct
 import threading
 from collections import deque
 
@@ -23,7 +25,7 @@ from kvtransfer.backends.base import (
 from kvtransfer.backends.publications import Publications
 from kvtransfer.backends.scratch import Scratch, measure
 
-_INSTANCE_BYTES = 8
+_DESCRIPTION = struct.Struct("<QQ")  # the owner's instance, and the reader
 _PART_BYTES = 4 << 20  # between two looks at whether the connection has ended
 
 
@@ -99,8 +101,13 @@ class LoopbackOwner:
         self._backend = backend
         self._instance = instance
 
-    def describe(self, reader: int) -> bytes:
-        return self._instance.to_bytes(_INSTANCE_BYTES, "little")
+    def admit(self, reader: int) -> bytes:
+        self._backend.admit(self._instance, reader)
+        return _DESCRIPTION.pack(self._instance, reader)
+
+    def dismiss(self, reader: int) -> None:
+        self._backend.dismiss(self._instance, reader)
+        self.publications.forget(reader)
 
     def publish(self, reader: int, pages: Ints) -> None:
         self.publications.publish(reader, pages)
@@ -136,6 +143,7 @@ class LoopbackConnection:
     def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
         source, faults = self._owner.pool, self._owner.faults
         check_pages(source_pages, source.num_pages, destination_pages, self._pool.num_pages)
+        self._check_alive()
         refused = self._owner.publications.first_refused(self._reader, source_pages)
         if refused is not None:
             raise ReadRefused(f"the owner does not publish page {refused} to this reader")
@@ -188,30 +196,42 @@ class LoopbackBackend:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owners: dict[int, LoopbackOwner] = {}
-        self._connections: dict[int, list[LoopbackConnection]] = {}
+        # By owner and reader that is admitted there.
+        self._connections: dict[tuple[int, int], list[LoopbackConnection]] = {}
 
     def serve(self, pool: PagePool, instance: int) -> LoopbackOwner:
         _check_host_memory(pool)
         owner = LoopbackOwner(self, pool, instance)
         with self._lock:
             self._owners[instance] = owner
-            self._connections[instance] = []
         return owner
 
-    def connect(
-        self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
-    ) -> LoopbackConnection:
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> LoopbackConnection:
         _check_host_memory(pool)
-        if len(description) != _INSTANCE_BYTES:
+        if len(description) != _DESCRIPTION.size:
             raise TransferError("not a description of loopback")
-        owner_instance = int.from_bytes(description, "little")
+        instance, reader = _DESCRIPTION.unpack(description)
         with self._lock:
-            owner = self._owners.get(owner_instance)
+            owner = self._owners.get(instance)
             if owner is None:
-                raise TransferError(f"no owner {owner_instance:016x} on this loopback")
-            connection = LoopbackConnection(owner, remote, pool, instance)
-            self._connections[owner_instance].append(connection)
+                raise TransferError(f"no owner {instance:016x} on this loopback")
+            if (instance, reader) not in self._connections:
+                raise TransferError(f"owner {instance:016x} does not admit reader {reader}")
+            connection = LoopbackConnection(owner, remote, pool, reader)
+            self._connections[instance, reader].append(connection)
             return connection
+
+    def admit(self, instance: int, reader: int) -> None:
+        """Lets a reader connect to an owner."""
+        with self._lock:
+            self._connections.setdefault((instance, reader), [])
+
+    def dismiss(self, instance: int, reader: int) -> None:
+        """Ends the reader's connections to an owner: copies over them raise from now on."""
+        with self._lock:
+            connections = self._connections.pop((instance, reader), [])
+        for connection in connections:
+            connection.stop()
 
     def faults(self, instance: int) -> Faults:
         """The faults of a live owner."""
@@ -222,8 +242,9 @@ class LoopbackBackend:
         """Closes an owner: copies from it raise from now on. Idempotent."""
         with self._lock:
             self._owners.pop(instance, None)
-            connections = self._connections.pop(instance, [])
-        for connection in connections:
+            readers = [reader for owner, reader in self._connections if owner == instance]
+            connections = [self._connections.pop((instance, reader)) for reader in readers]
+        for connection in itertools.chain(*connections):
             connection.end()
 
 

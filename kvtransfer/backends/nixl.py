@@ -34,17 +34,20 @@ class _Offering:
     def __init__(self, kind: PathKind, memory: Memory) -> None:
         """Raises TransferError where this machine cannot offer it."""
         self._evidence: Evidence = kind.evidence(memory.pool, memory.scratch)
+        self._polled = kind.transports.polled
         self._agent = Agent(kind.transports)
         try:
             self._agent.register(memory.pool)
             self._agent.register(memory.scratch)
-            self.offer = Offer(kind.name, self._evidence.told, self._agent.metadata())
+            metadata = self._agent.metadata()
+            self.offer = Offer(kind.name, self._evidence.tell(metadata), metadata)
         except BaseException:
             self._agent.destroy()
             raise
 
     def poll(self) -> None:
-        self._agent.poll()
+        if self._polled:
+            self._agent.poll()
 
     def close(self) -> None:
         self._agent.destroy()
@@ -82,8 +85,11 @@ class NixlOwner:
             )
         )
 
-    def describe(self, reader: int) -> bytes:
+    def admit(self, reader: int) -> bytes:
         return self._description
+
+    def dismiss(self, reader: int) -> None:
+        """Nothing to do: what a reader knows of this memory it goes on knowing."""
 
     def publish(self, reader: int, pages: Ints) -> None:
         """Nothing to do: nobody asks the owner."""
@@ -120,9 +126,7 @@ class NixlBackend:
         kinds = [kind for kind in self._paths if kind.memory == kind_of_memory(pool.device)]
         return NixlOwner(self._memory_of(pool), kinds)
 
-    def connect(
-        self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
-    ) -> NixlConnection:
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> NixlConnection:
         parsed = parse_description(self.name, description, Description)
         check_pool(remote, pool)
         memory = self._memory_of(pool)

@@ -10,9 +10,10 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,21 +21,45 @@ from numpy.typing import NDArray
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import Ints, PagePool
 
-# tcp is for making contact only, which UCX cannot do without: the proofs of nixl_paths.py keep KV
-# off it. Nixl refuses an agent that could not tell a GPU's memory where the machine has one.
-HOST_TRANSPORTS = "cma,tcp,cuda_copy"
 
-_TRANSPORTS = "UCX_TLS"
+@dataclass(frozen=True, slots=True)
+class Transports:
+    """All that an agent may use, in UCX's words, whatever the user's environment says.
+
+    Never tcp, which listens on every interface and writes what anybody sends where he says. UCX
+    cannot do without a transport for messages. On one host that is `posix`: memory for this user
+    alone, behind /proc/<pid>/fd and so in nobody's way, and out of reach wherever another
+    process' memory is. `sysv` would be open to the group, and reachable where that memory is not.
+    """
+
+    names: str
+    # What UCX does about peers that are gone. It refuses posix with "peer"; with "none" a read
+    # from a process that has ended fails all the same, because the kernel says so.
+    errors: Literal["none", "peer"]
+    # Whether an owner must be polled to be connected to. Over shared memory it need not even
+    # run: a reader has connected to, and read for 40 s from, an owner stopped by SIGSTOP.
+    polled: bool = False
+    devices: Callable[[], str] = lambda: "all"  # of the network. May raise TransferError
+
+
+# Nixl refuses an agent that could not tell a GPU's memory where the machine has one.
+HOST = Transports("cma,posix,cuda_copy", errors="none")
+
+_TRANSPORTS, _DEVICES, _LINK = "UCX_TLS", "UCX_NET_DEVICES", "UCX_POSIX_USE_PROC_LINK"
 _ENVIRONMENT = {
-    _TRANSPORTS: HOST_TRANSPORTS,  # of agents that others make; Agent sets its own
-    # Without it, reads between GPUs that have no NVLink go over tcp at a hundredth of the rate.
+    _TRANSPORTS: HOST.names,  # of agents that others make; Agent sets its own
+    _DEVICES: "all",
+    _LINK: "y",  # or the memory has a name in /dev/shm, and stays there when its process is killed
+    # Agents send nothing through the memory they meet in: 90 KB of /dev/shm for each instead of
+    # 4.3 MB, where containers have 64 MB.
+    "UCX_POSIX_FIFO_SIZE": "64",
+    "UCX_POSIX_SEG_SIZE": "1024",
+    "UCX_POSIX_RX_BUFS_GROW": "64",
+    # Without it, UCX does not read between GPUs that have no NVLink alone.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
     # Or UCX keeps the memory of every owner mapped for as long as this process lives, that of dead
     # ones too, which nobody can use then. device_proof.py keeps it mapped while it is wanted.
     "UCX_CUDA_IPC_CACHE": "n",
-    # Every 20 s the reader's UCX would ask the owner's for a sign of life over tcp and hold all
-    # reads back until it polls. The pair stream notices a death, and so does the next read.
-    "UCX_KEEPALIVE_INTERVAL": "inf",
     # Both write to stderr whenever a peer dies; what matters of it reaches us as an exception.
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",
@@ -46,9 +71,8 @@ _log = logging.getLogger(__name__)
 class Agent:
     """For one thread at a time. Every method but `destroy` may raise TransferError."""
 
-    def __init__(self, transports: str = HOST_TRANSPORTS) -> None:
-        """Takes 20 ms, the first one of a process 2 s. `transports` are UCX's names of all that
-        the agent may use, whatever the user's environment says: a path is proved for these."""
+    def __init__(self, transports: Transports = HOST) -> None:
+        """Takes 10 ms, the first one of a process 2 s. A path is proved for these transports."""
         self._lists: list[Any] = []
         self._reading: Any = None
         self._agent = _call(_new_agent, transports)
@@ -64,9 +88,11 @@ class Agent:
 
     def meet(self, metadata: bytes) -> Any:
         """Returns the other agent's name, for `prepare`. UCX aborts the process on some
-        forgeries: only for metadata of a process that has been proved to be on this host and
-        ours to look into."""
-        return _call(self._agent.add_remote_agent, metadata)
+        forgeries: only for metadata that has been proved to be the owner's."""
+        try:
+            return _call(self._agent.add_remote_agent, metadata)
+        except TransferError as error:
+            raise TransferError(f"the owner's agent is out of reach: {error}") from None
 
     def prepare(self, pool: PagePool, remote: Any = "NIXL_INIT_AGENT") -> int:
         """Makes one descriptor per page, of this process or of the agent of that name. The
@@ -78,15 +104,7 @@ class Agent:
 
     def post_read(self, local: int, local_pages: Ints, remote: int, remote_pages: Ints) -> bool:
         """Begins a read; True if it has landed already. CMA copies inside this call."""
-        self._reading = _call(
-            self._agent.make_prepped_xfer,
-            "READ",
-            self._lists[local],
-            local_pages,
-            self._lists[remote],
-            remote_pages,
-        )
-        return self._has_landed(_call(self._agent.transfer, self._reading))
+        return self._has_landed(_call(self._begin, local, local_pages, remote, remote_pages))
 
     def read_has_landed(self) -> bool:
         """Of the read begun last, while it has not."""
@@ -112,6 +130,12 @@ class Agent:
         self._agent = None
         if agent() is not None:
             raise EngineFault("a nixl agent outlives its connection")
+
+    def _begin(self, local: int, local_pages: Ints, remote: int, remote_pages: Ints) -> Any:
+        self._reading = self._agent.make_prepped_xfer(
+            "READ", self._lists[local], local_pages, self._lists[remote], remote_pages
+        )
+        return self._agent.transfer(self._reading)
 
     def _has_landed(self, state: str) -> bool:
         match state:
@@ -152,26 +176,29 @@ def load() -> Any:
     return api
 
 
-def _new_agent(transports: str) -> Any:
+def _new_agent(transports: Transports) -> Any:
     api = load()
-    config = api.nixl_agent_config(enable_prog_thread=False)
-    with _set(_TRANSPORTS, transports):
-        agent = api.nixl_agent(uuid.uuid4().hex, config)
-    if "UCX" not in agent.backends:
+    agent = api.nixl_agent(
+        uuid.uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=[])
+    )
+    if "UCX" not in agent.get_plugin_list():
         raise TransferError("its UCX plugin is missing")
+    forced = {_TRANSPORTS: transports.names, _LINK: _ENVIRONMENT[_LINK]}
+    with _import_lock, _set(forced | {_DEVICES: transports.devices()}):
+        agent.create_backend("UCX", {"ucx_error_handling_mode": transports.errors})
     return agent
 
 
 @contextmanager
-def _set(name: str, value: str) -> Iterator[None]:
-    """UCX reads this one for every agent anew. The variable exists already: the C library replaces
-    its value in place, which disturbs no other thread that reads the environment."""
-    with _import_lock:
-        before, os.environ[name] = os.environ[name], value
-        try:
-            yield
-        finally:
-            os.environ[name] = before
+def _set(values: Mapping[str, str]) -> Iterator[None]:
+    """UCX reads variables for every agent anew. These exist already: the C library replaces their
+    values in place, which disturbs no other thread that reads the environment."""
+    before = {name: os.environ[name] for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -35,7 +35,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What Owner.describe holds."""
+    """What Owner.admit tells."""
 
     device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
     scratch_base: Annotated[int, msgspec.Meta(ge=1, lt=1 << 57)]
@@ -63,7 +63,7 @@ class NixlConnection:
         memory: Memory,
         late: float,
     ) -> None:
-        """Blocks until `late` by time.monotonic() at most, in which time the owner must poll."""
+        """Blocks until `late` by time.monotonic() at most."""
         pool = memory.pool
         self._num_source = remote.num_pages
         self._num_destination = pool.num_pages
@@ -73,7 +73,7 @@ class NixlConnection:
         self._stopped = False
         self._memory = memory
         memory.use()
-        self._proved = kind.prove(offer.evidence, pool)
+        self._proved = kind.prove(offer.evidence, offer.metadata, pool)
         try:
             self._agent = Agent(kind.transports)
         except BaseException:
@@ -138,8 +138,9 @@ class NixlConnection:
         self._block_bytes = num_bytes
 
     def _make_contact(self, kind: PathKind, late: float) -> None:
-        """Reads scratch pages: the owner has been reached, and reads are as fast as on this path
-        alone. The rate is that of one block, whatever the size of a page."""
+        """Reads scratch pages: the owner has been reached, without help of its process where
+        nobody polls it, and reads are as fast as on this path alone. The rate is that of one
+        block, whatever the size of a page."""
         page = np.zeros(1, np.int32)
         self._read(self._scratch, page, page, late)
         best = 0.0
@@ -163,6 +164,6 @@ class NixlConnection:
         )
         while not landed:
             if self._stopped or time.monotonic() > late:
-                raise TransferError("the owner's agent did not answer in time")
+                raise TransferError("no read of the owner's memory has landed in time")
             time.sleep(_POLL_S)
             landed = self._agent.read_has_landed()

@@ -3,9 +3,13 @@
 The owner keeps random bytes in its memory and tells them, with their address, over the pair
 stream. A reader that finds the same bytes there with process_vm_readv is on the same host, means
 the same process by that id (a pid of another namespace is another process), and is permitted.
+
+Behind them lies a digest of the metadata of the owner's agent: UCX ends the process that is given
+some forgeries of it, so none is believed that a process of this host does not vouch for.
 """
 
 import ctypes
+import hashlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -16,30 +20,41 @@ from common.errors import TransferError
 from kvtransfer.backends.base import PagePool, parse_description
 
 _NONCE_BYTES = 32
+_DIGEST_BYTES = 32
+_NAMESPACES = ("pid", "ipc")  # agents of different ones do not meet
+_SHARED_MEMORY = Path("/dev/shm")
+_FREE_BYTES = 16 << 20  # or UCX makes no agent
 _MAX_ADDRESS = (1 << 57) - 1
 
 
+_Namespace = Annotated[str, msgspec.Meta(max_length=64)]
+
+
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the owner's nonce lies, and what it is."""
+    """Where the owner's nonce lies, the digest behind it, and what the nonce is."""
 
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
+    namespaces: Annotated[tuple[_Namespace, ...], msgspec.Meta(max_length=len(_NAMESPACES))]
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     address: Annotated[int, msgspec.Meta(ge=1, le=_MAX_ADDRESS)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
 
 
 class Nonce:
-    """Random bytes in this process. They stay where they are for as long as the object lives."""
+    """Random bytes in this process and a digest. They stay where they are for as long as the
+    object lives."""
 
-    def __init__(self) -> None:
-        self._memory = ctypes.create_string_buffer(os.urandom(_NONCE_BYTES), _NONCE_BYTES)
+    def __init__(self, metadata: bytes) -> None:
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._memory = ctypes.create_string_buffer(self._nonce + _digest(metadata))
 
     def place(self) -> Place:
         return Place(
             boot_id=_boot_id(),
+            namespaces=_namespaces(),
             pid=os.getpid(),
             address=ctypes.addressof(self._memory),
-            nonce=self._memory.raw,
+            nonce=self._nonce,
         )
 
 
@@ -47,8 +62,12 @@ class HostEvidence:
     """An owner's. It counts for as long as the object lives."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        self._nonce = Nonce()
-        self.told = msgspec.msgpack.encode(self._nonce.place())
+        """Raises TransferError where no agent can be made."""
+        check_shared_memory()
+
+    def tell(self, metadata: bytes) -> bytes:
+        self._nonce = Nonce(metadata)
+        return msgspec.msgpack.encode(self._nonce.place())
 
 
 class SameHost:
@@ -56,29 +75,52 @@ class SameHost:
 
     path = "cma"
 
-    def __init__(self, told: bytes, pool: PagePool) -> None:
+    def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
         """Raises TransferError where it cannot."""
-        prove_same_host(parse_description("cma", told, Place))
+        check_shared_memory()
+        prove_same_host(parse_description("cma", told, Place), metadata)
 
     def close(self) -> None:
         """Nothing to do: it holds nothing."""
 
 
-def prove_same_host(place: Place) -> None:
-    """Raises TransferError where that memory cannot be read directly."""
+def check_shared_memory() -> None:
+    """Raises TransferError where this process' agents have no memory to meet others in."""
+    try:
+        state = os.statvfs(_SHARED_MEMORY)
+    except OSError as error:
+        raise TransferError(f"{_SHARED_MEMORY}: {error.strerror}") from None
+    if state.f_flag & os.ST_RDONLY or not os.access(_SHARED_MEMORY, os.W_OK):
+        raise TransferError(f"{_SHARED_MEMORY} cannot be written to")
+    free = state.f_bavail * state.f_bsize
+    if free < _FREE_BYTES:
+        raise TransferError(
+            f"{_SHARED_MEMORY} has {free >> 20} MiB left, UCX wants {_FREE_BYTES >> 20}"
+        )
+
+
+def prove_same_host(place: Place, metadata: bytes) -> None:
+    """Raises TransferError where that memory cannot be read directly, or that metadata is not the
+    owner's."""
     if place.boot_id != _boot_id():
         raise TransferError("the owner is on another host")
-    found = ctypes.create_string_buffer(_NONCE_BYTES)
-    local = _Vector(ctypes.addressof(found), _NONCE_BYTES)
-    remote = _Vector(place.address, _NONCE_BYTES)
+    if place.namespaces != (ours := _namespaces()):
+        theirs = ", ".join(place.namespaces)
+        raise TransferError(f"the owner is in namespaces {theirs}, not in {', '.join(ours)}")
+    found = ctypes.create_string_buffer(_NONCE_BYTES + _DIGEST_BYTES)
+    local = _Vector(ctypes.addressof(found), len(found))
+    remote = _Vector(place.address, len(found))
     count = _libc.process_vm_readv(
         place.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, ctypes.c_ulong(0)
     )
     if count < 0:
         error = os.strerror(ctypes.get_errno())
         raise TransferError(f"reading process {place.pid}: {error}")
-    if found.raw != place.nonce:
+    nonce, digest = found.raw[:_NONCE_BYTES], found.raw[_NONCE_BYTES:]
+    if nonce != place.nonce:
         raise TransferError(f"process {place.pid} is not the owner")
+    if digest != _digest(metadata):
+        raise TransferError("the metadata is not that of the owner's agent")
 
 
 class _Vector(ctypes.Structure):
@@ -89,6 +131,15 @@ class _Vector(ctypes.Structure):
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+def _digest(metadata: bytes) -> bytes:
+    return hashlib.sha256(metadata).digest()
+
+
+def _namespaces() -> tuple[str, ...]:
+    """Such as ("pid:[4026531836]", "ipc:[4026531839]")."""
+    return tuple(os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES)
 
 
 def _boot_id() -> str:

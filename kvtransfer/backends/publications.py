@@ -1,6 +1,6 @@
 """Which pages which reader may read, for the backends whose owner serves each read itself.
 
-Knows instance ids and page ids, not hand-offs. Any thread.
+Knows numbers of readers and page ids, not hand-offs. Any thread.
 """
 
 import threading
@@ -40,11 +40,17 @@ class Publications:
                 return
             counts = self._counts.get(reader)
             if counts is None or bool((counts[pages] < 1).any()):
-                raise EngineFault(f"withdrawn from reader {reader:016x} without a publication")
+                raise EngineFault(f"withdrawn from reader {reader} without a publication")
             counts[pages] -= 1
             self._totals[reader] -= len(pages)
             if not self._totals[reader]:
                 del self._counts[reader], self._totals[reader]
+
+    def forget(self, reader: int) -> None:
+        """Takes all that is published to this reader back."""
+        with self._lock:
+            self._counts.pop(reader, None)
+            self._totals.pop(reader, None)
 
     def first_refused(self, reader: int, pages: Ints) -> int | None:
         """The first of these pages that this reader may not read now."""

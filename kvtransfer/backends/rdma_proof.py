@@ -1,9 +1,11 @@
-"""Which network ports of this machine can do RDMA, and what two ends make of it.
+"""Which network ports of this machine can do RDMA, which of them agents may use, and what two
+ends make of it.
 
 There is nothing to compare between two hosts before they talk. The proof of this path is that its
 agents have no other: without a transport for sockets, a read over them is RDMA or fails.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -35,12 +37,23 @@ def active_ports() -> tuple[str, ...]:
     return ports
 
 
+def devices() -> str:
+    """For UCX_NET_DEVICES: what the user has chosen, or else every active port, such as
+    "mlx5_0:1,mlx5_1:1". Raises TransferError where there is none."""
+    ports = active_ports()
+    chosen = os.environ.get("UCX_NET_DEVICES", "all")
+    return chosen if chosen != "all" else ",".join(port.replace("/", ":") for port in ports)
+
+
 class RdmaEvidence:
     """An owner's."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
         """Raises TransferError where there is no port."""
-        self.told = msgspec.msgpack.encode(RdmaPorts(active_ports()))
+        self._ports = RdmaPorts(active_ports())
+
+    def tell(self, metadata: bytes) -> bytes:
+        return msgspec.msgpack.encode(self._ports)
 
 
 class RdmaPath:
@@ -48,7 +61,7 @@ class RdmaPath:
 
     path = "rdma"
 
-    def __init__(self, told: bytes, pool: PagePool) -> None:
+    def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
         """Raises TransferError where there is no port."""
         parse_description("rdma", told, RdmaPorts)
         active_ports()

@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,12 @@ _libc.sendmsg.restype = ctypes.c_ssize_t
 _libc.recvmsg.restype = ctypes.c_ssize_t
 
 
+_WRITABLE = 0x200  # PyBUF_WRITE
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+
+
 def send_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) -> None:
     """Sends all num_bytes of it; `shutdown` from another thread ends the call.
 
@@ -85,16 +92,9 @@ def receive_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int)
     _transfer(_libc.recvmsg, connection, vectors, num_bytes, socket.MSG_WAITALL)
 
 
-def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """The next num_bytes. Raises like `receive_vectors`."""
-    received = connection.recv(num_bytes, socket.MSG_WAITALL)
-    if len(received) < num_bytes:
-        raise TransferError("the connection ended")
-    return received
-
-
 def receive_before(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Likewise, or TimeoutError at the deadline by time.monotonic(). Leaves a timeout set."""
+    """The next num_bytes, or TimeoutError at the deadline by time.monotonic(). Leaves a timeout
+    set. Raises like `receive_vectors`."""
     received = b""
     while len(received) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -103,6 +103,15 @@ def receive_before(connection: socket.socket, num_bytes: int, deadline: float) -
             raise TransferError("the connection ended")
         received += some
     return received
+
+
+def views(vectors: Vectors) -> Iterator[memoryview]:
+    """The memory that the vectors name, in their order; what lies side by side is one view."""
+    starts = np.flatnonzero(vectors[1:, 0] != vectors[:-1, 0] + vectors[:-1, 1]) + 1
+    starts = np.concatenate(([0], starts))
+    sizes = np.add.reduceat(vectors[:, 1], starts)
+    for address, num_bytes in zip(vectors[starts, 0].tolist(), sizes.tolist(), strict=True):
+        yield _view(address, num_bytes, _WRITABLE)
 
 
 def _transfer(

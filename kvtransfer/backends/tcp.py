@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 
+from common.errors import TransferError
 from kvtransfer.backends.base import PagePool, RemotePool, parse_description
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.backends.tcp_connection import TcpConnection
 from kvtransfer.backends.tcp_memory import HostMemory, Memory
 from kvtransfer.backends.tcp_owner import TcpOwner
 from kvtransfer.backends.tcp_staging import StagedMemory
+from kvtransfer.backends.tcp_tls import OwnerTls
 from kvtransfer.backends.tcp_wire import Description
+
+_ALIKE = "transfer.encrypt (and with auto, front.tls) must be alike on both"
 
 
 def memory_of(pool: PagePool) -> Memory:
@@ -20,19 +24,36 @@ def memory_of(pool: PagePool) -> Memory:
 
 
 class TcpBackend:
-    """Binds owners to `data_host`, which is also the address that readers are told."""
+    """Binds owners to `data_host`, which is also the address that readers are told. With
+    `encrypted`, all bytes of pages are in TLS, and owners or readers without it are refused."""
 
     name = "tcp"
 
-    def __init__(self, data_host: str, memory_of: Callable[[PagePool], Memory] = memory_of) -> None:
+    def __init__(
+        self,
+        data_host: str,
+        memory_of: Callable[[PagePool], Memory] = memory_of,
+        *,
+        encrypted: bool = False,
+    ) -> None:
         self._data_host = data_host
         self._memory_of = memory_of
+        self._encrypted = encrypted
 
     def serve(self, pool: PagePool, instance: int) -> TcpOwner:
-        return TcpOwner(self._data_host, pool, self._memory_of(pool))
+        memory = self._memory_of(pool)
+        return TcpOwner(self._data_host, pool, memory, _tls() if self._encrypted else None)
 
-    def connect(
-        self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
-    ) -> TcpConnection:
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> TcpConnection:
         parsed = parse_description(self.name, description, Description)
-        return TcpConnection(parsed, remote, pool, self._memory_of(pool), instance)
+        if self._encrypted and not parsed.certificate:
+            raise TransferError(f"this node encrypts pages and the owner does not: {_ALIKE}")
+        if parsed.certificate and not self._encrypted:
+            raise TransferError(f"the owner encrypts pages and this node does not: {_ALIKE}")
+        return TcpConnection(parsed, remote, pool, self._memory_of(pool))
+
+
+def _tls() -> OwnerTls:
+    from kvtransfer.backends.tcp_certificate import make_owner_tls  # slow to load
+
+    return make_owner_tls()

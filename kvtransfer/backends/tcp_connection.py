@@ -5,9 +5,7 @@ lets a blocked receive land what the kernel has already, so `close` belongs to t
 then waits for what a device still copies out of the staging memory.
 """
 
-import contextlib
 import hmac
-import os
 import socket
 import threading
 import time
@@ -23,22 +21,21 @@ from kvtransfer.backends.base import (
     check_pool,
 )
 from kvtransfer.backends.device_memory import DeviceFailure
-from kvtransfer.backends.scatter import receive_before, receive_vectors
+from kvtransfer.backends.scatter import receive_before
 from kvtransfer.backends.scratch import measure
+from kvtransfer.backends.tcp_channel import Channel, PlainChannel
 from kvtransfer.backends.tcp_memory import Memory
+from kvtransfer.backends.tcp_tls import reader_channel
 from kvtransfer.backends.tcp_wire import (
-    GREETING,
     INTRODUCTION,
     KEY_BYTES,
     MAGIC,
-    NONCE_BYTES,
     REPLY,
     REQUEST,
     Description,
     Kind,
+    Proofs,
     Status,
-    owner_proof,
-    reader_proof,
     set_options,
 )
 
@@ -56,7 +53,6 @@ class TcpConnection:
         remote: RemotePool,
         pool: PagePool,
         memory: Memory,
-        instance: int,
     ) -> None:
         """Blocks for CONNECT_S at most. Raises TransferError where that owner is not there."""
         check_pool(remote, pool)
@@ -69,7 +65,7 @@ class TcpConnection:
         self._lock = threading.Lock()
         self._stopped = False
         try:
-            self._socket = _connect(description, instance)
+            self._channel = _connect(description)
         except OSError as error:
             raise TransferError(f"tcp to {self._peer}: {error}") from None
 
@@ -87,13 +83,12 @@ class TcpConnection:
     def stop(self) -> None:
         with self._lock:  # or the descriptor may be another file's by now
             self._stopped = True
-            with contextlib.suppress(OSError):  # the owner may have gone first, or we closed
-                self._socket.shutdown(socket.SHUT_RDWR)
+            self._channel.end()
 
     def close(self) -> None:
         with self._lock:
             self._stopped = True
-            self._socket.close()
+            self._channel.close()
         try:
             self._arrivals.settle()
         except DeviceFailure as error:
@@ -128,7 +123,7 @@ class TcpConnection:
 
     def _ask(self, kind: Kind, pages: Ints) -> None:
         ids = pages.astype("<i4", copy=False).tobytes()
-        self._socket.sendall(REQUEST.pack(kind, len(pages)) + ids)
+        self._channel.send(REQUEST.pack(kind, len(pages)) + ids)
 
     def _receive(self, kind: Kind, pages: Ints) -> int | None:
         """Lands the next answer in these pages, or returns the page that was refused."""
@@ -136,7 +131,7 @@ class TcpConnection:
             raise TransferError("stopped")
         head = bytearray(REPLY.size)
         num_bytes = len(head) + len(pages) * self._pool.page_bytes
-        receive_vectors(self._socket, self._arrivals.vectors(pages, head, kind), num_bytes)
+        self._channel.receive_vectors(self._arrivals.vectors(pages, head, kind), num_bytes)
         status, refused = REPLY.unpack(head)
         match status:
             case Status.DATA:
@@ -148,23 +143,36 @@ class TcpConnection:
                 raise TransferError(f"an answer of status {status}")
 
 
-def _connect(description: Description, instance: int) -> socket.socket:
+def _connect(description: Description) -> Channel:
     """A proved connection. Raises OSError (TimeoutError too) or TransferError."""
-    deadline = time.monotonic() + CONNECT_S
+    late = time.monotonic() + CONNECT_S
     connection = socket.create_connection((description.host, description.port), CONNECT_S)
     try:
-        set_options(connection)
-        magic, challenge = GREETING.unpack(receive_before(connection, GREETING.size, deadline))
-        if magic != MAGIC:
-            raise TransferError("no owner of ours listens there")
-        nonce = os.urandom(NONCE_BYTES)
-        proof = reader_proof(description.key, challenge, nonce)
-        connection.sendall(INTRODUCTION.pack(instance, nonce, proof))
-        answer = receive_before(connection, KEY_BYTES, deadline)
-        if not hmac.compare_digest(answer, owner_proof(description.key, challenge, nonce)):
-            raise TransferError("another process than that owner listens there")
+        proofs = _introduce(connection, description, late)
         connection.settimeout(None)
+        channel = (
+            reader_channel(connection, description.certificate)
+            if description.certificate
+            else PlainChannel(connection)
+        )
     except BaseException:
         connection.close()
         raise
-    return connection
+    try:
+        channel.start(proofs.seal, max(late - time.monotonic(), 1e-3))
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _introduce(connection: socket.socket, description: Description, late: float) -> Proofs:
+    """Proves both ends to each other."""
+    set_options(connection)
+    count = time.monotonic_ns()  # a reader is one process
+    proofs = Proofs.by(description.key, count)
+    connection.sendall(INTRODUCTION.pack(MAGIC, description.reader, count, proofs.of_reader))
+    answer = receive_before(connection, KEY_BYTES, late)
+    if not hmac.compare_digest(answer, proofs.of_owner):
+        raise TransferError("another process than that owner listens there")
+    return proofs

@@ -1,16 +1,13 @@
 """The owner's end of the tcp backend: serves pages on threads of its own.
 
-One thread accepts, one thread per reader answers its requests in order. Only pages published to
-that reader are served; a reader that asks for others, or lies, harms its own connection alone.
+One thread at the door (tcp_door.py), one per connection of a reader, which answers its requests in
+order. Only pages published to that reader are served; a reader that asks for others, or lies, harms
+its own connection alone, and a reader that is dismissed has none any more (tcp_readers.py).
 """
 
-import contextlib
-import hmac
 import logging
-import os
 import socket
 import threading
-import time
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,33 +15,30 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from common.errors import EngineFault, ProtocolViolation, TransferError
-from common.logs import kv
+from common.errors import EngineFault, ProtocolViolation, ServingError, TransferError
+from common.log_throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import Publications
-from kvtransfer.backends.scatter import receive_before, receive_exactly, send_vectors
+from kvtransfer.backends.tcp_channel import Channel, PlainChannel
+from kvtransfer.backends.tcp_door import Door
 from kvtransfer.backends.tcp_memory import Departures, Load, Memory
+from kvtransfer.backends.tcp_readers import Readers
+from kvtransfer.backends.tcp_tls import OwnerTls
 from kvtransfer.backends.tcp_wire import (
-    GREETING,
     INTRODUCTION,
-    KEY_BYTES,
     MAGIC,
-    NONCE_BYTES,
     REPLY,
     REQUEST,
     Description,
     Kind,
     Status,
     max_request_pages,
-    owner_proof,
-    reader_key,
-    reader_proof,
     set_options,
 )
 
-_MAX_CONNECTIONS = 256
-_log = logging.getLogger(__name__)
+_HANDSHAKE_S = 2.0
+_log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +53,33 @@ class _Answer:
 class TcpOwner:
     """Listens on an ephemeral port of `host` until closed."""
 
-    def __init__(self, host: str, pool: PagePool, memory: Memory) -> None:
+    def __init__(self, host: str, pool: PagePool, memory: Memory, tls: OwnerTls | None) -> None:
         """Raises TransferError where the host cannot be bound."""
         self._host = host
         self._pool = pool
         self._memory = memory
+        self._tls = tls
         self._max_pages = max_request_pages(pool.page_bytes)
         self._publications = Publications(pool.num_pages)
-        self._secret = os.urandom(KEY_BYTES)
-        self._lock = threading.Lock()
-        self._threads: dict[socket.socket, threading.Thread] = {}
-        self._closed = False
-        self._listener = _listen(host)
-        self._port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
-        self._acceptor.start()
+        self._readers = Readers()
+        self._door = Door(host, self._let_in)
+        _log.info("tcp serves pages", host=host, port=self._door.port, encrypted=tls is not None)
 
-    def describe(self, reader: int) -> bytes:
+    def admit(self, reader: int) -> bytes:
         return msgspec.msgpack.encode(
             Description(
                 host=self._host,
-                port=self._port,
-                key=reader_key(self._secret, reader),
+                port=self._door.port,
+                reader=reader,
+                key=self._readers.admit(reader),
+                certificate=self._tls.certificate if self._tls else b"",
                 scratch_pages=self._memory.scratch_pages,
             )
         )
+
+    def dismiss(self, reader: int) -> None:
+        self._readers.dismiss(reader)
+        self._publications.forget(reader)
 
     def publish(self, reader: int, pages: Ints) -> None:
         self._publications.publish(reader, pages)
@@ -95,90 +91,74 @@ class TcpOwner:
         """Nothing to do: the owner's own threads answer."""
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            threads = [self._acceptor, *self._threads.values()]
-            for connection in (self._listener, *self._threads):
-                with contextlib.suppress(OSError):  # the other end may have gone first
-                    connection.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
+        self._door.shut()
+        for thread in self._readers.end_all():
             thread.join(CONNECT_S)
             if thread.is_alive():
                 raise EngineFault("a tcp owner's thread does not end: its pool is still in use")
-        self._listener.close()
 
-    # On the owner's own threads ------------------------------------------------------------------
+    # On the thread of the door --------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                # A connection that died in the backlog, or no descriptors left for a moment.
-                _log.warning("a data connection could not be accepted %s", kv(because=error))
-                time.sleep(0.05)
-                continue
-            with self._lock:
-                if self._closed or len(self._threads) >= _MAX_CONNECTIONS:
-                    _log.warning("a data connection was turned away %s", kv(peer=address[0]))
-                    connection.close()
-                    continue
-                self._threads[connection] = thread = threading.Thread(
-                    target=self._serve, args=(connection, address), name="tcp-owner", daemon=True
-                )
-                thread.start()
-
-    def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
-        try:
-            reader = self._greet(connection)
-            with closing(self._memory.departures()) as departures:
-                self._answer_all(connection, reader, departures)
-        except (ProtocolViolation, DeviceFailure) as error:
-            _log.warning("data connection ended %s", kv(peer=address[0], because=error))
-        except (OSError, TransferError):
-            pass  # the reader has gone, or never was one
-        finally:
-            with self._lock:
-                del self._threads[connection]
-            connection.close()
-
-    def _greet(self, connection: socket.socket) -> int:
-        """Proves both ends to each other and returns the reader's instance id."""
-        deadline = time.monotonic() + CONNECT_S
+    def _let_in(self, connection: socket.socket, host: str, introduction: bytes) -> None:
+        """Has a connection served on a thread of its own if a reader has opened it."""
+        magic, reader, count, proof = INTRODUCTION.unpack(introduction)
+        if magic != MAGIC:
+            raise ProtocolViolation("it does not speak as a reader does")
+        proofs = self._readers.proved(reader, count, proof)
         set_options(connection)
-        challenge = os.urandom(NONCE_BYTES)
-        connection.sendall(GREETING.pack(MAGIC, challenge))
-        reader, nonce, proof = INTRODUCTION.unpack(
-            receive_before(connection, INTRODUCTION.size, deadline)
+        connection.send(proofs.of_owner)  # it is the first thing said: there is room for it
+        channel = self._tls.channel(connection) if self._tls else PlainChannel(connection)
+        thread = threading.Thread(
+            target=self._serve,
+            args=(channel, reader, host, proofs.seal),
+            name="tcp-owner",
+            daemon=True,
         )
-        key = reader_key(self._secret, reader)
-        if not hmac.compare_digest(proof, reader_proof(key, challenge, nonce)):
-            raise ProtocolViolation(f"no proof that it is reader {reader:016x}")
-        connection.settimeout(None)  # the readers and writers of scatter.py need a blocking socket
-        connection.sendall(owner_proof(key, challenge, nonce))
-        return int(reader)
+        try:
+            self._readers.enter(reader, channel, thread)
+        except ServingError:
+            channel.close()
+            raise
 
-    def _answer_all(self, connection: socket.socket, reader: int, departures: Departures) -> None:
+    # On a thread of the connection ----------------------------------------------------------------
+
+    def _serve(self, channel: Channel, reader: int, host: str, seal: bytes) -> None:
+        try:
+            self._start(channel, seal)
+            with closing(self._memory.departures()) as departures:
+                self._answer_all(channel, reader, departures)
+        except (ProtocolViolation, DeviceFailure) as error:
+            _log.warning("a data connection was ended", peer=host, because=error)
+        except (OSError, TransferError):
+            pass  # the reader has gone
+        finally:
+            self._readers.leave(reader, channel)
+
+    def _start(self, channel: Channel, seal: bytes) -> None:
+        try:
+            channel.start(seal, _HANDSHAKE_S)
+        except TransferError as error:
+            raise ProtocolViolation(str(error)) from None
+
+    def _answer_all(self, channel: Channel, reader: int, departures: Departures) -> None:
         """Until the reader goes. Begins the next answer before it sends one, where pages have
         somewhere to wait and the reader has asked for more."""
-        answers = deque([self._begin(connection, reader, departures)])
+        answers = deque([self._begin(channel, reader, departures)])
         while True:
             answer = answers.popleft()
             vectors = answer.load(answer.head)
-            while len(answers) < departures.num_ahead and _asks(connection):
-                answers.append(self._begin(connection, reader, departures))
-            send_vectors(connection, vectors, answer.num_bytes)
+            while len(answers) < departures.num_ahead and channel.has_input():
+                answers.append(self._begin(channel, reader, departures))
+            channel.send_vectors(vectors, answer.num_bytes)
             if not answers:
-                answers.append(self._begin(connection, reader, departures))
+                answers.append(self._begin(channel, reader, departures))
 
-    def _begin(self, connection: socket.socket, reader: int, departures: Departures) -> _Answer:
+    def _begin(self, channel: Channel, reader: int, departures: Departures) -> _Answer:
         """Takes one request. Its answer brings the pages, or as many zeros where one is refused."""
-        kind, num_pages = REQUEST.unpack(receive_exactly(connection, REQUEST.size))
+        kind, num_pages = REQUEST.unpack(channel.receive(REQUEST.size))
         if not 1 <= num_pages <= self._max_pages:
             raise ProtocolViolation(f"a request for {num_pages} pages")
-        pages = np.frombuffer(receive_exactly(connection, 4 * num_pages), np.int32)
+        pages = np.frombuffer(channel.receive(4 * num_pages), np.int32)
         match kind:
             case Kind.POOL:
                 refused = self._publications.first_refused(reader, pages)
@@ -194,22 +174,3 @@ class TcpOwner:
             REPLY.pack_into(head, 0, Status.REFUSED, refused)
             load = departures.begin(Kind.SCRATCH, np.zeros_like(pages))
         return _Answer(head, load, len(head) + num_pages * self._pool.page_bytes)
-
-
-def _asks(connection: socket.socket) -> bool:
-    """Whether there is something to receive, were it the end."""
-    try:
-        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=64)
-    except OSError as error:
-        raise TransferError(f"tcp cannot listen on {host}: {error}") from None

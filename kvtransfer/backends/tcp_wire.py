@@ -1,8 +1,8 @@
 """What two ends of a tcp data connection say to each other, and how each proves who it is.
 
-    owner   GREETING: magic, challenge
-    reader  INTRODUCTION: instance id, nonce, proof
+    reader  INTRODUCTION: magic, its number, count, proof
     owner   proof, or the end of the connection
+    both    a TLS handshake, where the description names a certificate; in it the reader's seal
     reader  REQUEST: kind, number of pages; page ids as little-endian int32     (again and again,
     owner   REPLY: DATA, then the raw pages in that order                         in the same order)
                  | REFUSED and a page id, then zeros
@@ -10,25 +10,28 @@
 A reply is as long as its request says, so that a reader lands head and pages in one call. A request
 asks for as much as an owner can be expected to stage, and always for one page at least.
 
-The key is made for one reader of one owner process, and told in the owner's Hello: a connection
-to a process that took over the port, or from anyone but that reader, proves nothing.
+The key is made for one reader, which is one pair stream, and told in the owner's Hello: a
+connection to a process that took over the port, or from anyone but that reader, proves nothing. The
+reader speaks first and at once, so that the owner knows it with its first look. Its count grows
+with every connection: a proof that was overheard is none any more. TLS begins behind the proofs, so
+that no stranger has the owner compute a handshake; the seal says that who has proved to be the
+reader is who speaks in it, and not someone who passed that proof on.
 """
 
 import hashlib
 import hmac
 import socket
 import struct
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated
 
 import msgspec
 
 KEY_BYTES = 32
-NONCE_BYTES = 16
-MAGIC = b"Btn1"
+MAGIC = b"Btn2"
 
-GREETING = struct.Struct(f"<4s{NONCE_BYTES}s")
-INTRODUCTION = struct.Struct(f"<Q{NONCE_BYTES}s{KEY_BYTES}s")
+INTRODUCTION = struct.Struct(f"<4sQQ{KEY_BYTES}s")
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<Ii")
 
@@ -54,11 +57,13 @@ class Status(IntEnum):
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What Owner.describe holds."""
+    """What Owner.admit tells."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    certificate: Annotated[bytes, msgspec.Meta(max_length=64)]  # SHA-256 of it; empty: no TLS
     scratch_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
@@ -67,17 +72,20 @@ def max_request_pages(page_bytes: int) -> int:
     return min(MAX_REQUEST_PAGES, max(1, MAX_REQUEST_BYTES // page_bytes))
 
 
-def reader_key(secret: bytes, reader: int) -> bytes:
-    """The key of one reader. The owner keeps its secret and no list of keys."""
-    return hmac.digest(secret, b"key" + reader.to_bytes(8, "little"), hashlib.sha256)
+@dataclass(frozen=True, slots=True)
+class Proofs:
+    """What only the two who have the key can say, each for one connection."""
 
+    of_reader: bytes
+    of_owner: bytes
+    seal: bytes
 
-def reader_proof(key: bytes, challenge: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(key, b"reader" + challenge + nonce, hashlib.sha256)
+    @classmethod
+    def by(cls, key: bytes, count: int) -> "Proofs":
+        def proof(what: bytes) -> bytes:
+            return hmac.digest(key, what + count.to_bytes(8, "little"), hashlib.sha256)
 
-
-def owner_proof(key: bytes, challenge: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(key, b"owner" + challenge + nonce, hashlib.sha256)
+        return cls(proof(b"reader"), proof(b"owner"), proof(b"seal"))
 
 
 def set_options(connection: socket.socket) -> None:

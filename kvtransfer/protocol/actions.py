@@ -49,10 +49,10 @@ class StartRead(msgspec.Struct, frozen=True):
 
 
 class Expose(msgspec.Struct, frozen=True):
-    """Let this reader read these pages, before it is told of them."""
+    """Let the reader of this stream read these pages, before it is told of them."""
 
     id: HandoffId
-    reader: int
+    stream: int
     pages: Ints
 
 

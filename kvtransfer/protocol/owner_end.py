@@ -39,7 +39,7 @@ from kvtransfer.protocol.deadlines import Deadlines
 from kvtransfer.protocol.ranges import Ranges, check_prefix
 from kvtransfer.protocol.states import KVPoll, advance
 
-# How long an owner polls for a reader that says it is connecting.
+# How long an owner polls for a reader that says it is connecting. What it serves may not need it.
 POLL_S = 30.0
 
 
@@ -257,8 +257,7 @@ class OwnerEnd:
     def _publish(self, handoff: _Handoff, command: Publish) -> None:
         handoff.state = advance(handoff.state, KVPoll.TRANSFERRING)
         if len(command.pages):
-            reader = self._streams[handoff.stream].reader
-            self._actions.append(Expose(command.id, reader, command.pages))
+            self._actions.append(Expose(command.id, handoff.stream, command.pages))
         ready = Ready(
             command.id,
             command.start,

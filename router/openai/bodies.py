@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from router.openai.problems import Refusal
+from router.openai.structure import check_structure
 
 F = TypeVar("F", bound=msgspec.Struct)
 
@@ -41,8 +42,10 @@ class BodyReader(Generic[F]):
     def read(self, body: bytes) -> F:
         """
         Raises:
-            Refusal: it is no JSON, a field has the wrong type, or it asks for what there is not.
+            Refusal: it is no JSON, a field has the wrong type, it asks for what there is not, or
+                it would cost too much to decode.
         """
+        check_structure(body)
         try:
             fields = self._decoder.decode(body)
         except msgspec.ValidationError as error:

@@ -4,11 +4,19 @@ from typing import Annotated, Any
 
 import msgspec
 
+from router.limits import MAX_MESSAGES
 from router.openai.asked import Asked
 from router.openai.bodies import BodyReader
-from router.openai.fields import UNSUPPORTED, Fields, Int32, check_multiplied, samplings, stops
+from router.openai.fields import (
+    UNSUPPORTED,
+    Fields,
+    Int32,
+    check_multiplied,
+    of_choices,
+    samplings,
+    stops,
+)
 from router.openai.problems import Refusal
-from router.validation import MAX_MESSAGES
 from router.wanted import Messages, Turn, Wanted
 
 
@@ -104,9 +112,10 @@ class Chat:
         prompt = Messages(
             [_turn(number, message) for number, message in enumerate(fields.messages)]
         )
+        asked = of_choices(prompt, len(per_prompt))
         stop = stops(fields)
         wanted = [
-            Wanted(prompt=prompt, sampling=one, stop=stop, cache_salt=fields.cache_salt)
+            Wanted(prompt=asked, sampling=one, stop=stop, cache_salt=fields.cache_salt)
             for one in per_prompt
         ]
         return Asked.from_fields(fields, wanted, len(per_prompt))

@@ -5,14 +5,15 @@ from typing import cast
 
 import msgspec
 
+from router.limits import MAX_CHOICES
 from router.openai.asked import Asked
 from router.openai.bodies import BodyReader
 from router.openai.fields import (
-    MAX_CHOICES,
     UNSUPPORTED,
     Fields,
     TokenId,
     check_multiplied,
+    of_choices,
     samplings,
     stops,
 )
@@ -69,7 +70,7 @@ class Completions:
         stop = stops(fields)
         wanted = [
             Wanted(prompt=prompt, sampling=sampling, stop=stop, cache_salt=fields.cache_salt)
-            for prompt in prompts
+            for prompt in [of_choices(prompt, len(per_prompt)) for prompt in prompts]
             for sampling in per_prompt
         ]
         return Asked.from_fields(fields, wanted, len(per_prompt))

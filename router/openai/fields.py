@@ -7,13 +7,15 @@ import msgspec
 from msgspec.structs import replace
 
 from common.sampling import SamplingParams
+from router.limits import MAX_CHOICES
 from router.openai.problems import Refusal
-from router.wanted import UNLIMITED, any_seed
+from router.wanted import UNLIMITED, Prompt, Shared, any_seed
 
-MAX_CHOICES = 128
 # Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
 MAX_BYTES = 12 << 20
 
+# Its name comes back in an error, where each character can be ten.
+ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 # What the wire to the nodes can carry; what is allowed of it is checked where every request is.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -55,7 +57,7 @@ class StreamOptions(msgspec.Struct):
 class Fields(msgspec.Struct, kw_only=True):
     """Absent and null mean the same."""
 
-    model: str | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -123,6 +125,11 @@ def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams
             for number in range(1, fields.n or 1)
         ),
     ]
+
+
+def of_choices(prompt: Prompt, num_choices: int) -> Prompt | Shared:
+    """The prompt of so many choices, which is made into tokens once."""
+    return Shared(prompt) if num_choices > 1 else prompt
 
 
 def stops(fields: Fields) -> Sequence[str]:

@@ -61,8 +61,8 @@ _ERROR: Schema = {
 _PROBLEMS: Mapping[str, str] = {
     "400": "A field is wrong, or asks for what is not supported; `param` names it.",
     "404": "There is no such model, or no such request.",
-    "413": "The body is too large.",
-    "429": "Too many live requests; see Retry-After.",
+    "413": "The body is too large, or has too many values.",
+    "429": "Too many live requests, or too much text to tokenise; see Retry-After.",
     "503": "No usable pair of nodes, or the router is shutting down; see Retry-After.",
     "504": "The request's total budget is spent.",
 }

@@ -5,7 +5,7 @@ import re
 import msgspec
 from grpc import StatusCode
 
-from common.errors import ServingError
+from common.errors import ServingError, cut
 from router.http.responder import JSON, Headers, Responder
 
 _STATUS = {
@@ -32,7 +32,7 @@ class Refusal(Exception):
             param: the field of the request that is wrong.
             code: what programs can tell errors apart by.
         """
-        super().__init__(message)
+        super().__init__(cut(message))
         self.status = status
         self.param = param
         self.code = code

@@ -48,7 +48,8 @@ def test_a_chat_is_the_transcript_that_training_shows(tokenizer):
             {"role": "user", "content": "add 27 15 ="},
             {"role": "assistant", "content": "42"},
             {"role": "user", "content": "fox = "},
-        ]
+        ],
+        max_characters=1000,
     )
     shown = [
         Exchange("fox = tea, owl = jam, owl =", "jam"),

@@ -105,6 +105,7 @@ async def test_a_request_goes_over_grpc_and_https_and_through_a_hand_off(
         assert "".join([c.choices[0].text async for c in streamed]) == over_grpc.text
     (link,) = (await cluster.decode[0].describe()).links
     assert link.peer == cluster.prefill[0].address
+    assert "encrypted=True" in cluster.prefill[0].child.log.read_text()
 
 
 async def test_nodes_hear_only_those_that_their_authority_has_signed(

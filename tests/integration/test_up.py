@@ -8,12 +8,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from common.cli.demo_model import write
 from tests.support.cluster import children_of, free_ports
 from tests.support.programs import Program, await_end, runs
+from tests.support.sockets import OpenSocket, sockets_of
 
 START_S = 60.0
 
@@ -95,6 +97,40 @@ def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run)
     up.send(signal.SIGINT)
     assert up.exit_code() == 0, up.output
     assert not [pid for pid in children.values() if runs(pid)]
+
+
+# "What listens" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
+# each engine, one of them on all interfaces.
+def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run, model):
+    (metrics,) = free_ports(1)
+    up = run(f"--model={model}", f"--metrics-port={metrics}")
+    children = _serving(up)
+    _answered(up.line_with("curl http"))  # by now a path between the nodes has been proved
+    found = {name: sockets_of(pid) for name, pid in children.items()}
+    # Of the engines: where prefill nodes serve pages over `tcp`, and what UCX names by itself.
+    (agent, data) = OpenSocket("unix", ANY, 0), OpenSocket("tcp", "127.0.0.1", ANY)
+    assert found.pop("prefill_node.engine") == [data, agent]
+    assert found.pop("decode_node.engine") == [agent]
+    for number, (name, flags) in enumerate(
+        {
+            "router": ["--port", "--http-port"],
+            "prefill_node": ["--port"],
+            "decode_node": ["--port"],
+        }.items()
+    ):
+        ports = [metrics + number, *(int(_flag(children[name], flag)) for flag in flags)]
+        assert set(found[name]) == {OpenSocket("tcp", "127.0.0.1", port) for port in ports}
+    assert sockets_of(up.pid) == []
+
+
+def _flag(pid: int, name: str) -> str:
+    """What a program has been given."""
+    (value,) = [
+        argument.removeprefix(f"{name}=")
+        for argument in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if argument.startswith(f"{name}=")
+    ]
+    return value
 
 
 def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all(run, model):

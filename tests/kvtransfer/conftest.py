@@ -26,7 +26,7 @@ ON_GPU = [
 ]
 
 
-@pytest.fixture(params=["nixl", "tcp", "tcp-staged", "loopback", *ON_GPU])
+@pytest.fixture(params=["nixl", "tcp", "tcp-tls", "tcp-staged", "loopback", *ON_GPU])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "loopback":
         return LoopbackBackend()
@@ -35,7 +35,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return make_backend(request.param)
 
 
-@pytest.fixture(params=["nixl", "tcp", "tcp-staged", *ON_GPU])
+@pytest.fixture(params=["nixl", "tcp", "tcp-tls", "tcp-staged", *ON_GPU])
 def far_backend(request: pytest.FixtureRequest) -> str:
     """The name of a backend that joins processes."""
     if request.param.startswith("nixl"):

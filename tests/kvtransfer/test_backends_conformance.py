@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import LayoutMismatch, TransferError
 from kvtransfer.backends.base import Backend, PagePool, ReadRefused, RemotePool
-from tests.support.data_children import CANARY, READER, Memory, scattered
+from tests.support.data_children import CANARY, Memory, scattered
 from tests.support.data_ends import Ends, wait_for
 
 NUM_PAGES, PAGE_BYTES = 96, 16384
@@ -92,19 +92,17 @@ def test_memory_that_cannot_be_is_refused(
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     lie = RemotePool(base, PAGE_BYTES, num_pages)
     with pytest.raises(LayoutMismatch):
-        backend.connect(
-            owner.describe(), lie, ends.memory(backend, NUM_PAGES, PAGE_BYTES).pool, READER
-        )
+        backend.connect(owner.admit(), lie, ends.memory(backend, NUM_PAGES, PAGE_BYTES).pool)
 
 
 def test_a_description_of_rubbish_is_an_error_and_no_more(ends: Ends, backend: Backend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
-    good = owner.describe()
+    good = owner.admit()
     rng = np.random.default_rng(0)
     for rubbish in (b"", good[:-1], good + b"x", b"\x80", *(rng.bytes(80) for _ in range(50))):
         with pytest.raises(TransferError):
-            backend.connect(rubbish, owner.remote, memory.pool, READER)
+            backend.connect(rubbish, owner.remote, memory.pool)
 
 
 def test_a_probe_measures_without_touching_a_page(ends: Ends, backend: Backend) -> None:
@@ -163,13 +161,13 @@ def test_an_owner_that_has_died_is_an_error_within_two_seconds(
     memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, owner, memory)
     connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
-    description = owner.describe()
+    description = owner.admit()
     owner.end()
     died_at = time.monotonic()
     with pytest.raises(TransferError):
         connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
     with pytest.raises(TransferError):
-        backend.connect(description, owner.remote, memory.pool, READER)
+        backend.connect(description, owner.remote, memory.pool)
     assert time.monotonic() - died_at < 2.0
 
 
@@ -183,4 +181,4 @@ def test_memory_that_is_not_the_devices_is_refused_with_a_reason(
     with pytest.raises(TransferError, match="cuda:0"):
         backend.serve(elsewhere, 1)
     with pytest.raises(TransferError, match="cuda:0"):
-        backend.connect(owner.describe(), owner.remote, elsewhere, READER)
+        backend.connect(owner.admit(), owner.remote, elsewhere)

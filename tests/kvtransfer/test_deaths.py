@@ -1,18 +1,22 @@
-"""No death of one end takes the other with it, and none goes unseen."""
+"""No death of one end takes the other with it, none goes unseen, and none leaves anything."""
 
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from common.errors import TransferError
 from kvtransfer.backends.base import CONNECT_S, Backend
-from tests.support.data_children import READER, Memory, make_backend, scattered
-from tests.support.data_ends import Ends, FarReader
+from tests.support.data_children import Child, Memory, make_backend, scattered
+from tests.support.data_ends import Ends, FarOwner, FarReader, closing, wait_for
 
 NUM_PAGES, PAGE_BYTES = 256, 65536
 NUM_DEATHS = 30
+NUM_FROZEN_DEATHS = 10
 NUM_SPARES = 5  # started ahead
 
 
@@ -25,51 +29,119 @@ def _random_moment() -> None:
     threading.Event().wait(random.uniform(0, 0.02))
 
 
-def test_an_owner_lives_through_readers_killed_mid_read(ends: Ends, path: Backend) -> None:
-    owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
+def _readers(ends: Ends, path: Backend, count: int) -> Iterator[FarReader]:
     spares: list[FarReader] = []
-    for number in range(NUM_DEATHS):
-        while len(spares) < min(NUM_SPARES, NUM_DEATHS - number):
+    for number in range(count):
+        while len(spares) < min(NUM_SPARES, count - number):
             spares.append(ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES))
-        reader = spares.pop(0)
-        reader.read_from(owner)
-        _random_moment()
-        reader.child.kill()
-        owner.has_run()
-    assert owner.child.alive
+        yield spares.pop(0)
+
+
+def _owners(ends: Ends, path: Backend, count: int) -> Iterator[FarOwner]:
+    spares: list[FarOwner] = []
+    for number in range(count):
+        while len(spares) < min(NUM_SPARES, count - number):
+            spares.append(ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES))
+        owner = spares.pop(0)
+        owner.publish_all()
+        yield owner
+
+
+@contextmanager
+def _leaving_nothing(child: Child, dead: list[Child]) -> Iterator[None]:
+    """The process has what it had before of descriptors and of memory shared with others, and the
+    machine has nothing of the dead."""
+    had = _held(child)
+    yield
+    wait_for(lambda: _held(child) == had)
+    wait_for(lambda: not list(Path("/dev/shm").glob("ucx_*")))
+    creators = {line.split()[4] for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
+    assert creators.isdisjoint(str(one.pid) for one in dead)
+
+
+def _held(child: Child) -> tuple[int, int]:
+    """(open descriptors, mappings of memory that UCX shares)."""
+    process = Path(f"/proc/{child.pid}")
+    return len(list((process / "fd").iterdir())), (process / "maps").read_text().count("/ucx_shm")
+
+
+def _serves(ends: Ends, path: Backend, owner: FarOwner) -> None:
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
-    ends.connect(path, owner, memory).copy(source, destination)
+    with closing(path.connect(owner.admit(), owner.remote, memory.pool)) as connection:
+        connection.copy(source, destination)
     assert (memory.pages[destination] == owner.content[source]).all()
     assert ends.log.read_text() == ""
 
 
+def test_an_owner_lives_through_readers_killed_mid_read(ends: Ends, path: Backend) -> None:
+    owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    _serves(ends, path, owner)
+    dead: list[Child] = []
+    with _leaving_nothing(owner.child, dead):
+        for reader in _readers(ends, path, NUM_DEATHS):
+            reader.read_from(owner)
+            _random_moment()
+            reader.child.kill()
+            dead.append(reader.child)
+            owner.has_run()
+    _serves(ends, path, owner)
+
+
 def test_a_reader_lives_through_owners_killed_mid_read(ends: Ends, path: Backend) -> None:
     reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
-    spares = [ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES) for _ in range(NUM_SPARES)]
-    for number in range(NUM_DEATHS):
-        owner = spares.pop(0)
-        if number + NUM_SPARES < NUM_DEATHS:
-            spares.append(ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES))
-        owner.publish_all()
+    dead: list[Child] = []
+    with _leaving_nothing(reader.child, dead):
+        for owner in _owners(ends, path, NUM_DEATHS):
+            reader.read_from(owner)
+            _random_moment()
+            killed_at = time.monotonic()
+            owner.child.kill()
+            dead.append(owner.child)
+            _, failed_at = reader.failed(2.0)
+            assert failed_at - killed_at < 2.0
+    assert reader.child.alive
+    assert ends.log.read_text() == ""
+
+
+def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(
+    ends: Ends, path: Backend
+) -> None:
+    owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    for reader in _readers(ends, path, NUM_FROZEN_DEATHS):
+        reader.read_from(owner)
+        owner.child.freeze()
+        _random_moment()
+        reader.child.kill()
+        owner.child.thaw()
+        owner.has_run()
+    _serves(ends, path, owner)
+
+
+def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(
+    ends: Ends, path: Backend
+) -> None:
+    reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
+    for owner in _owners(ends, path, NUM_FROZEN_DEATHS):
         reader.read_from(owner)
         _random_moment()
-        killed_at = time.monotonic()
+        reader.child.freeze()
         owner.child.kill()
-        _, failed_at = reader.failed(2.0)
-        assert failed_at - killed_at < 2.0
+        reader.child.thaw()
+        reader.failed(5.0)
     assert reader.child.alive
     assert ends.log.read_text() == ""
 
 
 def test_connecting_to_a_frozen_owner_ends_in_time(ends: Ends, path: Backend) -> None:
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
-    description, memory = owner.describe(), Memory(NUM_PAGES, PAGE_BYTES)
+    description, memory = owner.admit(), Memory(NUM_PAGES, PAGE_BYTES)
     owner.child.freeze()
     started_at = time.monotonic()
-    with pytest.raises(TransferError):
-        path.connect(description, owner.remote, memory.pool, READER)
+    with suppress(TransferError):  # nixl needs nothing of the owner
+        path.connect(description, owner.remote, memory.pool).close()
     assert time.monotonic() - started_at < CONNECT_S + 2.0
     owner.child.thaw()
     owner.publish_all()

@@ -37,7 +37,7 @@ class Rig:
 
     def connect(self) -> Connection:
         connection = staged(self.here).connect(
-            self.owner.describe(READER), self.source.remote, self.memory.pool, READER
+            self.owner.admit(READER), self.source.remote, self.memory.pool
         )
         self.connections.append(connection)
         return connection
@@ -181,7 +181,7 @@ def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(
 ) -> None:
     rig = make_rig(4, 32 << 20)  # the sockets hold less than a page: the owner blocks
     fetched = rig.there.queues["to host"]
-    with introduced(rig.owner.describe(READER)) as raw:
+    with introduced(rig.owner.admit(READER)) as raw:
         raw.sendall(b"".join(REQUEST.pack(0, 1) + struct.pack("<i", page) for page in range(4)))
         wait_for(lambda: fetched.num_added == 2)
         threading.Event().wait(0.1)
@@ -197,7 +197,7 @@ def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig: Callable[..., 
     rig = make_rig(4, 32 << 20)
     fetched = rig.there.queues["to host"]
     fetched.hold(after=1)
-    with introduced(rig.owner.describe(READER)) as raw:
+    with introduced(rig.owner.admit(READER)) as raw:
         raw.sendall(2 * (REQUEST.pack(0, 1) + bytes(4)))
         wait_for(lambda: fetched.num_added == 2)  # the first is being sent
     closing = threading.Thread(target=rig.owner.close)

@@ -19,6 +19,7 @@ POOL = PagePool(0x7000_0000_1000, 4096, 8, "cuda:0")
 SCRATCH = PagePool(0x7000_8000_0200, 4096, 8, "cuda:0")
 ALLOCATIONS = {b"p" * 64: 0x7000_0000_0000, b"s" * 64: 0x7000_8000_0000}
 MAPPED_AT = 0x100_0000_0000  # beyond where the owner has it
+METADATA = b"of the owner's agent"
 OURS, THEIRS = b"A" * 16, b"B" * 16
 
 
@@ -71,7 +72,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine: Machine) -> None:
     evidence = DeviceEvidence(POOL, SCRATCH)
-    mapped = MappedMemory(evidence.told, POOL)
+    mapped = MappedMemory(evidence.tell(METADATA), METADATA, POOL)
     both = {at + MAPPED_AT: 1 for at in ALLOCATIONS.values()}
     assert dict(machine.mapped) == both
     mapped.close()
@@ -84,7 +85,7 @@ def test_memory_with_other_bytes_in_it_is_not_the_owners(machine: Machine) -> No
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.write(SCRATCH, torch.zeros(32, dtype=torch.uint8))
     with pytest.raises(TransferError, match="is not the owner's"):
-        MappedMemory(evidence.told, POOL)
+        MappedMemory(evidence.tell(METADATA), METADATA, POOL)
     assert +machine.mapped == Counter()
 
 
@@ -95,15 +96,15 @@ def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.refused.add(handle)
     with pytest.raises(TransferError, match="PEER_ACCESS_UNSUPPORTED"):
-        MappedMemory(evidence.told, POOL)
+        MappedMemory(evidence.tell(METADATA), METADATA, POOL)
     assert +machine.mapped == Counter()
 
 
 def test_an_owner_that_is_not_on_this_host_is_not_looked_for(machine: Machine) -> None:
-    told = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).told)
+    told = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).tell(METADATA))
     told["process"]["boot_id"] = "another"
     with pytest.raises(TransferError, match="another host"):
-        MappedMemory(msgspec.msgpack.encode(told), POOL)
+        MappedMemory(msgspec.msgpack.encode(told), METADATA, POOL)
     assert not machine.mapped
 
 
@@ -120,7 +121,7 @@ def test_the_path_is_called_nvlink_only_where_it_is(
 ) -> None:
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.uuid, machine.nvlink = uuid, nvlink
-    assert MappedMemory(evidence.told, POOL).path == path
+    assert MappedMemory(evidence.tell(METADATA), METADATA, POOL).path == path
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a driver")

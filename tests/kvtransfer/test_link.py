@@ -44,9 +44,7 @@ class Rig:
         return self.backend.faults(OWNER)
 
     def connect(self) -> Connection:
-        return self.backend.connect(
-            self.owner.describe(), self.owner.remote, self.memory.pool, READER
-        )
+        return self.backend.connect(self.owner.admit(), self.owner.remote, self.memory.pool)
 
     def link(
         self,
@@ -232,9 +230,9 @@ def test_a_queue_that_is_full_says_so(rig: Rig) -> None:
 
 
 def test_a_link_that_cannot_connect_tells_why(rig: Rig) -> None:
-    description, remote = rig.owner.describe(), rig.owner.remote
+    description, remote = rig.owner.admit(), rig.owner.remote
     rig.owner.end()
-    link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool, READER))
+    link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool))
     closed = rig.next(LinkClosed)
     assert "no owner" in closed.reason and closed.link is link
     with pytest.raises(TransferError, match="no owner"):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault, TransferError
-from kvtransfer.backends.base import Connection, Ints
+from kvtransfer.backends.base import Connection
 from kvtransfer.backends.nixl import NixlBackend
 from kvtransfer.backends.nixl_agent import Agent
-from tests.support.data_children import CANARY, READER, Memory, scattered
+from tests.support.data_children import CANARY, Memory, scattered
 from tests.support.data_ends import Ends, FarOwner, closing, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_sided")
@@ -24,13 +24,13 @@ NUM_PAGES, PAGE_BYTES = 512, 16384
 # Seen failing with the stop flag not looked at in `_read`, and with the thread not joined.
 def test_no_byte_lands_after_close_at_any_moment(ends: Ends) -> None:
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    description = owner.describe()
+    description = owner.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     backend = NixlBackend()
     rng = np.random.default_rng(0)
     for _ in range(25):
         memory.pages[:] = CANARY
-        connection = backend.connect(description, owner.remote, memory.pool, READER)
+        connection = backend.connect(description, owner.remote, memory.pool)
         thread = threading.Thread(target=_copy_small_parts, args=(connection,))
         thread.start()
         wait_for(lambda: bool((memory.pages != CANARY).any()))
@@ -39,7 +39,7 @@ def test_no_byte_lands_after_close_at_any_moment(ends: Ends) -> None:
         thread.join(5)
         assert not thread.is_alive()
         memory.pages[:] = CANARY
-        with closing(backend.connect(description, owner.remote, Memory(1, PAGE_BYTES).pool, 1)):
+        with closing(backend.connect(description, owner.remote, Memory(1, PAGE_BYTES).pool)):
             assert (memory.pages == CANARY).all()
 
 
@@ -54,33 +54,33 @@ def _copy_small_parts(connection: Connection) -> None:
     connection.close()
 
 
-# Seen failing with UCX's keepalive at its default: reads stay in PROC from the 20th second on.
-@pytest.mark.long
-def test_reads_need_nothing_of_an_owner_that_does_not_poll(ends: Ends) -> None:
+# Over UCX's tcp neither was so: no contact, and from the 20th second on no read landed.
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(23.0, marks=pytest.mark.long)])
+def test_an_owner_that_does_not_run_is_connected_to_read_and_left(
+    ends: Ends, seconds: float
+) -> None:
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
+    description = owner.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(NixlBackend(), owner, memory)
     owner.child.freeze()
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
-    copying = threading.Thread(target=_copy_for, args=(connection, 23.0, source, destination))
-    copying.start()
-    copying.join(25)
-    assert not copying.is_alive()
-    assert (memory.pages[destination] == owner.content[source]).all()
-
-
-def _copy_for(connection: Connection, seconds: float, source: Ints, destination: Ints) -> None:
-    late = time.monotonic() + seconds
-    while time.monotonic() < late:
+    with closing(NixlBackend().connect(description, owner.remote, memory.pool)) as connection:
+        late = time.monotonic() + seconds
         connection.copy(source, destination)
-        threading.Event().wait(0.2)
+        while time.monotonic() < late:
+            threading.Event().wait(0.2)
+            memory.pages[:] = CANARY
+            connection.copy(source, destination)
+    assert (memory.pages[destination] == owner.content[source]).all()
+    owner.child.thaw()
+    owner.has_run()
 
 
 # Seen failing with `error.__traceback__ = None` and the `del` taken out of `_call`.
 def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends: Ends) -> None:
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = NixlBackend().connect(owner.describe(), owner.remote, memory.pool, READER)
+    connection = NixlBackend().connect(owner.admit(), owner.remote, memory.pool)
     owner.end()
     failed = False
     try:
@@ -117,18 +117,17 @@ def test_a_path_that_is_not_proved_is_not_taken(
             _forged(owner, evidence=change),
             owner.remote,
             Memory(NUM_PAGES, PAGE_BYTES).pool,
-            READER,
         )
 
 
-def test_metadata_of_nobody_is_an_error(ends: Ends) -> None:
+# Seen failing with the look at the digest taken out of `prove_same_host`.
+def test_metadata_that_the_owner_does_not_vouch_for_is_not_met(ends: Ends) -> None:
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    with pytest.raises(TransferError, match="nixl"):
+    with pytest.raises(TransferError, match="is not that of the owner's agent"):
         NixlBackend().connect(
             _forged(owner, metadata=b"nobody"),
             owner.remote,
             Memory(NUM_PAGES, PAGE_BYTES).pool,
-            READER,
         )
 
 
@@ -136,7 +135,7 @@ def _forged(
     owner: FarOwner, evidence: dict[str, object] | None = None, metadata: bytes | None = None
 ) -> bytes:
     """The owner's description with some of it replaced."""
-    description = msgspec.msgpack.decode(owner.describe())
+    description = msgspec.msgpack.decode(owner.admit())
     (offer,) = description["offers"]
     told = msgspec.msgpack.decode(offer["evidence"]) | (evidence or {})
     offer["evidence"] = msgspec.msgpack.encode(told)

@@ -11,7 +11,7 @@ import torch
 from common.errors import TransferError
 from kvtransfer.backends.base import Connection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
-from tests.support.data_children import CANARY, CUDA, READER, CudaMemory, make_backend, scattered
+from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
 from tests.support.data_ends import Ends, closing, wait_for
 
 pytestmark = pytest.mark.gpu
@@ -98,14 +98,14 @@ def test_copies_wait_for_no_forward(ends: Ends, name: str) -> None:
 def test_no_byte_lands_after_close_at_any_moment(ends: Ends, name: str) -> None:
     owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
-    description = owner.describe()
+    description = owner.admit()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
     pages = cuda_device(CUDA).view(memory.pool)
     backend = make_backend(name)
     rng = np.random.default_rng(0)
     for _ in range(25):
         memory.pages[:] = CANARY
-        connection = backend.connect(description, owner.remote, memory.pool, READER)
+        connection = backend.connect(description, owner.remote, memory.pool)
         thread = threading.Thread(target=_copy_until_it_ends, args=(connection,))
         thread.start()
         wait_for(lambda: bool((pages != CANARY).any()))
@@ -133,9 +133,7 @@ def test_the_memory_of_a_dead_owner_is_free_again_once_its_connection_has_closed
     owner = ends.far_owner("nixl-cuda", 2048, 1 << 20)
     memory = CudaMemory(2048, 1 << 20)
     backend = make_backend("nixl-cuda")
-    with closing(
-        backend.connect(owner.describe(), owner.remote, memory.pool, READER)
-    ) as connection:
+    with closing(backend.connect(owner.admit(), owner.remote, memory.pool)) as connection:
         connection.copy(*scattered(0, 2048, 2048))
         taken, _ = torch.cuda.mem_get_info(0)
         owner.end()

@@ -11,11 +11,13 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import EngineFault, TransferError
+from common.node.ipc import FrameSocket, socket_pair
 from common.sampling import SamplingParams
 from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.backends.tcp import TcpBackend
-from kvtransfer.messages import Cancel, Done, Failed, HandoffId, Released
+from kvtransfer.front_messages import PairInput
+from kvtransfer.messages import Cancel, Done, Failed, Grant, HandoffId, Open, Released
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.ports import (
     Admit,
@@ -39,9 +41,10 @@ from kvtransfer.protocol.reader_end import ReaderEnd
 from kvtransfer.publisher import Publisher
 from kvtransfer.read_meter import ReadMeter
 from kvtransfer.reader import Reader
-from kvtransfer.transfer import TransferThread
+from kvtransfer.transfer import Outlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.data_children import CANARY, Memory, content
+from tests.support.data_ends import wait_for
 
 PAGE_SIZE = 4
 PAGE_BYTES = 4096
@@ -358,10 +361,91 @@ class NoPath:
     def serve(self, pool: PagePool, instance: int) -> Owner:
         return LoopbackBackend().serve(pool, instance)
 
-    def connect(
-        self, description: bytes, remote: RemotePool, pool: PagePool, instance: int
-    ) -> Connection:
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> Connection:
         raise TransferError("no such way")
+
+
+class Listener(LoopbackBackend):
+    """Remembers what readers were told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bytes] = []
+
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> Any:
+        self.told.append(description)
+        return super().connect(description, remote, pool)
+
+
+def _can_connect(backend: LoopbackBackend, description: bytes, rig: Rig) -> bool:
+    try:
+        LoopbackBackend.connect(backend, description, rig.source.remote, rig.landing.pool).close()
+    except TransferError:
+        return False
+    return True
+
+
+# Seen failing with `Publisher._dismiss` doing nothing.
+def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(
+    make_rig: Callable[..., Rig],
+) -> None:
+    backend = Listener()
+    rig = make_rig(backends={"loopback": backend})
+    stream = rig.pair()
+    rig.open()
+    rig.grant()
+    rig.publish_first()
+    (told,) = backend.told
+    assert _can_connect(backend, told, rig)
+    rig.pump.cut(stream)
+    rig.owner.next(HandoffDropped)
+    wait_for(lambda: not _can_connect(backend, told, rig))
+    assert {type(rig.reader.next(object)) for _ in range(3)} == {Lost, ReadsEnded, OwnerDown}
+    rig.pair()
+    assert not _can_connect(backend, told, rig)
+    assert _can_connect(backend, backend.told[-1], rig)
+
+
+class Diary:
+    """An owner that writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def admit(self, reader: int) -> bytes:
+        self.asked.append(f"admit {reader}")
+        return b""
+
+    def dismiss(self, reader: int) -> None:
+        self.asked.append(f"dismiss {reader}")
+
+    def publish(self, reader: int, pages: Any) -> None:
+        self.asked.append(f"publish {reader} {pages.tolist()}")
+
+    def withdraw(self, reader: int, pages: Any) -> None:
+        self.asked.append(f"withdraw {reader} {pages.tolist()}")
+
+    def poll(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# Seen failing with the loop behind the actions taken out of `Publisher._carry_out`.
+def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_so() -> None:
+    diary, pool = Diary(), Memory(NUM_PAGES, PAGE_BYTES).pool
+    ours, theirs = socket_pair()
+    frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
+    end = OwnerEnd(TransferConfig(), page_size=PAGE_SIZE)
+    publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, Outlet(frames))
+    publisher.opened(7, _hello(READER, pool), 0.0)
+    sampling = SamplingParams(max_tokens=8, seed=3)
+    publisher.received(7, Open(ID, tuple(range(7)), 0, sampling, 9.0, ""), 0.0)
+    publisher.received(7, Grant(ID, 0), 0.0)
+    publisher.command(Publish(ID, 0, 4, np.array([9], np.int32), False, None), 0.0)
+    publisher.received(7, Done(ID), 0.0)  # before its last Ready
+    assert diary.asked == ["admit 7", "publish 7 [9]", "withdraw 7 [9]", "dismiss 7"]
+    for sock in (frames, theirs):
+        sock.close()
 
 
 class SlowPath(LoopbackBackend):

@@ -8,7 +8,8 @@ import grpc.aio
 import pytest
 
 from common import rpc
-from common.errors import InvalidRequest, Overloaded
+from common.errors import MAX_SENTENCE_CHARACTERS, InvalidRequest, Overloaded
+from common.wire_fields import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
 
 Code = grpc.StatusCode
@@ -22,6 +23,8 @@ class Service(router_pb2_grpc.RouterServicer):
             raise Overloaded("come back later")
         if request.text == "bug":
             raise KeyError("secret")
+        if request.text.startswith("echo"):
+            raise InvalidRequest(request.text)
         if request.text == "abort":
             await context.abort(Code.NOT_FOUND, "its own words")
         return router_pb2.TokenizeResponse(token_ids=[len(request.text)])
@@ -128,3 +131,28 @@ def test_an_address_is_host_and_port(address):
 def test_nothing_else_is_an_address(address):
     with pytest.raises(InvalidRequest, match="host:port"):
         rpc.check_address(address)
+
+
+async def test_a_message_of_too_many_fields_is_refused(served):
+    _, channel = served
+    call = channel.unary_unary("/baton.v1.Router/Tokenize")
+    empty_messages = b"\x0a\x00" * (MAX_FIELDS + 1)
+    data = b"\x12" + _varint(len(empty_messages)) + empty_messages
+    code, sentence = await failure(call(data))
+    assert code is Code.INVALID_ARGUMENT
+    assert sentence == f"the message has more than {MAX_FIELDS} fields"
+
+
+async def test_an_error_is_cut_to_what_a_trailer_holds(served):
+    _, channel = served
+    stub = router_pb2_grpc.RouterStub(channel)
+    text = "echo " + "\U0001f600" * 100_000
+    code, sentence = await failure(stub.Tokenize(router_pb2.TokenizeRequest(text=text)))
+    assert code is Code.INVALID_ARGUMENT
+    assert sentence.startswith("echo \U0001f600") and sentence.endswith("…")
+    assert len(sentence) == MAX_SENTENCE_CHARACTERS
+
+
+def _varint(number: int) -> bytes:
+    low = [number >> shift & 127 for shift in range(0, max(number.bit_length(), 1), 7)]
+    return bytes([*(byte | 128 for byte in low[:-1]), low[-1]])

@@ -9,7 +9,9 @@ USER = [{"role": "user", "content": "<hi> & ü"}]
 
 
 def render(source: str) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(USER)
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
+        USER, max_characters=1000
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,16 @@ from router.cache_watch import CacheWatch
 from router.cluster import Cluster
 from router.discovery import Discovery
 from router.generation import Generator
+from router.limits import Limits
 from router.load import Load
 from router.membership import Membership
 from router.policy.round_robin import RoundRobin
 from router.prefix_index import PrefixIndex
+from router.prompts import Prompts
 from router.survey import Survey
 from router.timelines import Timelines
 from router.token_buffer import End, TokenBuffer
 from router.tokenizer import RouterTokenizer
-from router.validation import Limits, Prompts
 from router.wanted import from_request
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode
@@ -54,10 +55,11 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
             budget_s=10.0,
         )
         metrics = RouterMetrics()
+        limits = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE, tokenizer.longest_token_bytes)
         generator = Generator(
             tokenizer,
-            Prompts(tokenizer, None),
-            Limits(CONTEXT_LENGTH, VOCABULARY_SIZE),
+            Prompts(tokenizer, None, limits),
+            limits,
             cluster,
             Admission(1),
             metrics,

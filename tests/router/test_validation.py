@@ -11,25 +11,20 @@ from kvtransfer.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
 from router.chat_template import ChatTemplate
+from router.limits import MAX_MESSAGES, Limits
+from router.prompts import Prompts
 from router.tokenizer import RouterTokenizer
-from router.validation import (
-    MAX_MESSAGES,
-    MAX_STOP_CHARACTERS,
-    Limits,
-    Prompts,
-    budget_s,
-    check_request_id,
-    parse,
-)
+from router.validation import MAX_STOP_CHARACTERS, budget_s, check_request_id, parse
 from router.wanted import from_prompt, from_request
 from tests.router.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 
-LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE)
+LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
 
 
 def prompts(template: ChatTemplate | None = TEMPLATE) -> Prompts:
-    return Prompts(RouterTokenizer(byte_level_tokenizer().to_str().encode()), template)
+    tokenizer = RouterTokenizer(byte_level_tokenizer().to_str().encode())
+    return Prompts(tokenizer, template, LIMITS)
 
 
 def tokens(*ids: int) -> TokenIds:
@@ -96,6 +91,20 @@ async def test_bad_sampling_is_refused(fields: dict[str, Any], sentence: str) ->
 def test_a_budget_that_is_no_time_is_refused(timeout_s: float) -> None:
     with pytest.raises(InvalidRequest, match="timeout_s"):
         budget_s(from_request(GenerateRequest(timeout_s=timeout_s)).timeout_s, 600.0)
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"stop_token_ids": [5] * 17}, "sampling.stop_token_ids has 17 ids, 16 allowed"),
+        ({"stop": ["x"] * 17}, "sampling.stop has 17 strings, 16 allowed"),
+    ],
+)
+def test_lists_that_are_too_long_are_refused_before_they_are_copied(
+    fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        from_request(GenerateRequest(text="x", sampling=Sampling(**fields)))
 
 
 def test_a_budget_is_the_shorter_of_the_clients_and_the_routers() -> None:

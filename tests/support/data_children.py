@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Ints, PagePool, RemotePool
 from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_agent import Agent
+from kvtransfer.backends.nixl_agent import Agent, Transports
 from kvtransfer.backends.nixl_paths import PATHS, PathKind
 from kvtransfer.backends.path_proof import HostEvidence, Nonce, SameHost
 from kvtransfer.backends.tcp import TcpBackend
 from kvtransfer.backends.tcp_staging import StagedMemory
 from tests.support.cuda_pages import CudaPages
 from tests.support.device_twin import DeviceTwin
+from tests.support.namespaces import leave
 
 READER = 0xD0D0
 REPLY_S = 20.0
@@ -51,8 +52,23 @@ class StagedTcp(TcpBackend):
         super().__init__("127.0.0.1", lambda pool: StagedMemory(pool, twin))
 
 
+class EncryptedTcp(TcpBackend):
+    name = "tcp-tls"
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1", encrypted=True)
+
+
 # Whatever the proof says, UCX has sockets only, and the owner's help to read over them.
-SOCKETS = PathKind("sockets", "cpu", "tcp,self,cuda_copy", HostEvidence, SameHost, 4 << 20, 2.0)
+SOCKETS = PathKind(
+    "sockets",
+    "cpu",
+    Transports("tcp,self,cuda_copy", errors="peer", polled=True),
+    HostEvidence,
+    SameHost,
+    4 << 20,
+    2.0,
+)
 
 
 class TwoPathNixl(NixlBackend):
@@ -85,6 +101,8 @@ def make_backend(name: str) -> Backend:
             return CudaTcp("127.0.0.1")
         case "tcp-staged":
             return StagedTcp()
+        case "tcp-tls":
+            return EncryptedTcp()
         case _:
             return TcpBackend("127.0.0.1")
 
@@ -148,6 +166,12 @@ class Child:
     def alive(self) -> bool:
         return self._process.is_alive()
 
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return int(pid)
+
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
 
@@ -159,8 +183,7 @@ class Child:
         self._process.join(REPLY_S)
 
     def _signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
 
 def _start(program: Callable[..., None], log: str, *arguments: Any) -> tuple[Any, Pipe]:
@@ -208,12 +231,19 @@ def _wait_on_gpu(pipe: Pipe) -> None:
 
 
 def nonce_program(pipe: Pipe) -> None:
-    nonce = Nonce()
+    nonce = Nonce(b"metadata")
     pipe.send(nonce.place())
     pipe.recv()
 
 
-def owner_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int, seed: int) -> None:
+def owner_program(
+    pipe: Pipe, apart: str, backend: str, num_pages: int, page_bytes: int, seed: int
+) -> None:
+    try:
+        leave(apart)
+    except OSError as refusal:
+        pipe.send(str(refusal))
+        return
     memory = make_memory(backend, num_pages, page_bytes)
     memory.pages[:] = content(seed, num_pages, page_bytes)
     owner = make_backend(backend).serve(memory.pool, seed)
@@ -223,8 +253,11 @@ def owner_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int, see
         if not pipe.poll(0.001):
             continue
         match pipe.recv():
-            case ("describe", reader):
-                pipe.send(owner.describe(reader))
+            case ("admit", reader):
+                pipe.send(owner.admit(reader))
+            case ("dismiss", reader):
+                owner.dismiss(reader)
+                pipe.send("dismissed")
             case ("publish", reader, pages):
                 owner.publish(reader, pages)
                 pipe.send("published")
@@ -242,7 +275,7 @@ def reader_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int) ->
     pipe.send("started")
     while True:
         description, remote, expected = pipe.recv()
-        connection = path.connect(description, remote, memory.pool, READER)
+        connection = path.connect(description, remote, memory.pool)
         source, destination = scattered(1, num_pages, num_pages)
         connection.copy(source, destination)
         right = bool((memory.pages[destination] == expected[source]).all())

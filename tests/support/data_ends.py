@@ -9,17 +9,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Connection, Ints, RemotePool
 from kvtransfer.backends.path_proof import prove_same_host
 from kvtransfer.backends.tcp_wire import (
-    GREETING,
     INTRODUCTION,
     KEY_BYTES,
-    NONCE_BYTES,
+    MAGIC,
     Description,
-    reader_proof,
+    Proofs,
 )
 from tests.support.data_children import (
     READER,
@@ -42,25 +42,37 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
         time.sleep(0.0005)
 
 
+def introduction(told: Description) -> bytes:
+    """What its reader says first, on a new connection."""
+    count = time.monotonic_ns()
+    return INTRODUCTION.pack(MAGIC, told.reader, count, Proofs.by(told.key, count).of_reader)
+
+
 def introduced(description: bytes) -> socket.socket:
-    """A raw connection to an owner of tcp, that has proved to be READER."""
+    """A raw connection to an owner of tcp, that has proved to be the reader of the description."""
     told = msgspec.msgpack.decode(description, type=Description)
     raw = socket.create_connection((told.host, told.port), 5)
     raw.settimeout(None)
-    _, challenge = GREETING.unpack(raw.recv(GREETING.size, socket.MSG_WAITALL))
-    nonce = bytes(NONCE_BYTES)
-    raw.sendall(INTRODUCTION.pack(READER, nonce, reader_proof(told.key, challenge, nonce)))
+    raw.sendall(introduction(told))
     assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == KEY_BYTES
     return raw
+
+
+def changed(description: Description, **fields: object) -> bytes:
+    """What an owner of tcp has described, with something else in it."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(description, **fields))
 
 
 class FarOwner:
     """An owner in another process."""
 
-    def __init__(self, backend: str, num_pages: int, page_bytes: int, *, seed: int, log: Path):
+    def __init__(
+        self, backend: str, num_pages: int, page_bytes: int, *, seed: int, log: Path, apart: str
+    ) -> None:
         self.content = content(seed, num_pages, page_bytes)
         self.child = Child(
             owner_program,
+            apart,
             backend,
             num_pages,
             page_bytes,
@@ -72,15 +84,21 @@ class FarOwner:
 
     @property
     def remote(self) -> RemotePool:
-        """Waits until the owner serves."""
+        """Waits until the owner serves. Skips the test if this machine keeps it from moving."""
         if self._remote is None:
-            self._remote = self.child.receive()
+            told = self.child.receive()
+            if isinstance(told, str):
+                pytest.skip(f"no namespace can be made: {told}")
+            self._remote = told
         return self._remote
 
-    def describe(self, reader: int = READER) -> bytes:
+    def admit(self, reader: int = READER) -> bytes:
         assert self.remote
-        description: bytes = self.child.ask("describe", reader)
+        description: bytes = self.child.ask("admit", reader)
         return description
+
+    def dismiss(self, reader: int = READER) -> None:
+        self.child.ask("dismiss", reader)
 
     def publish(self, reader: int, pages: Ints) -> None:
         assert self.remote
@@ -111,8 +129,11 @@ class NearOwner:
         self._owner = backend.serve(self._memory.pool, seed)
         self.remote = self._memory.remote
 
-    def describe(self, reader: int = READER) -> bytes:
-        return self._owner.describe(reader)
+    def admit(self, reader: int = READER) -> bytes:
+        return self._owner.admit(reader)
+
+    def dismiss(self, reader: int = READER) -> None:
+        self._owner.dismiss(reader)
 
     def publish(self, reader: int, pages: Ints) -> None:
         self._owner.publish(reader, pages)
@@ -144,7 +165,7 @@ class FarReader:
 
     def read_from(self, owner: FarOwner) -> None:
         """Returns once its first copy has landed, right in every byte; it goes on copying."""
-        landed = self.child.ask(owner.describe(), owner.remote, owner.content)
+        landed = self.child.ask(owner.admit(), owner.remote, owner.content)
         assert landed == "landed", landed
 
     def failed(self, timeout_s: float) -> tuple[str, float]:
@@ -157,7 +178,7 @@ def one_sided_refusal(log: Path) -> str:
     """Why this machine's processes may not read each other's memory; empty if they may."""
     child = Child(nonce_program, log=log)
     try:
-        prove_same_host(child.receive())
+        prove_same_host(child.receive(), b"metadata")
     except TransferError as error:
         return str(error)
     finally:
@@ -193,10 +214,20 @@ class Ends:
             return near
         return self.far_owner(backend.name, num_pages, page_bytes)
 
-    def far_owner(self, backend: str, num_pages: int, page_bytes: int) -> FarOwner:
+    def far_owner(self, backend: str, num_pages: int, page_bytes: int, apart: str = "") -> FarOwner:
+        """apart: the namespace, "ipc" or "pid", that it does not share with others."""
         self._num_owners += 1
-        owner = FarOwner(backend, num_pages, page_bytes, seed=self._num_owners, log=self.log)
+        owner = FarOwner(
+            backend, num_pages, page_bytes, seed=self._num_owners, log=self.log, apart=apart
+        )
         self._exits.callback(owner.end)
+        return owner
+
+    def owner_apart(self, namespace: str, num_pages: int, page_bytes: int) -> FarOwner:
+        """An owner of nixl in another "ipc" or "pid" namespace, as in another container. Skips
+        the test where this machine makes none."""
+        owner = self.far_owner("nixl", num_pages, page_bytes, namespace)
+        assert owner.remote
         return owner
 
     def memory(self, backend: Backend, num_pages: int, page_bytes: int) -> Memory:
@@ -214,7 +245,7 @@ class Ends:
         self, backend: Backend, owner: FarOwner | NearOwner, memory: Memory, reader: int = READER
     ) -> Connection:
         """A connection that is closed at the end of the test."""
-        connection = backend.connect(owner.describe(reader), owner.remote, memory.pool, reader)
+        connection = backend.connect(owner.admit(reader), owner.remote, memory.pool)
         self._memories.append(memory)
         self._exits.enter_context(closing(connection))
         return connection

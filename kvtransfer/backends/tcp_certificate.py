@@ -1,0 +1,33 @@
+"""The certificate of one owner process, made when it starts and gone with it.
+
+Apart from tcp_tls.py because the library that makes it takes longer to load than a program's own
+modules: imported only where data connections are encrypted.
+"""
+
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from kvtransfer.backends.tcp_tls import OwnerTls, fingerprint
+
+_LIFE = timedelta(days=3650)  # nobody looks: readers compare the fingerprint
+
+
+def make_owner_tls() -> OwnerTls:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton owner")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - _LIFE)
+        .not_valid_after(now + _LIFE)
+        .sign(key, SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return OwnerTls(
+        private + certificate.public_bytes(Encoding.PEM),
+        fingerprint(certificate.public_bytes(Encoding.DER)),
+    )

@@ -1,0 +1,104 @@
+"""Who may read from a tcp owner, and the connections that are open with each one's key.
+
+Knows keys, channels and threads, not pages. Any thread.
+"""
+
+import hmac
+import os
+import threading
+from dataclasses import dataclass, field
+
+from common.errors import Overloaded, ProtocolViolation
+from kvtransfer.backends.tcp_channel import Channel
+from kvtransfer.backends.tcp_wire import KEY_BYTES, Proofs
+
+_MAX_OF_ONE_READER = 4  # its link needs one, and one more while it opens a successor
+_MAX_CONNECTIONS = 256
+
+
+@dataclass(slots=True)
+class _Reader:
+    key: bytes
+    count: int = -1  # of its newest connection
+    channels: list[Channel] = field(default_factory=list)  # in the order of their coming
+
+
+class Readers:
+    """From `admit` to `dismiss` a reader has a key; its connections end with it. Connections are
+    `proved` and then `enter` on one thread, that of the door."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers: dict[int, _Reader] = {}
+        self._threads: dict[Channel, threading.Thread] = {}
+        self._closed = False
+
+    def admit(self, reader: int) -> bytes:
+        """The key of a reader."""
+        with self._lock:
+            return self._readers.setdefault(reader, _Reader(os.urandom(KEY_BYTES))).key
+
+    def dismiss(self, reader: int) -> None:
+        with self._lock:
+            dismissed = self._readers.pop(reader, None)
+            for channel in dismissed.channels if dismissed else ():
+                channel.end()
+
+    def proved(self, reader: int, count: int, proof: bytes) -> Proofs:
+        """All proofs of a connection, to one who has brought the reader's.
+
+        Raises:
+            ProtocolViolation: it is not.
+            Overloaded: too many connections are open.
+        """
+        with self._lock:
+            known = self._readers.get(reader)
+            num_open = len(self._threads)
+        proofs = Proofs.by(known.key if known else os.urandom(KEY_BYTES), count)
+        if known is None or not hmac.compare_digest(proof, proofs.of_reader):
+            raise ProtocolViolation(f"no proof that it is reader {reader}")
+        if count <= known.count:
+            raise ProtocolViolation(f"a proof of reader {reader} that is not new")
+        if num_open >= _MAX_CONNECTIONS:
+            raise Overloaded(f"{_MAX_CONNECTIONS} data connections are open")
+        known.count = count
+        return proofs
+
+    def enter(self, reader: int, channel: Channel, thread: threading.Thread) -> None:
+        """Starts the thread of a reader's connection, from which it must `leave`. If it is one too
+        many of that reader's, its oldest one ends.
+
+        Raises:
+            ProtocolViolation: the reader has been dismissed in the meantime.
+            Overloaded: this process can start no thread.
+        """
+        with self._lock:
+            known = self._readers.get(reader)
+            if self._closed or known is None:
+                raise ProtocolViolation(f"reader {reader} is not admitted any more")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise Overloaded(f"no thread for a data connection: {error}") from None
+            if len(known.channels) >= _MAX_OF_ONE_READER:
+                known.channels.pop(0).end()
+            known.channels.append(channel)
+            self._threads[channel] = thread
+
+    def leave(self, reader: int, channel: Channel) -> None:
+        """Closes the channel."""
+        with self._lock:  # or `end` might meet the descriptor of another file
+            del self._threads[channel]
+            known = self._readers.get(reader)
+            if known is not None and channel in known.channels:
+                known.channels.remove(channel)
+            channel.close()
+
+    def end_all(self) -> list[threading.Thread]:
+        """Dismisses everybody and admits nobody any more; says which threads are about to end."""
+        with self._lock:
+            self._closed = True
+            self._readers.clear()
+            for channel in self._threads:
+                channel.end()
+            return list(self._threads.values())

@@ -1,0 +1,140 @@
+"""Data connections in TLS 1.3, by a certificate that one owner process makes for itself.
+
+Whose certificate it is needs no authority: the owner tells its fingerprint over the pair stream.
+The reader shows none; its seal, the first thing in TLS, says who it is. Pages go from and into the
+pool without a copy in Python, record by record (16 KiB), and each record costs two crossings into
+the interpreter and back, at both ends.
+"""
+
+import hashlib
+import hmac
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from typing import TypeAlias
+
+from common.errors import TransferError
+from kvtransfer.backends.scatter import Vectors, views
+from kvtransfer.backends.tcp_channel import end, is_readable
+from kvtransfer.backends.tcp_wire import KEY_BYTES
+
+# SSL_OP_ENABLE_KTLS, which Python names from 3.12 on. Without kernel TLS it changes nothing.
+_KERNEL_TLS = 1 << 3
+
+Seal: TypeAlias = Callable[["TlsChannel", bytes], None]
+
+
+class TlsChannel:
+    """One end of a connection in TLS."""
+
+    def __init__(self, secured: ssl.SSLSocket, exchange_seal: Seal) -> None:
+        self._socket = secured
+        self._exchange_seal = exchange_seal
+
+    @property
+    def certificate(self) -> bytes:
+        """Fingerprint of what the other end has shown."""
+        return fingerprint(self._socket.getpeercert(binary_form=True) or b"")
+
+    def start(self, seal: bytes, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.do_handshake()
+            self._exchange_seal(self, seal)
+        except (TimeoutError, ssl.SSLError) as error:
+            raise TransferError(f"no TLS: {error}") from None
+        self._socket.settimeout(None)
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def send_vectors(self, vectors: Vectors, num_bytes: int) -> None:
+        for view in views(vectors):
+            self._socket.sendall(view)
+
+    def receive(self, num_bytes: int) -> bytes:
+        received = bytearray(num_bytes)
+        self._fill(memoryview(received))
+        return bytes(received)
+
+    def receive_vectors(self, vectors: Vectors, num_bytes: int) -> None:
+        for view in views(vectors):
+            self._fill(view)
+
+    def has_input(self) -> bool:
+        return bool(self._socket.pending()) or is_readable(self._socket)
+
+    def end(self) -> None:
+        end(self._socket)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            count = self._socket.recv_into(view)
+            if not count:
+                raise TransferError("the connection ended")
+            view = view[count:]
+
+
+class OwnerTls:
+    """The owner's end of its connections."""
+
+    def __init__(self, pem: bytes, certificate: bytes) -> None:
+        """
+        Args:
+            pem: private key and certificate.
+            certificate: its fingerprint.
+        """
+        self.certificate = certificate
+        self._context = _context(ssl.PROTOCOL_TLS_SERVER)
+        self._context.num_tickets = 0  # nobody resumes
+        descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)  # ssl reads files only
+        with open(descriptor, "wb") as file:
+            file.write(pem)
+            file.flush()
+            self._context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+
+    def channel(self, connection: socket.socket) -> TlsChannel:
+        """Owns the connection, which must be blocking."""
+        secured = self._context.wrap_socket(
+            connection, server_side=True, do_handshake_on_connect=False
+        )
+        return TlsChannel(secured, _check_seal)
+
+
+def reader_channel(connection: socket.socket, certificate: bytes) -> TlsChannel:
+    """The reader's end. Owns the connection, which must be blocking.
+
+    Args:
+        certificate: fingerprint of the owner's.
+    """
+
+    def send_seal(channel: TlsChannel, seal: bytes) -> None:
+        if not hmac.compare_digest(channel.certificate, certificate):
+            raise TransferError("whoever listens there has not the owner's certificate")
+        channel.send(seal)
+
+    context = _context(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the fingerprint says more than an authority could
+    return TlsChannel(context.wrap_socket(connection, do_handshake_on_connect=False), send_seal)
+
+
+def fingerprint(certificate: bytes) -> bytes:
+    """Of a certificate in DER."""
+    return hashlib.sha256(certificate).digest()
+
+
+def _check_seal(channel: TlsChannel, seal: bytes) -> None:
+    if not hmac.compare_digest(channel.receive(KEY_BYTES), seal):
+        raise TransferError("another than the reader speaks in TLS")
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.options |= _KERNEL_TLS
+    return context

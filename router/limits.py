@@ -1,0 +1,82 @@
+"""What the model allows, in tokens and in bytes, and whether token ids are within it.
+
+A prompt is refused by its bytes before anybody counts its tokens: no text that fits the context has
+more bytes than as many of the longest tokens. Of vocabularies with very long tokens, such as of a
+hundred spaces, less is taken: text of nothing else is no prompt. What a tokenizer drops, or takes
+for one token however long it is, counts as what it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import InvalidRequest
+from common.rpc import MAX_MESSAGE_BYTES
+
+# Of one conversation. A template takes 3 us for each, and meanwhile no other request moves on.
+MAX_MESSAGES = 4096
+MAX_CHOICES = 128  # of one HTTP request
+MAX_FIELDS = 1 << 15  # of a gRPC message; a conversation has three for each of its messages
+
+_TEXT_BYTES_PER_TOKEN = 32  # at most; English and code have four to five, an emoji as many
+_ROOM_BYTES = 1 << 20  # of a message for what is not its prompts: names, tools, stop strings
+_BYTES_PER_TOKEN = 8  # of an HTTP body's prompts, where there are many; ids have up to seven
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model allows."""
+
+    context_length: int  # tokens of prompt and answer together
+    vocabulary_size: int
+    longest_token_bytes: int  # of the text that one token stands for
+
+    @property
+    def text_bytes(self) -> int:
+        """Of one prompt as UTF-8."""
+        return self.context_length * min(self.longest_token_bytes, _TEXT_BYTES_PER_TOKEN)
+
+    @property
+    def message_bytes(self) -> int:
+        """Of a gRPC message, which has one prompt."""
+        return min(_ROOM_BYTES + self.text_bytes, MAX_MESSAGE_BYTES)
+
+    @property
+    def body_bytes(self) -> int:
+        """Of an HTTP request's body, which has a prompt or a list of them."""
+        prompts = MAX_CHOICES * self.context_length * _BYTES_PER_TOKEN
+        return min(_ROOM_BYTES + max(prompts, self.text_bytes), MAX_MESSAGE_BYTES)
+
+
+def check_prompt(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raises InvalidRequest unless the prompt has tokens, all known, and leaves room for one."""
+    if not token_ids:
+        raise InvalidRequest(f"{field} is empty: a prompt has at least one token")
+    check_length(token_ids, limits, field)
+    check_vocabulary(token_ids, limits, field)
+
+
+def check_length(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raises InvalidRequest unless the prompt leaves room for a token. Looks at none of them."""
+    if len(token_ids) >= limits.context_length:
+        raise InvalidRequest(
+            f"{field} has {len(token_ids)} tokens; the context of {limits.context_length} tokens "
+            f"takes prompts of at most {limits.context_length - 1}"
+        )
+
+
+def check_context(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raises InvalidRequest for more than prompt and answer can be. Looks at none of them."""
+    if len(token_ids) > limits.context_length:
+        raise InvalidRequest(
+            f"{field} has {len(token_ids)} tokens; the context has {limits.context_length}"
+        )
+
+
+def check_vocabulary(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raises InvalidRequest naming the first id that the model has no row for."""
+    if token_ids and max(token_ids) >= limits.vocabulary_size:
+        index = next(i for i, token in enumerate(token_ids) if token >= limits.vocabulary_size)
+        raise InvalidRequest(
+            f"{field}[{index}] is {token_ids[index]}, out of the vocabulary "
+            f"of {limits.vocabulary_size} tokens"
+        )
