@@ -2,6 +2,7 @@
 
     python -m bench.router                  about four minutes; installs the peers once
     python -m bench.router --no-peers       Baton alone
+    python -m bench.router --aiohttp        beside itself on aiohttp.web (pip install aiohttp)
 
 Behind every router answer stubs that take no time to think (bench/_behind_router.py), before it
 clients in a process of their own. All routers are pinned to one core and run at the same time, all
@@ -110,9 +111,15 @@ def main() -> None:
                 _program(rest, sys.executable, "-m", "bench._router_clients", talks=True)
             )
             _line(clients)
+            quiet = "--log-level=warning"
+            routers = [("baton", "router", quiet), ("baton, logging", "router", "--log-level=info")]
+            if options.aiohttp:
+                routers.append(("baton on aiohttp", "bench._router_on_aiohttp", quiet))
             systems = [
-                programs.enter_context(_baton(cores[:1], options.python, model, node, name, flags))
-                for name, flags in (("baton", ("--log-level=warning",)), ("baton, logging", ()))
+                programs.enter_context(
+                    _baton(cores[:1], options.python, module, model, node, name, level)
+                )
+                for name, module, level in routers
             ]
             ports = _free_ports(_router_peers.PORTS)
             for name, (command, target) in _router_peers.commands(wheels, ports, workers).items():
@@ -130,6 +137,9 @@ def _options() -> argparse.Namespace:
         prog="python -m bench.router", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--no-peers", action="store_true", help="Baton alone")
+    parser.add_argument(
+        "--aiohttp", action="store_true", help="beside Baton's router with another HTTP server"
+    )
     parser.add_argument(
         "--cache",
         type=Path,
@@ -222,19 +232,25 @@ def _goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _baton(
-    cores: Sequence[int], python: str, model: Path, node: str, name: str, flags: Sequence[str]
+    cores: Sequence[int],
+    python: str,
+    module: str,
+    model: Path,
+    node: str,
+    name: str,
+    log_level: str,
 ) -> Iterator[System]:
     port, http_port = _free_ports(2)
     command = (
         *(
             python,
             "-m",
-            "router",
+            module,
             f"--model={model}",
             f"--served-model-name={MODEL}",
             f"--decode={node}",
         ),
-        *(f"--port={port}", f"--http-port={http_port}", "--policy=round_robin", *flags),
+        *(f"--port={port}", f"--http-port={http_port}", "--policy=round_robin", log_level),
     )
     with _program(cores, *command) as process:
         targets = {"http": f"{HOST}:{http_port}", "grpc": f"{HOST}:{port}"}

@@ -256,6 +256,10 @@ class RouterConfig(Record):
     hide_cached_tokens: bool = Field(
         False, description="do not tell clients how much of their prompt was cached"
     )
+    unread_s: Seconds = Field(
+        60.0,
+        description="an HTTP client that has not read for so long what waits for it is cut off",
+    )
     trace_ratio: float = Field(
         1.0,
         ge=0,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from router.cluster import NOT_READY, Cluster
 from router.cluster_report import ClusterEndpoint, ClusterReport
 from router.discovery import Discovery
 from router.generation import Generator
+from router.http.request import Check
 from router.http.server import HttpServer
 from router.http.shared import Limits as HttpLimits
 from router.http.shared import Shared
@@ -255,9 +256,12 @@ def _make_http(
     limits = HttpLimits(
         max_connections=config.max_requests + _SPARE_CONNECTIONS,
         max_body_bytes=model_limits.body_bytes,
+        unread_s=config.unread_s,
     )
+    # Who may ask, and how often: of every request, before its body is read.
+    checks: Sequence[Check] = ()
     contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
-    return HttpServer(Shared(limits, routes, problems.error_body, counts), contexts)
+    return HttpServer(Shared(limits, routes, problems.error_body, counts, checks), contexts)
 
 
 def _served_name(config: RouterConfig, model: ModelFiles) -> str:

@@ -15,7 +15,7 @@ from router.cluster import Chosen, Cluster
 from router.detokenizer import Detokenizer
 from router.limits import Limits
 from router.prompts import Prompts
-from router.record import RequestRecord
+from router.record import RequestRecord, refusals
 from router.timelines import Timelines
 from router.token_buffer import End
 from router.tokenizer import RouterTokenizer
@@ -59,6 +59,7 @@ class Generator:
         self._timelines = timelines
         self._budget_s = budget_s
         self._tells_cached_tokens = tells_cached_tokens
+        self._refusals = refusals()
 
     async def generate(
         self,
@@ -81,7 +82,9 @@ class Generator:
         """
         request_id = wanted.request_id or new_request_id()
         known_as = request_id[: validation.MAX_REQUEST_ID_CHARACTERS]  # an over-long one in logs
-        with RequestRecord(self._metrics, self._timelines, known_as, traceparent) as record:
+        with RequestRecord(
+            self._metrics, self._timelines, self._refusals, known_as, traceparent
+        ) as record:
             validation.check_request_id(request_id)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             with self._admission.admitted(request_id):

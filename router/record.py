@@ -6,6 +6,7 @@ import time
 from types import TracebackType
 
 from common.errors import InvalidRequest, Overloaded, RequestAborted, ServingError
+from common.log_throttle import Throttle, ThrottledLog
 from common.logs import kv
 from common.metrics import RouterMetrics
 from router.timelines import Timelines
@@ -13,16 +14,27 @@ from router.timelines import Timelines
 log = logging.getLogger(__name__)
 
 
+def refusals() -> ThrottledLog:
+    """What all records of one router tell refused requests to: any client can make many."""
+    return ThrottledLog(log, Throttle())
+
+
 class RequestRecord:
     """A context around one request: leaving it is the request's end."""
 
     def __init__(
-        self, metrics: RouterMetrics, timelines: Timelines, request_id: str, traceparent: str
+        self,
+        metrics: RouterMetrics,
+        timelines: Timelines,
+        refusals: ThrottledLog,
+        request_id: str,
+        traceparent: str,
     ) -> None:
         """
         Args:
             traceparent: as the client sent it, or empty.
         """
+        self._refusals = refusals
         self._metrics = metrics
         self._timelines = timelines
         self.timeline = timelines.begin(request_id, traceparent)
@@ -115,7 +127,7 @@ class RequestRecord:
                 pass  # a fault of ours: its traceback is logged elsewhere, whose it was is not
             case _:
                 return
-        log.info("request refused %s", kv(**self._names(), because=error))
+        self._refusals.info("request refused", **self._names(), because=error)
 
     def _names(self) -> dict[str, object]:
         """What is in every line about it."""

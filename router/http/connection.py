@@ -1,7 +1,8 @@
 """One client's connection: requests in, answers out, one at a time and in order.
 
-A connection that ends cancels the request that is being answered. Every state has a deadline but
-answering, which is bounded by the request's own budget.
+A connection that ends cancels the request that is being answered, and it is always read, so that
+its end is seen whatever else its client has sent. Every state has a deadline but answering, which
+is bounded by the request's own budget, and by how long its client may leave it unread.
 """
 
 import asyncio
@@ -10,9 +11,10 @@ import math
 from collections import deque
 from typing import cast
 
-from common.logs import kv
-from router.http.request import BadRequest, Request, RequestReader
+from router.http.reader import RequestReader
+from router.http.request import BadRequest, Request
 from router.http.responder import JSON, Responder
+from router.http.routes import refusing
 from router.http.shared import Shared, peer_address
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ _MAX_UNSENT_BYTES = 64 << 10  # above it, whoever writes an answer waits
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Stands for what was never read as a request.
 _NO_REQUEST = Request("", "", {}, b"", takes_chunks=True, keep_alive=False)
+_TOO_MUCH_AHEAD = "too much was sent before the first request was answered"
 
 
 class Connection(asyncio.Protocol):
@@ -32,24 +35,27 @@ class Connection(asyncio.Protocol):
     def __init__(self, shared: Shared) -> None:
         self.deadline = math.inf
         self._shared = shared
-        self._reader = RequestReader(
-            max_head_bytes=shared.limits.max_head_bytes,
-            max_body_bytes=shared.limits.max_body_bytes,
-        )
+        self._peer = ""
+        self._reader: RequestReader
         self._transport: asyncio.Transport
         self._writable = asyncio.Event()
         self._writable.set()
-        self._ahead: deque[Request] = deque()
+        self._complete: deque[Request] = deque()
+        self._ahead = bytearray()  # behind them; not yet read as requests
+        self._request = _NO_REQUEST  # that is being answered
+        self._responder: Responder
         self._answering: asyncio.Task[None] | None = None
         self._receiving = False  # part of a request is here, and none is being answered
-        self._leaving = False  # nothing more is read
+        self._leaving = False  # nothing more is read as a request
         self._num_arriving = 0  # this connection's part of Shared.num_arriving
 
     def expire(self) -> None:
         if self._receiving and not self._leaving:
             self._turn_away(408, f"no whole request within {self._shared.limits.receive_s:g} s")
-        else:
-            self.abort()
+            return
+        if not self._writable.is_set():
+            self._shared.log.info("client cut off, it reads no answer", peer=self._peer)
+        self.abort()
 
     def drain(self) -> None:
         if self._answering is None and not self._receiving and not self._leaving:
@@ -63,6 +69,14 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
+        self._peer = peer_address(transport)
+        self._reader = RequestReader(
+            max_head_bytes=self._shared.limits.max_head_bytes,
+            max_body_bytes=self._shared.limits.max_body_bytes,
+            checks=self._shared.checks,
+            peer=self._peer,
+            on_taken=self._count_arriving,
+        )
         self._shared.join(self)
         num_connections, allowed = len(self._shared.members), self._shared.limits.max_connections
         if num_connections > 2 * allowed:
@@ -70,49 +84,70 @@ class Connection(asyncio.Protocol):
         elif num_connections > allowed:
             self._turn_away(503, "there are as many connections as this router takes")
         else:
-            self._wait_for_request()
+            self._next()
 
     def data_received(self, data: bytes) -> None:
         if self._leaving:
             return
-        try:
-            self._ahead += self._reader.feed(data)
-        except BadRequest as bad:
-            self._turn_away(bad.status, str(bad))
-            return
-        self._count_arriving(self._reader.num_received)
-        if self._shared.num_arriving > self._shared.limits.max_arriving_bytes:
-            self._turn_away(503, "too many requests are being received")
-        elif len(self._ahead) > self._shared.limits.max_ahead:
-            self._turn_away(400, "too many requests before the first one was answered")
-        elif self._answering is None:
-            self._next()
+        if self._answering is None and self._writable.is_set():
+            self._receive(data)
+        elif len(self._ahead) + len(data) > self._shared.limits.max_ahead_bytes:
+            self._turn_away(400, _TOO_MUCH_AHEAD)
         else:
-            self._read_no_further()
+            self._ahead += data
+            self._count_arriving()
 
     def pause_writing(self) -> None:
         self._writable.clear()
+        self.deadline = self._shared.now + self._shared.limits.unread_s
 
     def resume_writing(self) -> None:
         self._writable.set()
+        if self._answering is not None:
+            self.deadline = math.inf
+        elif not self._leaving:
+            self._next()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._leaving = True
-        self._count_arriving(0)
+        self._forget()
         self._shared.leave(self)
         if self._answering is not None:
             self._answering.cancel()
 
     # Inside ---------------------------------------------------------------------------------------
 
+    def _receive(self, data: bytes | bytearray) -> None:
+        """Nothing is being answered: reads the next request, and answers it once it is whole."""
+        try:
+            complete, rest = self._reader.feed(memoryview(data))
+        except BadRequest as bad:
+            self._turn_away(bad.status, str(bad))
+            return
+        self._complete += complete
+        self._ahead += rest
+        self._count_arriving()
+        if self._shared.num_arriving > self._shared.limits.max_arriving_bytes:
+            self._turn_away(503, "too many requests are being received")
+            return
+        self._next()
+        if self._reader.refused:
+            self._forget()
+        elif len(rest) > self._shared.limits.max_ahead_bytes:
+            self._turn_away(400, _TOO_MUCH_AHEAD)
+
     def _next(self) -> None:
         """Answers the next request, or waits for one."""
-        if not self._ahead:
+        if self._complete:
+            self._answer(self._complete.popleft())
+        elif self._ahead:
+            ahead, self._ahead = self._ahead, bytearray()
+            self._receive(ahead)
+        else:
             self._wait_for_request()
-            return
+
+    def _answer(self, request: Request) -> None:
         self._receiving = False
         self.deadline = math.inf
-        request = self._ahead.popleft()
         responder = Responder(
             self._transport,
             self._writable,
@@ -120,13 +155,16 @@ class Connection(asyncio.Protocol):
             date=self._shared.date,
             keep_alive=request.keep_alive and not self._shared.draining,
         )
-        handler = self._shared.route(request)
+        self._request, self._responder = request, responder
+        handler = refusing(request.refused) if request.refused else self._shared.route(request)
         self._answering = asyncio.create_task(handler(request, responder))
-        self._answering.add_done_callback(lambda task: self._answered(task, responder))
-        self._read_no_further()
+        self._answering.add_done_callback(self._answered)
 
-    def _answered(self, task: asyncio.Task[None], responder: Responder) -> None:
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        responder = self._responder
         self._answering = None
+        self._request = _NO_REQUEST
+        self._count_arriving()
         error = None if task.cancelled() else task.exception()
         if error is not None or not (responder.finished or self._transport.is_closing()):
             log.error("a request was not answered to its end", exc_info=error)
@@ -138,10 +176,11 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._shared.metrics.http_answered(responder.status)
-        if self._leaving or self._shared.draining or not responder.keep_alive:
+        if self._leaving:
+            self._linger(self._shared.limits.idle_s)
+        elif self._shared.draining or not responder.keep_alive:
             self._close()
-        else:
-            self._transport.resume_reading()
+        elif self._writable.is_set():
             self._next()
 
     def _wait_for_request(self) -> None:
@@ -156,34 +195,40 @@ class Connection(asyncio.Protocol):
             self._reader.wants_continue = False
             self._transport.write(_CONTINUE)
 
-    def _read_no_further(self) -> None:
-        """A client that sends more before it has its answer waits, and should it go away that is
-        seen late. Of all others it is seen at once, since their sockets are still read."""
-        if self._ahead or self._reader.num_received:
-            self._transport.pause_reading()
-
     def _turn_away(self, status: int, sentence: str) -> None:
         """Nothing more can be read from this client: tells it why, unless it is being answered."""
-        self._leaving = True
-        self._ahead.clear()
-        self._count_arriving(0)
+        self._forget()
+        self._shared.log.info(
+            "client turned away", peer=self._peer, status=status, because=sentence
+        )
         if self._answering is not None:
+            self._responder.keep_alive = False
             return
-        responder = Responder(
+        self._responder = Responder(
             self._transport, self._writable, _NO_REQUEST, date=self._shared.date, keep_alive=False
         )
         headers = (("retry-after", "1"),) if status == 503 else ()
-        responder.reply(status, self._shared.error_body(status, sentence), JSON, headers)
+        self._responder.reply(status, self._shared.error_body(status, sentence), JSON, headers)
         self._shared.metrics.http_answered(status)
-        peer = peer_address(self._transport)
-        log.info("client turned away %s", kv(peer=peer, status=status, because=sentence))
-        # Closed with unread bytes, the socket would take the answer back. TLS has no such half of
-        # a connection, and an end of its own, which waits for the client's.
+        self._linger(self._shared.limits.linger_s)
+
+    def _forget(self) -> None:
+        """Nothing more is read as a request, and of what was not read nothing is held."""
+        self._leaving = True
+        self._complete.clear()
+        self._ahead = bytearray()
+        self._reader.forget()
+        self._count_arriving()
+
+    def _linger(self, longest_s: float) -> None:
+        """Ends a connection whose client may still be sending. Closed with unread bytes, the socket
+        would take the answer back. TLS has no such half of a connection, and an end of its own,
+        which waits for the client's."""
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:
             self._transport.close()
-        self.deadline = self._shared.now + self._shared.limits.linger_s
+        self.deadline = self._shared.now + longest_s
 
     def _close(self) -> None:
         """After what is written; a client that does not read it has until the deadline."""
@@ -191,6 +236,12 @@ class Connection(asyncio.Protocol):
         self.deadline = self._shared.now + self._shared.limits.idle_s
         self._transport.close()
 
-    def _count_arriving(self, num_bytes: int) -> None:
+    def _count_arriving(self) -> None:
+        """What is held here of requests that nobody has read."""
+        num_bytes = 0
+        if not self._leaving:
+            num_bytes = self._reader.num_received + len(self._ahead) + self._request.num_body_bytes
+            for request in self._complete:
+                num_bytes += request.num_body_bytes
         self._shared.num_arriving += num_bytes - self._num_arriving
         self._num_arriving = num_bytes

@@ -5,7 +5,6 @@ hold its place for long.
 """
 
 import asyncio
-import logging
 import math
 import os
 import socket
@@ -13,11 +12,8 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
-from common.logs import kv
 from router.http.connection import Connection
 from router.http.shared import Shared, peer_address
-
-log = logging.getLogger(__name__)
 
 
 class Handshake(asyncio.Protocol):
@@ -66,9 +62,8 @@ class Handshake(asyncio.Protocol):
                 ssl_shutdown_timeout=limits.linger_s,
             )
         except OSError as error:  # of TLS, a reset, or the deadline
-            log.info(
-                "no TLS with a client %s", kv(peer=self._peer, because=str(error) or "it has gone")
-            )
+            because = str(error) or "it has gone"
+            self._shared.log.info("no TLS with a client", peer=self._peer, because=because)
         finally:
             if self in self._shared.members:  # it has not come to `_stands`
                 self._shared.leave(self)

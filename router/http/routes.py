@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from router.http.request import Request
+from router.http.request import Refused, Request
 from router.http.responder import JSON, Responder
 from router.http.shared import ErrorBody, Handler
 
@@ -28,23 +28,23 @@ class Routes:
     def __call__(self, request: Request) -> Handler:
         methods = self._exact.get(request.path) or self._methods_below(request.path)
         if methods is None:
-            return self._refusal(404, f"there is nothing at {request.path}")
+            sentence = f"there is nothing at {request.path}"
+            return refusing(Refused(404, self._error_body(404, sentence)))
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             allowed = ", ".join(methods)
             sentence = f"{request.path} takes {allowed}, not {request.method}"
-            return self._refusal(405, sentence, (("allow", allowed),))
+            return refusing(Refused(405, self._error_body(405, sentence), (("allow", allowed),)))
         return handler
 
     def _methods_below(self, path: str) -> Mapping[str, Handler] | None:
         return next((m for start, m in self._below.items() if path.startswith(start)), None)
 
-    def _refusal(
-        self, status: int, sentence: str, headers: tuple[tuple[str, str], ...] = ()
-    ) -> Handler:
-        body = self._error_body(status, sentence)
 
-        async def refuse(_: Request, responder: Responder) -> None:
-            responder.reply(status, body, JSON, headers)
+def refusing(refused: Refused) -> Handler:
+    """A handler that answers every request so."""
 
-        return refuse
+    async def refuse(_: Request, responder: Responder) -> None:
+        responder.reply(refused.status, refused.body, JSON, refused.headers)
+
+    return refuse

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import ssl
 from collections.abc import Callable
 
@@ -12,6 +13,9 @@ from router.http.handshake import Handshake
 from router.http.shared import Shared
 
 _BACKLOG = 1024
+_MAX_UNSENT_BYTES = 64 << 10  # in the kernel, beyond what a client has room for
+# A host that is gone without a word is missed after these together.
+_SILENT_S, _PROBE_S, _PROBES = 15, 5, 3
 
 
 class HttpServer:
@@ -47,6 +51,8 @@ class HttpServer:
             # uvloop puts the address into the sentence, which has it already.
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"--http-port: cannot listen on {address}: {reason}") from error
+        for listener in self._listener.sockets:
+            _set_options(listener.fileno())
         self._tick()
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
@@ -80,3 +86,16 @@ class HttpServer:
         self._shared.tick()
         loop = asyncio.get_running_loop()
         self._next_tick = loop.call_later(self._shared.limits.tick_s, self._tick)
+
+
+def _set_options(listener: int) -> None:
+    """Every connection that is accepted has the options of its listener."""
+    with socket.socket(fileno=os.dup(listener)) as shared:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, _SILENT_S),
+            (socket.TCP_KEEPINTVL, _PROBE_S),
+            (socket.TCP_KEEPCNT, _PROBES),
+            (socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES),
+        ):
+            shared.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,16 +1,20 @@
 """What all connections of one server have in common: limits, a clock, and what they hold."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any, Protocol, TypeAlias
 
+from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from common.rpc import join_address
-from router.http.request import Request
+from router.http.request import Check, Request
 from router.http.responder import Responder
+
+log = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
@@ -29,9 +33,10 @@ class Limits:
     max_connections: int
     max_head_bytes: int = 32 << 10
     max_body_bytes: int = 12 << 20  # as of a gRPC message: a prompt of a million tokens fits
-    max_arriving_bytes: int = 256 << 20  # of requests that are not complete, over all connections
-    max_ahead: int = 16  # complete requests of one connection that wait for the one before
+    max_arriving_bytes: int = 256 << 20  # of what no handler has read yet, over all connections
+    max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being answered
     receive_s: float = 30.0  # from a request's first byte to its last
+    unread_s: float = 60.0  # until a client that has too much unread must have read of it
     idle_s: float = 75.0  # between requests; longer than the 60 s of most proxies
     handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
     linger_s: float = 2.0  # for a client that still sends to read why it was turned away
@@ -62,15 +67,22 @@ class Shared:
         route: Callable[[Request], Handler],
         error_body: ErrorBody,
         metrics: RouterMetrics,
+        checks: Sequence[Check] = (),
     ) -> None:
+        """
+        Args:
+            checks: asked in this order of every request, before its body is read.
+        """
         self.limits = limits
         self.route = route
         self.error_body = error_body
         self.metrics = metrics
+        self.checks = checks
+        self.log = ThrottledLog(log, Throttle())  # of clients that are not served
         self.members: set[Member] = set()
         self.all_gone = asyncio.Event()
         self.all_gone.set()
-        self.num_arriving = 0  # bytes of requests that are not complete
+        self.num_arriving = 0  # bytes of requests that no handler has read yet
         self.draining = False
         self.now = time.monotonic()  # as of the last tick
         self.date = formatdate(usegmt=True)  # likewise, as the header has it

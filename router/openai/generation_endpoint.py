@@ -8,7 +8,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from common.errors import ServingError
-from common.logs import kv
+from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.admission import new_request_id
 from router.generation import Generator
@@ -37,6 +37,7 @@ class GenerationEndpoint:
         self._generator = generator
         self._metrics = metrics
         self._model_name = model_name
+        self._refusals = ThrottledLog(log, Throttle())
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Being cancelled cancels every choice on its nodes."""
@@ -53,7 +54,7 @@ class GenerationEndpoint:
             await self._generate(asked.requests, request_id, session_id, reply, traceparent)
         except Refusal as refusal:
             self._metrics.rejected("invalid")
-            log.info("request refused %s", kv(request_id=request_id, because=refusal))
+            self._refusals.info("request refused", request_id=request_id, because=refusal)
             refusal.reply(responder, headers)
         except ServingError as error:
             if responder.finished:
@@ -70,7 +71,7 @@ class GenerationEndpoint:
         if kind != b"application/json":
             # A web page may make its visitors' browsers post any of the other kinds here.
             raise Refusal(415, "the body must be JSON, with content-type: application/json")
-        asked = self._dialect.read(request.body)
+        asked = self._dialect.read(request.take_body())
         if asked.model not in (None, self._model_name):
             raise Refusal(
                 404,

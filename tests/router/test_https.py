@@ -27,7 +27,7 @@ def authority():
 
 
 async def echo(request: Request, responder: Responder) -> None:
-    responder.reply(200, request.body)
+    responder.reply(200, request.take_body())
 
 
 @asynccontextmanager

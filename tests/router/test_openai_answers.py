@@ -18,7 +18,7 @@ from protos.decode_pb2 import (
 )
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
 from tests.router.rig import CONTEXT_LENGTH, Client, eventually, router_for
-from tests.support.http_client import WAIT_S, connected, get, sse_events
+from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
 
 CHAT_PROMPT = [0, *ids("[user] hello\n[assistant]")]
 
@@ -258,6 +258,16 @@ async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(model: P
         async with await asking as stream:
             await anext(aiter(stream))
         assert await api.node.cancelled() == number
+
+
+async def test_choices_that_nobody_reads_do_not_keep_their_places(model: Path) -> None:
+    async with api_for(model, unread_s=0.1) as api, not_reading(api.router.http_port) as wire:
+        await wire.post(COMPLETIONS, {"prompt": "x", "n": 128, "max_tokens": 60, "stream": True})
+        numbers = [(await api.node.submitted()).request for _ in range(128)]
+        for _ in range(59):
+            api.node.say(dict.fromkeys(numbers, ids("x")))
+        assert {await api.node.cancelled() for _ in numbers} == set(numbers)
+        await eventually(lambda: api.router.admission.num_live == 0)
 
 
 async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) -> None:

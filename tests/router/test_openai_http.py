@@ -4,94 +4,14 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
-from common.metrics import RouterMetrics
-from router.http.request import Request
-from router.http.responder import Responder
-from router.http.routes import Routes
-from router.http.server import HttpServer
-from router.http.shared import Limits, Shared
-from router.openai import problems
+from tests.router.http_site import Site, site
 from tests.router.rig import eventually
 from tests.support.http_client import WAIT_S, Wire, connected, get, post, request
-
-
-class Site:
-    """A server whose handlers a test decides."""
-
-    def __init__(self, **limits: Any) -> None:
-        self.started = asyncio.Event()  # /hold is being answered
-        self.go_on = asyncio.Event()
-        self.cancelled = asyncio.Event()
-        self.pieces: list[bytes] = []
-        self.num_sent = 0
-        self.metrics = RouterMetrics()
-        routes = Routes(
-            {
-                "/echo": {"POST": self._echo},
-                "/name": {"POST": self._name},
-                "/hold": {"GET": self._hold},
-                "/stream": {"GET": self._stream},
-                "/fails": {"GET": self._fails},
-                "/fails-late": {"GET": self._fails_late},
-            },
-            {"/below/": {"GET": self._where}},
-            problems.error_body,
-        )
-        allowed = Limits(**{"max_connections": 100, "tick_s": 0.02, **limits})
-        self.server = HttpServer(Shared(allowed, routes, problems.error_body, self.metrics))
-        self.port = 0
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
-
-    async def _echo(self, asked: Request, responder: Responder) -> None:
-        responder.reply(200, asked.body, "application/octet-stream")
-
-    async def _name(self, asked: Request, responder: Responder) -> None:
-        responder.reply(200, asked.headers.get(b"name", b"none"), "text/plain")
-
-    async def _where(self, asked: Request, responder: Responder) -> None:
-        responder.reply(200, asked.path.encode(), "text/plain")
-
-    async def _hold(self, asked: Request, responder: Responder) -> None:
-        self.started.set()
-        try:
-            await self.go_on.wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        responder.reply(200, b"held")
-
-    async def _stream(self, asked: Request, responder: Responder) -> None:
-        for piece in self.pieces:
-            await responder.send(piece, "text/plain")
-            self.num_sent += 1
-        responder.finish(b"end", "text/plain")
-
-    async def _fails(self, asked: Request, responder: Responder) -> None:
-        raise ValueError("a bug")
-
-    async def _fails_late(self, asked: Request, responder: Responder) -> None:
-        await responder.send(b"begun", "text/plain")
-        raise ValueError("a bug")
-
-
-@asynccontextmanager
-async def site(**limits: Any) -> AsyncIterator[Site]:
-    made = Site(**limits)
-    made.port = await made.server.start("127.0.0.1", 0)
-    try:
-        yield made
-    finally:
-        await made.server.stop(1.0)
 
 
 async def test_one_connection_carries_many_requests() -> None:
@@ -148,13 +68,25 @@ async def test_requests_sent_ahead_are_answered_in_order() -> None:
             assert (await wire.response()).body == b"%d" % number
 
 
-async def test_too_many_requests_sent_ahead_end_the_connection_after_the_first_answer() -> None:
-    async with site(max_ahead=3) as served, connected(served.port) as wire:
+async def test_too_much_sent_ahead_ends_the_connection_after_the_first_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with site(max_ahead_bytes=1000) as served, connected(served.port) as wire:
         await wire.send(request("GET", "/hold"))
         await served.started.wait()
-        await wire.send(4 * request("POST", "/echo", b"x"))
+        await wire.send(request("POST", "/echo", b"x" * 10_000))
+        await eventually(lambda: "client turned away" in caplog.text)
         served.go_on.set()
-        assert (await wire.response()).body == b"held"
+        answer = await wire.response()
+        assert (answer.body, answer.headers["connection"]) == (b"held", "close")
+        assert await wire.ended()
+
+
+async def test_a_client_that_sends_much_ahead_at_once_is_answered_first() -> None:
+    async with site(max_ahead_bytes=1000) as served, connected(served.port) as wire:
+        await wire.send(100 * request("POST", "/echo", b"x"))
+        assert (await wire.response()).body == b"x"
         assert await wire.ended()
 
 
@@ -436,7 +368,7 @@ async def test_stopping_waits_for_answers_no_longer_than_it_is_told() -> None:
             await asyncio.open_connection("127.0.0.1", served.port)
 
 
-async def test_every_accepted_socket_has_tcp_nodelay() -> None:
+async def test_every_accepted_socket_sends_at_once_holds_little_and_misses_its_peer() -> None:
     async with site() as served, connected(served.port) as wire:
         await wire.post("/echo", b"x")
         await wire.response()
@@ -444,6 +376,13 @@ async def test_every_accepted_socket_has_tcp_nodelay() -> None:
         (accepted,) = _sockets_to(ours)
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 64 << 10
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            silent_s, probe_s, probes = (
+                accepted.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert silent_s + probes * probe_s <= 30
 
 
 def _sockets_to(peer: tuple[str, int]) -> list[socket.socket]:

@@ -1,6 +1,7 @@
 """What becomes of a request's fields: what the node is sent, and what is refused by which name."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,15 @@ async def test_a_request_id_that_is_too_long_or_taken_is_400(model: Path) -> Non
         again = await post(port, COMPLETIONS, {"prompt": "x"}, x_request_id="same")
         assert (again.status, "same" in again.error["message"]) == (400, True)
         assert submit.request_id == "same"
+
+
+async def test_the_log_of_refused_requests_is_bounded(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with api_for(model) as api:
+        for _ in range(30):
+            assert (await api.post(COMPLETIONS)).status == 400  # by its fields
+            assert (await api.post(COMPLETIONS, prompt="x", max_tokens=-1)).status == 400
+    lines = [line for line in caplog.messages if line.startswith("request refused")]
+    assert len(lines) == 20

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 WAIT_S = 10.0
+_LITTLE_ROOM = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,10 @@ class Wire:
                 return
             yield chunk
 
+    def read_on(self) -> None:
+        """Of one that is `not_reading`."""
+        self.writer.transport.resume_reading()  # type: ignore[attr-defined]
+
     async def ended(self) -> bool:
         """Whether nothing comes any more: the server has closed the connection."""
         async with asyncio.timeout(WAIT_S):
@@ -100,6 +106,21 @@ async def connected(port: int) -> AsyncIterator[Wire]:
         yield Wire(reader, writer)
     finally:
         writer.close()
+
+
+@asynccontextmanager
+async def not_reading(port: int) -> AsyncIterator[Wire]:
+    """A client that has room for little and reads nothing, until it reads on."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LITTLE_ROOM)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=client)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.transport.abort()
 
 
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:

@@ -1,0 +1,102 @@
+"""An HTTP server whose handlers a test decides."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from common.metrics import RouterMetrics
+from router.http.request import Check, Request
+from router.http.responder import Responder
+from router.http.routes import Routes
+from router.http.server import HttpServer
+from router.http.shared import Limits, Shared
+from router.openai import problems
+
+
+class Site:
+    """A server whose handlers a test decides."""
+
+    def __init__(self, checks: Sequence[Check] = (), **limits: Any) -> None:
+        self.started = asyncio.Event()  # /hold is being answered
+        self.go_on = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.whole = b""  # what /whole answers
+        self.pieces: list[bytes] = []  # of /stream
+        self.may_end = asyncio.Event()  # /stream, behind its pieces
+        self.may_end.set()
+        self.num_sent = 0
+        self.metrics = RouterMetrics()
+        routes = Routes(
+            {
+                "/echo": {"POST": self._echo},
+                "/name": {"POST": self._name},
+                "/hold": {"GET": self._hold, "POST": self._take_and_hold},
+                "/whole": {"GET": self._whole},
+                "/stream": {"GET": self._stream},
+                "/fails": {"GET": self._fails},
+                "/fails-late": {"GET": self._fails_late},
+            },
+            {"/below/": {"GET": self._where}},
+            problems.error_body,
+        )
+        allowed = Limits(**{"max_connections": 100, "tick_s": 0.02, **limits})
+        self.shared = Shared(allowed, routes, problems.error_body, self.metrics, checks)
+        self.server = HttpServer(self.shared)
+        self.port = 0
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def _echo(self, asked: Request, responder: Responder) -> None:
+        responder.reply(200, asked.take_body(), "application/octet-stream")
+
+    async def _name(self, asked: Request, responder: Responder) -> None:
+        responder.reply(200, asked.headers.get(b"name", b"none"), "text/plain")
+
+    async def _where(self, asked: Request, responder: Responder) -> None:
+        responder.reply(200, asked.path.encode(), "text/plain")
+
+    async def _hold(self, asked: Request, responder: Responder) -> None:
+        self.started.set()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        responder.reply(200, b"held")
+
+    async def _take_and_hold(self, asked: Request, responder: Responder) -> None:
+        asked.take_body()
+        await self._hold(asked, responder)
+
+    async def _whole(self, asked: Request, responder: Responder) -> None:
+        responder.reply(200, self.whole, "text/plain")
+
+    async def _stream(self, asked: Request, responder: Responder) -> None:
+        try:
+            for piece in self.pieces:
+                await responder.send(piece, "text/plain")
+                self.num_sent += 1
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        responder.finish(b"end", "text/plain")
+
+    async def _fails(self, asked: Request, responder: Responder) -> None:
+        raise ValueError("a bug")
+
+    async def _fails_late(self, asked: Request, responder: Responder) -> None:
+        await responder.send(b"begun", "text/plain")
+        raise ValueError("a bug")
+
+
+@asynccontextmanager
+async def site(checks: Sequence[Check] = (), **limits: Any) -> AsyncIterator[Site]:
+    made = Site(checks, **limits)
+    made.port = await made.server.start("127.0.0.1", 0)
+    try:
+        yield made
+    finally:
+        await made.server.stop(1.0)

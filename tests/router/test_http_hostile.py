@@ -1,0 +1,221 @@
+"""Clients that would cost the router more than themselves: what they make it hold is bounded."""
+
+import asyncio
+import gc
+import logging
+import math
+import tracemalloc
+
+import pytest
+
+from router.http.reader import RequestReader
+from router.http.request import Head, Refused
+from router.openai import problems
+from tests.router.http_site import site
+from tests.router.rig import eventually
+from tests.support.http_client import WAIT_S, connected, get, not_reading, post, request
+
+# What is held for one client ----------------------------------------------------------------------
+
+
+async def test_who_reads_no_answers_gets_no_more_of_them() -> None:
+    num_asked = 100
+    async with site() as served, not_reading(served.port) as wire:
+        served.whole = b"x" * 500_000
+        for _ in range(num_asked // 10):
+            await wire.send(10 * request("GET", "/whole"))
+            assert (await post(served.port, "/echo", b"others")).status == 200
+        answered = served.metric("baton_http_answers_total", status="200")
+        assert 0 < answered - num_asked // 10 < 10
+        wire.read_on()
+        for _ in range(num_asked):
+            assert (await wire.response()).body == served.whole
+
+
+async def test_of_a_stream_that_nobody_reads_little_is_held() -> None:
+    piece, num_pieces = b"x" * 1000, 20_000
+    async with site() as served, not_reading(served.port) as wire:
+        served.pieces = [piece] * num_pieces
+        await wire.send(request("GET", "/stream"))
+        await eventually(lambda: served.num_sent > 0)
+        assert (await post(served.port, "/echo", b"others")).status == 200
+        assert served.num_sent * len(piece) < 1 << 20
+        wire.read_on()
+        assert (await wire.response()).body == piece * num_pieces + b"end"
+
+
+def test_a_body_in_small_chunks_takes_no_more_memory_than_is_counted() -> None:
+    reader = RequestReader(
+        max_head_bytes=10_000, max_body_bytes=10_000_000, checks=(), peer="", on_taken=print
+    )
+    reader.feed(memoryview(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"))
+    chunks = memoryview((b"40\r\n" + 64 * b"x" + b"\r\n") * 1000)
+    tracemalloc.start()
+    try:
+        for _ in range(5):
+            assert reader.feed(chunks) == ([], b"")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert reader.num_received > 5 * len(chunks)
+    assert held < reader.num_received
+
+
+async def test_a_body_in_tiny_chunks_is_refused_before_it_is_much_work() -> None:
+    async with site() as served, connected(served.port) as wire:
+        await wire.send(b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        await wire.send(b"2\r\nab\r\n" * 2000)
+        answer = await wire.response()
+        assert (answer.status, "small pieces" in answer.error["message"]) == (400, True)
+        assert await wire.ended()
+
+
+def test_of_many_requests_sent_at_once_few_are_read() -> None:
+    reader = RequestReader(
+        max_head_bytes=10_000, max_body_bytes=10_000, checks=(), peer="", on_taken=print
+    )
+    small = b"GET / HTTP/1.1\r\n\r\n"
+    complete, rest = reader.feed(memoryview(small * 10_000))
+    assert len(complete) < 100
+    assert len(complete) * len(small) + len(rest) >= len(small) * 9_999
+
+
+async def test_a_body_counts_until_somebody_has_read_it_and_no_longer() -> None:
+    async with site(max_arriving_bytes=100_000) as served:
+        async with connected(served.port) as first, connected(served.port) as second:
+            await first.send(request("POST", "/hold", b"x" * 80_000))
+            await served.started.wait()
+            assert served.shared.num_arriving == 0
+            await second.post("/echo", b"y" * 80_000)
+            assert (await second.response()).status == 200
+            async with connected(served.port) as third:
+                await third.send(request("GET", "/hold", b"never taken"))
+                await eventually(lambda: served.shared.num_arriving == len(b"never taken"))
+                await third.send(b"x")
+                await eventually(lambda: served.shared.num_arriving == len(b"never takenx"))
+            await eventually(lambda: served.shared.num_arriving == 0)
+            await first.send(b"z" * 1000)
+            await eventually(lambda: served.shared.num_arriving == 1000)
+            served.go_on.set()
+            assert (await first.response()).body == b"held"
+    await eventually(lambda: served.shared.num_arriving == 0)
+
+
+async def test_of_a_client_that_goes_nothing_is_held() -> None:
+    part = request("POST", "/echo", b"x" * 5_000_000)[:-1]
+    async with site() as served:
+        gc.disable()  # nothing may have to wait for it
+        tracemalloc.start()
+        try:
+            async with connected(served.port) as wire:
+                await wire.send(part)
+                await eventually(lambda: served.shared.num_arriving >= 4_999_999)
+            await eventually(lambda: not served.shared.members)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+        assert served.shared.num_arriving == 0
+        assert held < 1_000_000
+
+
+# Clients that go away -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [b"", b"G", request("GET", "/whole"), b"\r\n" * 10_000, b"x" * (16 << 20)],
+    ids=["nothing", "one byte", "a request", "blank lines", "more than any buffer"],
+)
+async def test_a_client_that_goes_is_missed_whatever_it_has_sent_behind_its_request(
+    ahead: bytes,
+) -> None:
+    async with site() as served:
+        async with connected(served.port) as wire:
+            await wire.send(request("GET", "/hold"))
+            await served.started.wait()
+            async with asyncio.timeout(WAIT_S):
+                await wire.send(ahead)
+        async with asyncio.timeout(WAIT_S):
+            await served.cancelled.wait()
+        await eventually(lambda: not served.shared.members)
+
+
+async def test_who_leaves_an_answer_unread_for_too_long_is_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with site(unread_s=0.1) as served, not_reading(served.port) as wire:
+        served.pieces = [b"x" * 1000] * 20_000
+        await wire.send(request("GET", "/stream"))
+        async with asyncio.timeout(WAIT_S):
+            await served.cancelled.wait()
+        await eventually(lambda: not served.shared.members)
+    assert "client cut off, it reads no answer" in caplog.text
+
+
+async def test_who_reads_again_before_the_deadline_is_not_cut_off() -> None:
+    async with site(unread_s=WAIT_S) as served, not_reading(served.port) as wire:
+        served.pieces = [b"x" * 1000] * 20_000
+        served.may_end.clear()
+        await wire.send(request("GET", "/stream"))
+        (member,) = served.shared.members
+        await eventually(lambda: member.deadline < math.inf and served.num_sent > 0)
+        wire.read_on()
+        reading = asyncio.create_task(wire.response())
+        await eventually(lambda: served.num_sent == 20_000 and member.deadline == math.inf)
+        served.may_end.set()
+        assert (await reading).body.endswith(b"end")
+
+
+# Who is refused -----------------------------------------------------------------------------------
+
+
+def only_known(head: Head) -> Refused | None:
+    if head.headers.get(b"authorization") == b"Bearer known":
+        return None
+    body = problems.error_body(401, f"{head.peer} is not known at {head.path}")
+    return Refused(401, body, (("www-authenticate", "Bearer"),))
+
+
+async def test_a_check_refuses_a_request_before_its_body_is_read() -> None:
+    async with site(checks=(only_known,)) as served, connected(served.port) as wire:
+        whole = request("POST", "/echo?x", b"x" * 100_000, expect="100-continue")
+        await wire.send(whole[:-100_000])
+        answer = await wire.response()
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert answer.error["message"].startswith("127.0.0.1:")
+        assert answer.error["message"].endswith(" is not known at /echo")
+        assert answer.headers["connection"] == "close"
+        assert await wire.ended()
+
+
+async def test_who_sends_the_body_all_the_same_can_read_the_refusal() -> None:
+    async with site(checks=(only_known,)) as served, connected(served.port) as wire:
+        await wire.post("/echo", b"x" * 10_000_000)
+        assert (await wire.response()).status == 401
+
+
+async def test_a_connection_goes_on_after_the_refusal_of_a_whole_request() -> None:
+    async with site(checks=(lambda head: None, only_known)) as served:
+        async with connected(served.port) as wire:
+            await wire.post("/echo", b"refused")
+            assert (await wire.response()).status == 401
+            await wire.post("/echo", b"taken", authorization="Bearer known")
+            assert (await wire.response()).body == b"taken"
+        await eventually(lambda: served.metric("baton_http_answers_total", status="401") == 1)
+
+
+async def test_the_log_of_clients_that_are_turned_away_is_bounded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with site() as served:
+        for _ in range(50):
+            async with connected(served.port) as wire:
+                await wire.send(b"nonsense\r\n\r\n")
+                assert (await wire.response()).status == 400
+        assert (await get(served.port, "/below/")).status == 200
+    lines = [line for line in caplog.messages if line.startswith("client turned away")]
+    assert len(lines) == 10
+    assert "more_left_out_for_s" in lines[-1]
