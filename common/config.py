@@ -19,7 +19,7 @@ from pydantic import (
 _COLLECTOR = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 
 Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -160,6 +160,15 @@ class FrontConfig(Record):
         None, description="gRPC health alone, never with TLS, for probes; default: none"
     )
     tls: TlsConfig = TlsConfig()
+    secret_file: Path | None = Field(
+        None,
+        description="cluster secrets, one a line, read anew when it changes: the first one signs, "
+        "all are heard; default: the variable BATON_SECRET, if it is set",
+    )
+    insecure: bool = Field(
+        False,
+        description="listen beyond this host although callers need neither secret nor certificate",
+    )
     otlp_endpoint: str | None = Field(
         None, description="OpenTelemetry collector for traces, http://HOST:4317; default: none"
     )

@@ -2,6 +2,8 @@
 
 ServingError                      status sent to the peer
 ├── InvalidRequest                INVALID_ARGUMENT     the caller's fault, never retried
+├── Unauthenticated               UNAUTHENTICATED      the caller has not proved who it is
+├── Forbidden                     PERMISSION_DENIED    it has, and may not call this
 ├── NotIdle                       FAILED_PRECONDITION
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
 ├── RequestAborted                CANCELLED
@@ -41,6 +43,14 @@ class ServingError(Exception):
 
 class InvalidRequest(ServingError):
     status = StatusCode.INVALID_ARGUMENT
+
+
+class Unauthenticated(ServingError):
+    status = StatusCode.UNAUTHENTICATED
+
+
+class Forbidden(ServingError):
+    status = StatusCode.PERMISSION_DENIED
 
 
 class NotIdle(ServingError):

@@ -56,6 +56,16 @@ def names_and_end(cert_pem: bytes) -> tuple[list[str], datetime]:
     return [str(name.value) for name in names], shown.not_valid_after_utc
 
 
+def chain_end(cert_pem: bytes) -> datetime:
+    """Until when all of a chain is good."""
+    return min(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(cert_pem))
+
+
+def authority_end(ca_pem: bytes) -> datetime:
+    """Until when one of the authorities at least is good."""
+    return max(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(ca_pem))
+
+
 def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)

@@ -1,8 +1,9 @@
 """gRPC as all programs use it: options, error mapping, tolerant decoding, health, reflection.
 
 A service added with `add_service` never sees bytes that are no message: the caller gets
-INVALID_ARGUMENT, where grpcio alone would answer UNKNOWN. Its methods simply raise
-ServingError; the status goes out with the sentence.
+INVALID_ARGUMENT, where grpcio alone would answer UNKNOWN. Nor does it see a caller that its guard
+does not let in, of whom nothing is parsed. Its methods simply raise ServingError; the status goes
+out with the sentence.
 """
 
 import asyncio
@@ -12,19 +13,24 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from common import tls
 from common.errors import ConfigError, InvalidRequest, ServingError
+from common.identity.caller import ANYBODY, Caller
+from common.identity.guard import Guard
 from common.tls_channel import TlsChannel
 from common.wire_fields import MAX_FIELDS, FieldCounter
+
+if TYPE_CHECKING:
+    from common.identity.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -180,15 +186,27 @@ def check_address(address: str) -> str:
     return address
 
 
-def make_channel(address: str, certificates: tls.Certificates | None = None) -> grpc.aio.Channel:
+def make_channel(
+    address: str,
+    certificates: tls.Certificates | None = None,
+    identity: "Identity | None" = None,
+) -> grpc.aio.Channel:
     """A channel of its own connection to host:port. The caller closes it.
 
     Args:
         certificates: over TLS if there is a `ca` among them, which the other side is checked by.
+        identity: shown to nodes, which must prove theirs.
     """
+    channel: grpc.aio.Channel
     if certificates is None or certificates.config.ca is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return TlsChannel(address, certificates, CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    else:
+        channel = TlsChannel(address, certificates, CHANNEL_OPTIONS)
+    if identity is None:
+        return channel
+    from common.identity.signing_channel import SigningChannel  # only here: see tokens.py
+
+    return SigningChannel(channel, identity)
 
 
 @asynccontextmanager
@@ -206,12 +224,15 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; see this program's log")
 
 
-@dataclass(frozen=True, slots=True)
-class _NotAMessage:
-    """What the deserialiser makes of bytes that are no message, hold invalid UTF-8, or would cost
-    too much to parse."""
+class Admitted:
+    """The context of a call, and who has made it."""
 
-    sentence: str
+    def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]", caller: Caller) -> None:
+        self.caller = caller
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 class _Recorder:
@@ -231,59 +252,72 @@ def add_service(
     server: grpc.aio.Server,
     add: Callable[[S, Any], None],
     servicer: S,
+    guard: Guard | None = None,
     *,
     max_fields: int = MAX_FIELDS,
 ) -> tuple[str, ...]:
-    """Registers a service, with tolerant decoding and `rpc_errors` around every method.
+    """Registers a service, with a guard, tolerant decoding and `rpc_errors` around every method.
+    Methods are given an `Admitted` for a context.
 
     Args:
         add: the generated `add_XServicer_to_server`.
+        guard: None: callers are not asked who they are.
         max_fields: of one message; what has more is refused before it is parsed.
     Returns:
         The full names of what was registered, for reflection and health.
+    Raises:
+        KeyError: the guard knows no rule for a method.
     """
     recorder = _Recorder()
     add(servicer, recorder)
     for service, handlers in recorder.services.items():
-        guarded = {name: _guarded(handler, max_fields) for name, handler in handlers.items()}
+        guarded = {
+            name: _guarded(handler, _admission(handler, guard, f"/{service}/{name}"), max_fields)
+            for name, handler in handlers.items()
+        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, guarded),))
     return tuple(recorder.services)
 
 
-def _guarded(handler: Any, max_fields: int) -> Any:
+def _admission(
+    handler: Any, guard: Guard | None, method: str
+) -> Callable[[Any], Awaitable[Caller]]:
+    if guard is not None:
+        return guard.of(method)
+    return _nobody_asked_at_once if handler.request_streaming else _nobody_asked
+
+
+async def _nobody_asked(_context: Any) -> Caller:
+    return ANYBODY
+
+
+async def _nobody_asked_at_once(context: Any) -> Caller:
+    """A caller that says nothing before it has seen a proof learns at once that there is none."""
+    await context.send_initial_metadata(())
+    return ANYBODY
+
+
+def _guarded(handler: Any, admit: Callable[[Any], Awaitable[Caller]], max_fields: int) -> Any:
     kind = ("stream" if handler.request_streaming else "unary") + (
         "_stream" if handler.response_streaming else "_unary"
     )
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-    method = _calling(getattr(handler, kind), handler.request_streaming)
-    parse = _tolerant(handler.request_deserializer, max_fields)
-    return make(method, parse, handler.response_serializer)
+    parse = _bounded(handler.request_deserializer, max_fields)
+    parsed = partial(_messages, parse) if handler.request_streaming else parse
+    method = _calling(getattr(handler, kind), parsed, admit)
+    # Without a deserialiser it gives bytes: what a caller says is parsed once he is known.
+    return make(method, None, handler.response_serializer)
 
 
-def _tolerant(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
-    """
-    Args:
-        parse: `FromString` of a message's class.
-    """
-    fields = FieldCounter(parse.__self__.DESCRIPTOR, max_fields)
-
-    def parsed(data: bytes) -> Any:
-        if fields.exceeded(data):
-            return _NotAMessage(f"the message has more than {max_fields} fields")
-        try:
-            return parse(data)
-        except (DecodeError, UnicodeDecodeError):
-            return _NotAMessage(
-                "not a message of this method: a field is malformed, or a string is not UTF-8"
-            )
-
-    return parsed
-
-
-def _calling(behavior: Callable[..., Any], streaming: bool) -> Callable[..., Awaitable[Any]]:
+def _calling(
+    behavior: Callable[..., Any],
+    parsed: Callable[[Any], Any],
+    admit: Callable[[Any], Awaitable[Caller]],
+) -> Callable[..., Awaitable[Any]]:
     async def method(incoming: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
         async with rpc_errors(context):
-            answer = behavior(_messages(incoming) if streaming else _message(incoming), context)
+            admitted = Admitted(context, await admit(context))
+            answer = behavior(parsed(incoming), admitted)
             if not inspect.isasyncgen(answer):
                 return await answer
             async with aclosing(answer):
@@ -294,23 +328,44 @@ def _calling(behavior: Callable[..., Any], streaming: bool) -> Callable[..., Awa
     return method
 
 
-def _message(message: Any) -> Any:
-    if isinstance(message, _NotAMessage):
-        raise InvalidRequest(message.sentence)
-    return message
+def _bounded(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
+    """
+    Args:
+        parse: `FromString` of a message's class.
+    """
+    fields = FieldCounter(parse.__self__.DESCRIPTOR, max_fields)
+
+    def parsed(data: bytes) -> Any:
+        if fields.exceeded(data):
+            raise InvalidRequest(f"the message has more than {max_fields} fields")
+        try:
+            return parse(data)
+        except (DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(
+                "not a message of this method: a field is malformed, or a string is not UTF-8"
+            ) from error
+
+    return parsed
 
 
-async def _messages(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for message in messages:
-        yield _message(message)
+async def _messages(parse: Callable[[bytes], Any], incoming: AsyncIterator[bytes]) -> Any:
+    async for data in incoming:
+        yield parse(data)
 
 
-def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> "Health":
-    """Makes `services` visible to clients without proto files, and their health to probes."""
+def add_health_and_reflection(
+    server: grpc.aio.Server, services: Sequence[str], guard: Guard | None = None
+) -> "Health":
+    """Makes `services` visible to clients without proto files, and their health to probes.
+
+    Args:
+        guard: of reflection; health is for everybody.
+    """
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add_service(server, add, reflection.aio.ReflectionServicer(names), guard)
     return Health(servicer, services)
 
 

@@ -1,31 +1,21 @@
-"""Certificates from files: checked when they are read, and read anew when the files change.
-
-At the start anything wrong is a ConfigError. Later, what was good stays in use: files that are
-half replaced, or replaced by nonsense, are a warning and not an outage.
-"""
+"""Certificates from files (watched_files.py), and what gRPC and our HTTP server take of them."""
 
 import logging
 import os
 import ssl
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TypeAlias
 
 import grpc
 
 from common.config import TlsConfig
 from common.errors import ConfigError
 from common.logs import kv
+from common.watched_files import AGAIN_S, WatchedFiles
 
 log = logging.getLogger(__name__)
-
-AGAIN_S = 10.0  # until files that could not be used, and have not changed since, are tried again
-
-_Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,35 +41,18 @@ class Certificates:
         """
         self.config = config
         self._knob = knob
-        self._lock = threading.Lock()
-        self._useless: _Stamp | None = None
-        self._again = 0.0
-        self._again_s = again_s
-        self._stamp = self._look()
-        self._pems = self._read()
+        self._files = WatchedFiles(
+            [path for path in (config.cert, config.key, config.ca) if path],
+            self._read,
+            what="certificates",
+            knob=knob,
+            again_s=again_s,
+        )
 
     def current(self) -> Pems:
         """The same object as long as the files have not changed for the better. Cheap enough to
         be asked before every handshake."""
-        with self._lock:
-            stamp = self._look()
-            if stamp == self._stamp or (stamp == self._useless and time.monotonic() < self._again):
-                return self._pems
-            try:
-                self._pems = self._read()
-            except ConfigError as error:
-                # They may become good by themselves: a clock here is behind the authority's.
-                self._useless, self._again = stamp, time.monotonic() + self._again_s
-                log.warning("new certificates are not used %s", kv(because=error))
-            else:
-                self._stamp = stamp
-                log.info("certificates were read anew %s", kv(knob=self._knob))
-            return self._pems
-
-    def _look(self) -> _Stamp:
-        """What tells versions of the files apart."""
-        paths = (self.config.cert, self.config.key, self.config.ca)
-        return tuple(None if path is None else _version(path) for path in paths)
+        return self._files.current()
 
     def _read(self) -> Pems:
         from common import pem  # only here: see there
@@ -113,6 +86,22 @@ def names_and_end(pems: Pems) -> tuple[list[str], datetime]:
     from common import pem
 
     return pem.names_and_end(pems.cert)
+
+
+def shown_end(certificates: Certificates) -> float | None:
+    """Unix time until which what is shown is good, with its chain; None: nothing is shown."""
+    from common import pem
+
+    shown = certificates.current().cert
+    return pem.chain_end(shown).timestamp() if shown else None
+
+
+def authority_end(certificates: Certificates) -> float | None:
+    """Unix time until which others can be checked; None: they are not."""
+    from common import pem
+
+    ca = certificates.current().ca
+    return pem.authority_end(ca).timestamp() if ca else None
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
@@ -190,14 +179,6 @@ def _server_context(pems: Pems, application_protocol: str) -> ssl.SSLContext:
 
 
 # Files --------------------------------------------------------------------------------------------
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _content(path: Path | None) -> bytes:

@@ -13,7 +13,7 @@ from kvtransfer.pair_streams import PairStreams
 def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
     """Routers call here; this node calls the prefill nodes that they name."""
     streams = PairStreams(front.transfer_socket, front.metrics)
-    dialer = PairDialer(streams, front.metrics, front.certificates)
+    dialer = PairDialer(streams, front.metrics, front.make_channel)
 
     def pair(addresses: frozenset[str]) -> None:
         if not colocated:

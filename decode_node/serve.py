@@ -15,6 +15,7 @@ import numpy as np
 
 from common import rpc
 from common.errors import InvalidRequest, NodeUnavailable, ServingError
+from common.identity.guard import Guard
 from common.logs import kv
 from common.metrics import NodeMetrics, Refusal
 from common.namespace import check_namespace
@@ -50,6 +51,13 @@ class _RouterStream:
         self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing()
         self.peers: tuple[str, ...] | None = None  # until the router has told them
 
+    def check_named(self, addresses: tuple[str, ...]) -> None:
+        """Raises InvalidRequest: the router of this stream has not named one as a peer. What is
+        read there becomes part of a cache that all share: only its own nodes are good for it."""
+        for address in addresses:
+            if address not in (self.peers or ()):
+                raise InvalidRequest(f"prefill_addresses has {address}, which is none of the peers")
+
 
 class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     """Event loop only.
@@ -84,9 +92,10 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._told = decode_pb2.Status()
         self._draining = False
 
-    def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
+    def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
         """Adds the service to a server; returns its name."""
-        return rpc.add_service(server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, self)
+        add = decode_pb2_grpc.add_DecodeNodeServicer_to_server
+        return rpc.add_service(server, add, self, guard)
 
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
         """Carries every request of one router, until either side ends the stream.
@@ -98,7 +107,10 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         number, stream = next(self._numbers), _RouterStream()
         self._streams[number] = stream
         self._metrics.stream_opened("router")
-        log.info("router connected %s", kv(stream=number, peer=context.peer()))
+        log.info(
+            "router connected %s",
+            kv(stream=number, peer=context.peer(), router=context.caller.name),
+        )
         stream.outgoing.put(decode_pb2.FromNode(status=self._status()))
         try:
             await stream.outgoing.converse(
@@ -174,7 +186,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
                 raise NodeUnavailable("this node is draining")
             parent = checked(submit.traceparent)
             trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
-            self._engine.submit(_parsed(number, submit, trace))
+            request = _parsed(number, submit, trace)
+            stream.check_named(request.prefill_addresses)
+            self._engine.submit(request)
         except ServingError as error:
             self._metrics.refused(_REFUSALS.get(error.status, "overloaded"))
             log.info(

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,14 @@ import grpc
 import grpc.aio
 import msgspec
 
-from common import rpc, tls
-from common.errors import NodeUnavailable, ProtocolViolation, ServingError
+from common import rpc
+from common.errors import (
+    Forbidden,
+    NodeUnavailable,
+    ProtocolViolation,
+    ServingError,
+    Unauthenticated,
+)
 from common.logs import kv
 from common.metrics import NodeMetrics
 from kvtransfer import wire
@@ -27,6 +33,14 @@ from kvtransfer.pairing import Hello
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+
+# What only somebody's change can mend, as opposed to a node that is not there now.
+_REFUSALS: dict[grpc.StatusCode, type[ServingError]] = {
+    grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolation,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +69,17 @@ class PairDialer:
         self,
         streams: PairStreams,
         metrics: NodeMetrics,
-        certificates: tls.Certificates | None = None,
+        make_channel: Callable[[str], grpc.aio.Channel] = rpc.make_channel,
         *,
         times: DialTimes | None = None,
     ) -> None:
+        """
+        Args:
+            make_channel: to an address; with it this node shows who it is, and checks the owner.
+        """
         self._streams = streams
         self._metrics = metrics
-        self._certificates = certificates
+        self._make_channel = make_channel
         self._times = times or DialTimes()
         self._wanted: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
@@ -115,7 +133,7 @@ class PairDialer:
         ours = await self._streams.local_hello()
         up_at: float | None = None
         error: ServingError
-        async with rpc.make_channel(address, self._certificates) as channel:
+        async with self._make_channel(address) as channel:
             stub = kvtransfer_pb2_grpc.KvTransferStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Pair()
             try:
@@ -137,7 +155,7 @@ class PairDialer:
                 error = NodeUnavailable("the owner has closed the stream")
             finally:
                 call.cancel()
-        refused = error.status is grpc.StatusCode.FAILED_PRECONDITION
+        refused = error.status in _REFUSALS
         lived_s = 0.0 if up_at is None else time.monotonic() - up_at
         return _Over(str(error), refused, lived_s)
 
@@ -172,12 +190,15 @@ async def _own_words(call: Any) -> AsyncIterator[None]:
     """Turns the end of a call into a ServingError with the owner's own sentence."""
     try:
         yield
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+    except grpc.aio.AioRpcError as error:
+        raise _ended(error.code(), error.details()) from error
+    except asyncio.InvalidStateError as error:
         # A write on a call that is over says only that: the call itself knows why.
-        code, details = await call.code(), await call.details()
-        refused = code is grpc.StatusCode.FAILED_PRECONDITION
-        kind = ProtocolViolation if refused else NodeUnavailable
-        raise kind(details or code.name) from error
+        raise _ended(await call.code(), await call.details()) from error
+
+
+def _ended(code: grpc.StatusCode, details: str | None) -> ServingError:
+    return _REFUSALS.get(code, NodeUnavailable)(details or code.name)
 
 
 async def _cancelled(*tasks: "asyncio.Task[Any]") -> None:

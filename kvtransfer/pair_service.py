@@ -7,7 +7,9 @@ from typing import Any
 import grpc.aio
 
 from common import rpc
-from common.errors import DeadlineExceeded, NodeUnavailable, ProtocolViolation
+from common.errors import DeadlineExceeded, Forbidden, NodeUnavailable, ProtocolViolation
+from common.identity.caller import Caller, node_name
+from common.identity.guard import Guard
 from kvtransfer import wire
 from kvtransfer.pair_streams import PairStreams
 from kvtransfer.pairing import Hello
@@ -32,21 +34,24 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         self._hello_s = hello_s
         self._draining = False
 
-    def register(self, server: grpc.aio.Server) -> tuple[str, ...]:
+    def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
         """Adds the service to a server; returns its name."""
-        return rpc.add_service(server, kvtransfer_pb2_grpc.add_KvTransferServicer_to_server, self)
+        add = kvtransfer_pb2_grpc.add_KvTransferServicer_to_server
+        return rpc.add_service(server, add, self, guard)
 
     async def Pair(self, messages: AsyncIterator[kvtransfer_pb2.FromReader], context: Any) -> None:
         """Carries every hand-off of one reader, until either side ends the stream.
 
         UNAVAILABLE while the node starts or drains; FAILED_PRECONDITION, with every field that
         differs, to a reader that does not fit, and with a sentence to one that breaks the
-        protocol; DEADLINE_EXCEEDED to one that does not say Hello.
+        protocol; PERMISSION_DENIED to one that takes another's instance id; DEADLINE_EXCEEDED to
+        one that does not say Hello.
         """
         self._check_ready()
         if self._draining:
             raise NodeUnavailable("this node is draining")
         hello = await self._first(messages)
+        _check_instance(hello, context.caller)
         with self._streams.opened(hello, as_reader=False) as stream:
             await stream.outgoing.converse(context.write, messages, stream.take)
 
@@ -63,3 +68,11 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         if not isinstance(hello, Hello):
             raise ProtocolViolation("the first message of a pair stream is not Hello")
         return hello
+
+
+def _check_instance(hello: Hello, caller: Caller) -> None:
+    """Hand-offs and data keys go by the instance: it must be the caller's own."""
+    if caller.name is not None and caller.name != node_name(hello.instance):
+        raise Forbidden(
+            f"Hello is of instance {node_name(hello.instance)}, the token of {caller.name[:100]!r}"
+        )

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import secrets
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,8 +16,11 @@ import grpc.aio
 
 from common import metrics, rpc, tls, tracing
 from common.config import RouterConfig
+from common.identity import exposure
+from common.identity.program import identity_of
 from common.logs import kv
 from common.metrics import RouterMetrics
+from common.metrics.trust import TrustMetrics
 from protos import router_pb2, router_pb2_grpc
 from router.admission import SHUTTING_DOWN, Admission
 from router.cache_watch import CacheWatch
@@ -96,6 +101,11 @@ async def running(
     counts = RouterMetrics()
     certificates = tls.certificates(config.front.tls, "--front.tls")
     for_nodes = tls.certificates(config.tls_to_nodes, "--nodes-tls")
+    _tell_ends(counts.trust, certificates, for_nodes)
+    identity = identity_of("router", _name(), config.front.secret_file, counts.trust.refused)
+    mutual = "mutual" in (tls.kind(certificates), tls.kind(for_nodes))
+    asked = identity is not None or mutual
+    exposure.check(config.front.host, asked=asked, insecure=config.front.insecure)
     tracer = tracing.start(config.front, "baton-router", ratio=config.trace_ratio)
     async with AsyncExitStack() as resources:
         if tracer is not None:
@@ -103,7 +113,7 @@ async def running(
         cluster, survey, membership = await _make_cluster(
             config,
             tokenizer.hash,
-            partial(rpc.make_channel, certificates=for_nodes),
+            partial(rpc.make_channel, certificates=for_nodes, identity=identity),
             changed,
             counts,
         )
@@ -168,6 +178,7 @@ async def running(
                 address=f"{host}:{port}",
                 http=f"{host}:{http_port}",
                 tls=tls.kind(certificates),
+                secret="off" if identity is None else "on",
                 metrics_port=metrics_port,
                 policy=config.policy,
                 model=model.name,
@@ -182,6 +193,23 @@ async def running(
                 readiness.cancel()
                 nodes.cancel()
                 await rpc.stop(server, _LAST_WORDS_S)
+
+
+def _name() -> str:
+    """What nodes call this router in their logs."""
+    return f"router-{secrets.token_hex(4)}@{socket.gethostname()}"
+
+
+def _tell_ends(
+    trust: TrustMetrics, shown: tls.Certificates | None, to_nodes: tls.Certificates | None
+) -> None:
+    """Has the metrics tell until when certificates are good."""
+    if shown is not None:
+        trust.certificate_ends("shown", partial(tls.shown_end, shown))
+        trust.certificate_ends("authority", partial(tls.authority_end, shown))
+    if to_nodes is not None:
+        trust.certificate_ends("shown_to_nodes", partial(tls.shown_end, to_nodes))
+        trust.certificate_ends("authority_of_nodes", partial(tls.authority_end, to_nodes))
 
 
 async def _make_cluster(

@@ -19,6 +19,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_VERBOSITY="error",
 )
+os.environ.pop("BATON_SECRET", None)  # a developer's own
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
 

@@ -34,6 +34,9 @@ from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.weights import stored_tensors
 from common.engine.sizing import free_bytes, resolve_device, resolve_shape, weight_bytes
 from common.errors import ConfigError
+from common.identity import exposure
+from common.identity.program import identity_of
+from common.identity.roles import Role
 from common.model_directory import model_directory
 
 PROGRAM = "baton check"
@@ -58,6 +61,7 @@ def node_findings(config: NodeConfig) -> Iterator[Finding]:
     yield from _model(config.engine)
     yield from _transfer(config.transfer)
     yield from _front(config.front)
+    yield _callers("node", config.front, mutual=config.front.tls.ca is not None)
 
 
 def router_findings(config: RouterConfig) -> Iterator[Finding]:
@@ -72,6 +76,8 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
     yield Finding("nodes", *_named(config))
     yield from _front(config.front)
     yield _port("HTTP port", config.front.host, config.http_port)
+    mutual = bool(config.front.tls.ca or config.tls_to_nodes.ca)
+    yield _callers("router", config.front, mutual=mutual)
     if config.tls_to_nodes.ca is not None:
         yield from _tls("TLS to nodes", config.tls_to_nodes, "--nodes-tls")
     elif config.front.tls.cert is not None:
@@ -143,6 +149,22 @@ def _front(config: FrontConfig) -> Iterator[Finding]:
         if port is not None:
             yield _port(what, config.host, port)
     yield from _tls("TLS", config.tls, "--front.tls")
+
+
+def _callers(role: Role, front: FrontConfig, *, mutual: bool) -> Finding:
+    """Who may reach a program, and by what programs know each other."""
+    try:
+        identity = identity_of(role, "baton check", front.secret_file)
+        asked = identity is not None or mutual
+        exposure.check(front.host, asked=asked, insecure=front.insecure)
+    except ConfigError as error:
+        return Finding("callers", "fails", str(error))
+    if identity is not None:
+        return Finding("callers", "ok", "programs know each other by the cluster secret")
+    if mutual:
+        return Finding("callers", "ok", "programs know each other by their certificates")
+    verdict = "note" if front.insecure else "ok"
+    return Finding("callers", verdict, f"nobody is asked who he is, on {front.host}")
 
 
 def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:

@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import os
+import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -14,9 +16,15 @@ from common import tls
 from common.cli import plan
 from common.config import TlsConfig
 from common.errors import ConfigError, InvalidRequest
+from common.identity.program import identity_of
+from common.identity.secret import VARIABLE
 from common.rpc import check_address, make_channel, raise_if_cancelled
 from protos import router_pb2, router_pb2_grpc
 
+if TYPE_CHECKING:
+    from common.identity.identity import Identity
+
+DEFAULT_FILE = Path("var/secret")
 _POLL_S = 0.2
 _ANSWER_S = 5.0
 
@@ -64,6 +72,29 @@ def tls_config(options: argparse.Namespace) -> TlsConfig:
     if ca is None and (cert or options.tls_server_name):
         raise ConfigError("--tls-ca is required with other flags of TLS")
     return TlsConfig(cert=cert, key=key, ca=ca, server_name=options.tls_server_name)
+
+
+def add_secret_flag(parser: argparse.ArgumentParser) -> None:
+    """What a command that operates programs shows them."""
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the cluster secret, or an operator's key (the variable {VARIABLE}; else "
+        f"{DEFAULT_FILE}, which `baton up` writes)",
+    )
+
+
+def identity(options: argparse.Namespace) -> "Identity | None":
+    """The operator's, of what `add_secret_flag` names; None where there is no secret.
+
+    Raises:
+        ConfigError: it is of no use.
+    """
+    file: Path | None = options.secret_file
+    if file is None and VARIABLE not in os.environ and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    return identity_of("operator", f"operator@{socket.gethostname()}", file)
 
 
 def certificates(options: argparse.Namespace) -> tls.Certificates | None:

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common.config import CacheConfig, TlsConfig
 from common.errors import ConfigError
@@ -51,6 +52,7 @@ class Wish:
     router_flags: tuple[str, ...] = ()
     # cert, key and ca for every program, or nothing.
     tls: TlsConfig = field(default_factory=TlsConfig)
+    secret_file: Path | None = None  # for every program; None: they have the variable
     served_model_name: str = ""  # "": what `model` says
 
 
@@ -133,6 +135,8 @@ def cuda_devices() -> int:
 
 def _flags(wish: Wish, port: int, number: int) -> list[str]:
     flags = [f"--model={wish.model}", f"--host={wish.host}", f"--port={port}"]
+    if wish.secret_file is not None:
+        flags.append(f"--secret-file={wish.secret_file}")
     if wish.metrics_port is not None:
         flags.append(f"--metrics-port={wish.metrics_port + number}")
     return flags

@@ -30,6 +30,9 @@ from pydantic_settings import (
 )
 
 EXIT_USAGE = 2
+_MAX_FILE_BYTES = 1 << 20
+_BYTES_OF_A_VALUE = 64
+_MAX_SHOWN = 300  # characters of a wrong value
 ENV_PREFIX = "BATON_"
 SHORT_NAMES = {
     "engine.model": "model",
@@ -43,6 +46,8 @@ SHORT_NAMES = {
     "front.tls.cert": "tls-cert",
     "front.tls.key": "tls-key",
     "front.tls.ca": "tls-ca",
+    "front.secret-file": "secret-file",
+    "front.insecure": "insecure",
 }
 
 R = TypeVar("R", bound=BaseModel)
@@ -64,7 +69,9 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
     try:
         known, flags = file_parser.parse_known_args(arguments)
         values = _settings_class(record, program, about, flags, known.config)()
-        return record.model_validate(values.model_dump(exclude_unset=True))
+        config = record.model_validate(values.model_dump(exclude_unset=True))
+        config.model_dump_json()  # as processes give it on: a ValueError for half a character
+        return config
     except ValidationError as error:
         wrong(program, "; ".join(_sentence(detail) for detail in error.errors()))
     except (argparse.ArgumentError, SettingsError, ValueError) as error:
@@ -110,14 +117,40 @@ def _settings_class(
 
 def _content(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text())
+        with file.open("rb") as opened:
+            text = opened.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise SettingsError(f"--config: {file} is longer than {_MAX_FILE_BYTES} bytes")
+        content = yaml.safe_load(text)
+    except RecursionError as error:
+        raise SettingsError(f"--config: {file} is nested too deeply") from error
     except OSError as error:
         raise SettingsError(f"--config: {file}: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config: {file}: {error}") from error
     if not isinstance(content, dict | None):
         raise SettingsError(f"--config: {file} is not a mapping of knobs to values")
+    if _size(content) > _MAX_FILE_BYTES:
+        raise SettingsError(f"--config: {file} is too large once its aliases are written out")
+    for knob in content or {}:
+        if not isinstance(knob, str):
+            raise SettingsError(f"--config: {file}: a knob is named by a word, got {knob!r}")
     return content or {}
+
+
+def _size(content: Any) -> int:
+    """What a value of YAML takes written out, about, or some number beyond _MAX_FILE_BYTES."""
+    size, left = 0, [content]
+    while left and size <= _MAX_FILE_BYTES:
+        match left.pop():
+            case dict() as mapping:
+                left += [*mapping, *mapping.values()]
+            case list() | tuple() | set() as values:
+                left += values
+            case str() | bytes() as text:
+                size += len(text)
+        size += _BYTES_OF_A_VALUE
+    return size
 
 
 def _flags_source(
@@ -198,4 +231,8 @@ def _sentence(detail: ErrorDetails) -> str:
         return f"{knob}: there is no such knob"
     message = detail["msg"].removeprefix("Value error, ")
     sentence = f"{knob}: {message[:1].lower()}{message[1:]}"
-    return sentence if isinstance(detail["input"], dict) else f"{sentence}, got {detail['input']!r}"
+    if isinstance(detail["input"], dict):
+        return sentence
+    given = repr(detail["input"])
+    cut = given if len(given) <= _MAX_SHOWN else f"{given[:_MAX_SHOWN]}..."
+    return f"{sentence}, got {cut}"

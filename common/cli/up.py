@@ -6,6 +6,7 @@ them dies it says so with the end of its log, ends the others and exits with 1.
 
 import argparse
 import asyncio
+import os
 import shlex
 import shutil
 import signal
@@ -21,6 +22,7 @@ from common.cli.children import Child
 from common.cli.screen import Screen
 from common.config import DecodeConfig, PrefillConfig, Record, RouterConfig
 from common.errors import ConfigError
+from common.identity.secret import VARIABLE, new_secret
 from common.model_directory import model_directory
 from common.rpc import join_address
 from protos.router_pb2 import GenerateRequest
@@ -246,6 +248,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--var", type=Path, default=Path("var"), metavar="DIR", help="logs go to DIR/log (var)"
     )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help=f"cluster secret of all programs (unset: that of {VARIABLE}, else a new one, which is "
+        "written to DIR/secret)",
+    )
     client.add_tls_flags(parser)
     parser.add_argument(
         "--start-timeout", type=float, default=900.0, metavar="S", help="until all are ready (900)"
@@ -290,6 +299,26 @@ def _have_model(model: str | None, screen: Screen) -> str:
     return model
 
 
+def _new_secret_file(var: Path) -> Path | None:
+    """A file with a new secret, for nobody but this user; None where the environment has one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if VARIABLE in os.environ:
+        return None
+    file, new = var / "secret", var / "secret.new"
+    try:
+        var.mkdir(parents=True, exist_ok=True)
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+            written.write(f"{new_secret()}\n")
+        new.replace(file)
+    except OSError as error:
+        raise ConfigError(f"--var: cannot write {file}: {error.strerror}") from error
+    return file
+
+
 def main() -> int:
     options, node_flags = parse(sys.argv[1:])
     try:
@@ -309,6 +338,7 @@ def main() -> int:
             node_flags=tuple(node_flags),
             router_flags=tuple(options.router_flags),
             tls=client.tls_config(options),
+            secret_file=options.secret_file or _new_secret_file(options.var),
             served_model_name="" if options.model else DEMO_NAME,
         )
         if wish.tls.ca and not wish.tls.cert:

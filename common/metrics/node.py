@@ -11,6 +11,7 @@ from common import bounds
 from common.distribution import Counted
 from common.metrics.declared import Declared, Values
 from common.metrics.program import INFO, PROCESS, registry_of
+from common.metrics.trust import TRUST, TrustMetrics
 from common.node.messages import Moving
 
 Role = Literal["prefill", "decode"]
@@ -224,8 +225,8 @@ DECODE = (
     *(LINKS, SLOWEST, LINK_CHANGES),
 )
 DECLARED: Mapping[Role, tuple[Declared, ...]] = {
-    "prefill": (*BOTH, INFO, *PROCESS),
-    "decode": (*BOTH, *DECODE, INFO, *PROCESS),
+    "prefill": (*BOTH, *TRUST, INFO, *PROCESS),
+    "decode": (*BOTH, *DECODE, *TRUST, INFO, *PROCESS),
 }
 
 # What an engine counts, under its own names; some with a label's value behind a slash.
@@ -269,7 +270,8 @@ class NodeMetrics:
     scrapes."""
 
     def __init__(self, role: Role) -> None:
-        self._declared = [each for each in DECLARED[role] if each not in (INFO, *PROCESS)]
+        self._declared = (*BOTH, *DECODE) if role == "decode" else BOTH
+        self.trust = TrustMetrics()
         self._streams = STREAMS.numbers()
         self._stream_ends = STREAM_ENDS.numbers()
         self._pairings = PAIRINGS.numbers()
@@ -318,6 +320,7 @@ class NodeMetrics:
             rejected[values] = by_engine + number
         for declared in self._declared:
             yield declared.family(series.get(declared.name, {}))
+        yield from self.trust.families()
 
 
 def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:

@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 
 from common.metrics.declared import Declared
 from common.metrics.program import INFO, PROCESS, registry_of
+from common.metrics.trust import TRUST, TrustMetrics
 from common.timeline import TtftPhase
 
 Rejection = Literal["invalid", "overloaded", "no_node"]
@@ -103,6 +104,7 @@ DECLARED = (
     REPLAYS,
     HTTP_CONNECTIONS,
     HTTP_ANSWERS,
+    *TRUST,
     INFO,
     *PROCESS,
 )
@@ -127,6 +129,7 @@ class RouterMetrics:
         self._replays = REPLAYS.numbers()
         self._http_connections = HTTP_CONNECTIONS.numbers()
         self._http_answers = HTTP_ANSWERS.numbers()
+        self.trust = TrustMetrics()
         self.registry = registry_of("router", self._families)
 
     def _families(self) -> Iterable[Metric]:
@@ -145,6 +148,7 @@ class RouterMetrics:
         yield REPLAYS.family(self._replays)
         yield HTTP_CONNECTIONS.family(self._http_connections)
         yield HTTP_ANSWERS.family(self._http_answers)
+        yield from self.trust.families()
 
     # Requests -------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -22,6 +23,9 @@ import uvloop
 from common import logs, rpc, tls, tracing
 from common.config import NodeConfig
 from common.errors import ConfigError, EngineFault, NodeUnavailable, ServingError
+from common.identity.caller import node_name
+from common.identity.guard import Guard
+from common.identity.program import guard_of, identity_of
 from common.logs import kv
 from common.metrics import NodeMetrics, Role, served
 from common.node.cache_feed import CacheFeed
@@ -62,7 +66,7 @@ class Front:
     engine: EngineLink
     metrics: NodeMetrics
     supervision: Supervision
-    certificates: tls.Certificates | None  # to call other nodes with
+    make_channel: Callable[[str], grpc.aio.Channel]  # to other nodes
     tracer: Tracer | None
     transfer_socket: socket.socket  # to the transfer thread; whoever opens it owns it
 
@@ -75,7 +79,8 @@ def _nothing(*_: object) -> None:
 class NodeParts:
     """What makes the node prefill or decode. The callables run on the event loop, and return."""
 
-    services: Sequence[Callable[[grpc.aio.Server], tuple[str, ...]]]  # register, return names
+    # Register themselves with the guard that they are given, and return their names.
+    services: Sequence[Callable[[grpc.aio.Server, Guard | None], tuple[str, ...]]]
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
     step: Callable[[StepTokens], None] = _nothing
     moved: Callable[[Moving], None] = _nothing
@@ -134,6 +139,13 @@ class _Node:
             loop.add_signal_handler(number, self._ending.signalled, number.name)
         front = self._config.front
         certificates = tls.certificates(front.tls, "--front.tls")
+        instance = secrets.randbits(64)
+        trust = self._metrics.trust
+        identity = identity_of("node", node_name(instance), front.secret_file, trust.refused)
+        guard = guard_of(front, identity, certificates, trust.refused)
+        if certificates is not None:
+            trust.certificate_ends("shown", partial(tls.shown_end, certificates))
+            trust.certificate_ends("authority", partial(tls.authority_end, certificates))
         server = rpc.make_server()
         port = rpc.bind(server, front.host, front.port, certificates)
         with ExitStack() as stack:
@@ -147,7 +159,7 @@ class _Node:
                 stack.callback(tracer.close)
             start = Start(
                 config=self._config.model_dump_json(),
-                instance=secrets.randbits(64),
+                instance=instance,
                 address=rpc.join_address(front.host, port),
             )
             self._parts = parts(
@@ -157,23 +169,30 @@ class _Node:
                     engine=self._link,
                     metrics=self._metrics,
                     supervision=self._supervision,
-                    certificates=certificates,
+                    make_channel=partial(
+                        rpc.make_channel, certificates=certificates, identity=identity
+                    ),
                     tracer=tracer,
                     transfer_socket=engine.transfer_socket,
                 )
             )
-            health = self._register(server, start, engine)
+            health = self._register(server, guard, start, engine)
             await health.tell(False)
             async with rpc.serving_health(health, front.host, front.health_port):
                 await self._link.open(engine.engine_socket, start)
                 await server.start()
                 listening = {"address": start.address, "tls": tls.kind(certificates)}
+                listening["secret"] = "off" if identity is None else "on"
                 log.info("listening %s", kv(**listening, metrics_port=metrics_port))
+                if guard is None:
+                    log.info("callers are not asked who they are %s", kv(host=front.host))
                 async with self._background(engine, health):
                     verdict = await self._ending.verdict(self._begin_drain, front.drain_s)
                     return await self._end(verdict, server, engine, health)
 
-    def _register(self, server: grpc.aio.Server, start: Start, engine: EngineProcess) -> rpc.Health:
+    def _register(
+        self, server: grpc.aio.Server, guard: Guard | None, start: Start, engine: EngineProcess
+    ) -> rpc.Health:
         node = NodeService(
             role=self._role,
             mode=self._mode,
@@ -185,10 +204,10 @@ class _Node:
             cache_feed=self._cache_feed,
             drain=self._ending.want,
         )
-        names = list(rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, node))
+        names = list(rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, node, guard))
         for register in self._parts.services:
-            names += register(server)
-        return rpc.add_health_and_reflection(server, names)
+            names += register(server, guard)
+        return rpc.add_health_and_reflection(server, names, guard)
 
     @asynccontextmanager
     async def _background(self, engine: EngineProcess, health: rpc.Health) -> AsyncIterator[None]:

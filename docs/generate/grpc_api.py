@@ -21,7 +21,8 @@ FILES = ("router", "sampling", "node", "decode", "kvtransfer")
 _HEAD = """# gRPC API
 
 Every program has reflection and the health service on: `grpcurl -plaintext HOST:PORT list`. What
-clients need is the service Router; the others are between the programs.
+clients need is the service Router; the others are between the programs, and where there is a
+[cluster secret](tls.md#the-cluster-secret) they and a node's reflection take a token.
 """
 # Field numbers in descriptor.proto, of which the paths of comments are made.
 _MESSAGE, _ENUM, _SERVICE = 4, 5, 6

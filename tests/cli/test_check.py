@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from common.cli.demo_model import write
+from common.identity.secret import new_secret
 from tests.support.certificates import Authority
 from tests.support.programs import ROOT
 
@@ -39,6 +40,16 @@ def test_the_demo_model_runs_here(model):
     assert (code, errors) == (0, "")
     assert "qwen3" in table
     assert "fails" not in table
+
+
+def test_it_says_by_what_callers_are_known(model, tmp_path):
+    base = (f"--model={model}", "--device=cpu", "--port=0")
+    code, table, _ = _check(*base, "--host=0.0.0.0")
+    assert code == 1 and "is reached from other hosts" in table
+    secret = tmp_path / "secret"
+    secret.write_text(new_secret())
+    code, table, _ = _check(*base, "--host=0.0.0.0", f"--secret-file={secret}")
+    assert code == 0 and "by the cluster secret" in table
 
 
 def test_it_starts_nothing_and_leaves_the_port_free(model):
@@ -87,19 +98,21 @@ def test_a_router_needs_a_decode_node(model):
 
 
 def test_it_tells_whom_a_certificate_is_for_and_when_it_ends(model, tmp_path):
-    config = Authority().write(tmp_path, "baton-node", not_after=datetime(2101, 1, 1, tzinfo=UTC))
+    end = datetime(2101, 1, 1, tzinfo=UTC)
+    config = Authority().write(tmp_path, "baton-node", not_after=end, roles=["node"])
     common = (f"--model={model}", "--port=0", f"--tls-cert={config.cert}", "--device=cpu")
     node = (*common, f"--tls-ca={config.ca}")
     code, table, _ = _check(*node, f"--tls-key={config.key}")
     assert code == 0
-    assert "mutual: baton-node, until 2101-01-01" in table
+    assert "mutual: baton-node, urn:baton:node, until 2101-01-01" in table
     code, table, _ = _check(*node, f"--tls-key={config.cert}")
     assert code == 1
     assert "holds no PEM private key" in table
 
 
 def test_it_tells_when_a_router_with_tls_calls_nodes_without(model, tmp_path):
-    config = Authority().write(tmp_path, not_after=datetime.now(UTC) + timedelta(days=3))
+    soon = datetime.now(UTC) + timedelta(days=3)
+    config = Authority().write(tmp_path, not_after=soon, roles=())
     router = ("--role=router", f"--model={model}", "--port=0", "--http-port=0", "--decode=a:1")
     router += (f"--tls-cert={config.cert}", f"--tls-key={config.key}")
     code, table, _ = _check(*router)

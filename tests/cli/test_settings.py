@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -56,6 +57,38 @@ def test_flags_reach_every_depth():
     assert config.engine.scheduler.overlap is False
     assert config.engine.scheduler.chunk_tokens == -1
     assert config.mode == "colocated"
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("1: 2", "a knob is named by a word, got 1"),
+        ("~: 2", "a knob is named by a word, got None"),
+        ("engine: {3: x}", "--engine.3: keys should be strings"),
+        ("engine: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ("[" * 5000, "nested too deeply"),
+        ("engine: &a {cache: *a}", "too large once its aliases are written out"),
+        ("prefill: &a [*a]", "too large once its aliases are written out"),
+        (
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(f"{n}: &{n} [{', '.join([f'*{m}'] * 9)}]\n" for m, n in pairwise("abcdefgh")),
+            "too large once its aliases are written out",
+        ),
+        ("x: " + "y" * (1 << 20), "is longer than 1048576 bytes"),
+        ("engine: {dtype: " + "y" * 5000 + "}", "yyy..."),
+        ("engine: !!python/object/apply:os.system [id]", "could not determine a constructor"),
+        ("engine: [model, m]", "--engine: "),
+        ('engine: {model: "\\ud800"}', "surrogate"),
+        ("{engine: {model: m}, front: {drain_s: .inf}}", "--front.drain-s: "),
+    ],
+)
+def test_yaml_of_any_shape_gives_one_line(capsys, tmp_path, content, sentence):
+    # Seen failing, with tracebacks, and with 43 million numbers written out.
+    file = tmp_path / "node.yaml"
+    file.write_text(content)
+    said = _complaint(capsys, PrefillConfig, "--config", str(file))
+    assert sentence in said and len(said) < 1000
 
 
 def test_a_short_name_and_the_long_one_are_the_same_flag():

@@ -159,6 +159,7 @@ _CERTIFICATE = _fields(
     isCA={"type": "boolean"},
     commonName=_NAME,
     dnsNames=_each(_NAME),
+    uris=_each({"type": "string", "pattern": "^urn:baton:(router|node|operator)$"}),
     usages=_each({"enum": ["digital signature", "server auth", "client auth"]}),
     duration=_HOURS,
     renewBefore=_HOURS,

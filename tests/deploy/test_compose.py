@@ -163,15 +163,29 @@ def test_without_a_model_the_demo_is_written_before_any_program_starts(profile):
     assert "models" in _compose()["volumes"]
     for program in _programs(profile):
         assert f"baton demo-model {_model(program.config)}" in script
-        assert program.service["volumes"] == ["models:/models:ro"]
-        ended = {"demo-model": {"condition": "service_completed_successfully"}}
-        assert program.service["depends_on"] == ended
+        assert "models:/models:ro" in program.service["volumes"]
+        done = {"condition": "service_completed_successfully"}
+        assert program.service["depends_on"] == {"demo-model": done, "cluster-secret": done}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_secret_is_made_before_any_program_starts_and_read_by_all(profile):
+    maker = _services(profile)["cluster-secret"]
+    assert maker["volumes"] == ["cluster:/etc/baton-cluster"]
+    assert "cluster" in _compose()["volumes"]
+    for program in _programs(profile):
+        file = str(program.config.front.secret_file)
+        assert (
+            f"f={file}; test -s $$f || (umask 077; baton secret > $$f)" == maker["entrypoint"][-1]
+        )
+        assert "cluster:/etc/baton-cluster:ro" in program.service["volumes"]
+        assert not program.config.front.insecure
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_model_of_the_users_own_is_served_by_all(profile):
     for program in _programs(profile, MODELS="/srv/models", MODEL="some-model"):
-        assert program.service["volumes"] == ["/srv/models:/models:ro"]
+        assert "/srv/models:/models:ro" in program.service["volumes"]
         assert _model(program.config) == "/models/some-model"
 
 

@@ -48,6 +48,16 @@ def test_ports_of_a_pod_are_different(objects):
             assert len(set(column)) == len(column)
 
 
+def test_every_program_has_the_cluster_secret_in_a_file_that_others_cannot_read(programs):
+    for program in programs:
+        front = program.config.front
+        assert not front.insecure
+        (mount,) = [m for m in program.container["volumeMounts"] if m["name"] == "cluster"]
+        assert str(front.secret_file) == f"{mount['mountPath']}/secret"
+        (volume,) = [v for v in program.workload.spec["volumes"] if v["name"] == "cluster"]
+        assert volume["secret"] == {"secretName": "baton-cluster", "defaultMode": 0o440}
+
+
 def test_the_data_path_has_the_address_of_the_pod(programs):
     for program in programs:
         match program.config:

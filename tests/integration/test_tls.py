@@ -48,7 +48,9 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     logs = tmp_path_factory.mktemp("logs")
     flags = ("--served-model-name=noise",)
-    async with Cluster(model, logs, path="tcp", router_flags=flags, tls_config=config) as cluster:
+    async with Cluster(
+        model, logs, path="tcp", router_flags=flags, tls_config=config, with_secret=False
+    ) as cluster:
         yield cluster
 
 

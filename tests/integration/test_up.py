@@ -86,11 +86,17 @@ def _answered(curl: str) -> dict[str, Any]:
     raise AssertionError(curl)
 
 
-def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run):
+def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run, tmp_path):
     up = run()
     children = _serving(up)
     assert "> add 27 15 =\n 42\n" in up.output
     assert up.line_with("grpcurl -plaintext -d '{")
+    secret = tmp_path / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    for pid in children.values():  # which everybody on this machine may read
+        assert secret.read_text().strip() not in Path(f"/proc/{pid}/cmdline").read_text()
+    for role in ("router", "prefill-0", "decode-0"):
+        assert "secret=on" in (tmp_path / "log" / f"{role}.log").read_text()
     answer = _answered(up.line_with("curl http"))
     assert answer["model"] == "baton-demo"
     assert answer["choices"][0]["text"].strip() == "42"

@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.distribution import Counted, Distribution
 from common.metrics import NodeMetrics, RouterMetrics, node, router
+from common.metrics.trust import TRUST
 from common.node.messages import Moving
 from docs.generate import metrics as docs
 from tests.support.scrapes import check_declared
@@ -54,7 +55,7 @@ def test_names_are_base_units_and_belong_to_one_program():
     own = {name for name in routers | nodes if name.startswith("baton_")}
     others = (routers | nodes) - own
     assert others and all(name.startswith("process_") for name in others)
-    assert routers & nodes == {"baton_info", *others}
+    assert routers & nodes == {"baton_info", *others, *(each.name for each in TRUST)}
     for name in own:
         assert not {"ms", "us", "ns", "millis", "kib", "mib", "gib", "percent"} & {*name.split("_")}
         assert not name.endswith("_total")  # the library says it

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
+import logging
 from dataclasses import dataclass
 
 import grpc
@@ -11,6 +13,12 @@ import pytest
 
 from common import rpc
 from common.errors import EngineFault, NodeUnavailable
+from common.identity.by_token import ByToken
+from common.identity.caller import node_name
+from common.identity.guard import Guard
+from common.identity.identity import Identity
+from common.identity.refusals import uncounted
+from common.identity.secret import new_secret, parse
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameConnection, socket_pair
 from kvtransfer import wire
@@ -79,6 +87,15 @@ class Transfer:
         assert isinstance(message, kind), message
         return message
 
+    async def refused(self) -> None:
+        """Waits until a pairing has been."""
+        async with asyncio.timeout(30):
+            while not self.sample("baton_pairings_total", outcome="refused"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def nothing_heard(self) -> bool:
+        return self._inbox.empty()
+
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
@@ -106,17 +123,22 @@ class Pair:
         return opened.stream, there.stream
 
 
-@pytest.fixture
-async def pair():
+@contextlib.asynccontextmanager
+async def paired(guard=None, make_channel=rpc.make_channel):
+    """
+    Args:
+        guard: of the owner.
+        make_channel: of the reader.
+    """
     owner, reader = Transfer(), Transfer()
     await owner.start()
     await reader.start()
     service = PairService(owner.streams, lambda: None, hello_s=0.5)
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
-    assert service.register(server) == ("baton.v1.KvTransfer",)
+    assert service.register(server, guard) == ("baton.v1.KvTransfer",)
     await server.start()
-    dialer = PairDialer(reader.streams, reader.metrics, times=QUICK)
+    dialer = PairDialer(reader.streams, reader.metrics, make_channel, times=QUICK)
     dialling = asyncio.ensure_future(dialer.run())
     yield Pair(owner, reader, dialer, service, f"127.0.0.1:{port}")
     dialling.cancel()
@@ -125,6 +147,12 @@ async def pair():
     await rpc.stop(server, 0.0)
     await reader.stop()
     await owner.stop()
+
+
+@pytest.fixture
+async def pair():
+    async with paired() as both:
+        yield both
 
 
 @contextlib.asynccontextmanager
@@ -352,3 +380,59 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
         assert (await end_of(call))[0] is Code.UNAVAILABLE
+
+
+# Who they are ------------------------------------------------------------------------------------
+
+SECRET = new_secret()
+
+
+def identity(role, name, text=SECRET):
+    class Keys:
+        def current(self):
+            return parse(text, "the test", role)
+
+    return Identity(role, name, Keys(), uncounted)
+
+
+def owners_guard():
+    return Guard(ByToken(identity("node", node_name(OWNER.instance))), uncounted)
+
+
+def channels_of(who):
+    return functools.partial(rpc.make_channel, identity=who)
+
+
+async def test_nodes_of_one_secret_pair():
+    reader = identity("node", node_name(READER.instance))
+    async with paired(owners_guard(), channels_of(reader)) as pair:
+        pair.connect()
+        await pair.up()
+
+
+@pytest.mark.parametrize(
+    "who, sentence",
+    [
+        (None, "knows no cluster secret"),
+        (identity("node", node_name(READER.instance), new_secret()), "another secret"),
+        (identity("router", node_name(READER.instance)), "router may not call"),
+        # A reader in whose name pages are published and data keys are made.
+        (identity("node", node_name(8)), "Hello is of instance 0000000000000007, the token of"),
+    ],
+    ids=["nobody", "a stranger", "a router", "another reader"],
+)
+async def test_nobody_pairs_as_another_reader(who, sentence, caplog):
+    async with paired(owners_guard(), channels_of(who)) as pair:
+        pair.connect()
+        await pair.reader.refused()
+        (told,) = [r for r in caplog.records if "not paired" in r.message]
+        assert told.levelno == logging.WARNING and sentence in told.message
+        assert pair.owner.nothing_heard()
+
+
+async def test_a_reader_believes_no_owner_that_does_not_prove_itself(caplog):
+    async with paired(None, channels_of(identity("node", node_name(READER.instance)))) as pair:
+        pair.connect()
+        await pair.reader.refused()
+        assert "has not proved that it is a node of this cluster" in caplog.text
+        assert pair.owner.nothing_heard() and pair.reader.nothing_heard()

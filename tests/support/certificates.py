@@ -1,11 +1,23 @@
 """Certificates made on the spot, as files that programs are told of."""
 
-from datetime import datetime
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from common.config import TlsConfig
+from common.identity.roles import ROLES, Role
 
 LOOPBACK = ("localhost", "127.0.0.1")
 
@@ -22,18 +34,26 @@ class Authority:
         *names: str,
         not_before: datetime | None = None,
         not_after: datetime | None = None,
+        roles: Sequence[Role] = ROLES,
     ) -> TlsConfig:
-        """Writes a certificate for `names` (of this machine, if none are given), its key and this
-        authority to `directory`, over what is there. Each file changes at once."""
-        issued = self._ca.issue_cert(
-            *(names or LOOPBACK), not_before=not_before, not_after=not_after
+        """Writes a certificate for `names` (of this machine, if none are given) and `roles`, its
+        key and this authority to `directory`, over what is there. Each file changes at once."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        issued = self._issued(
+            key.public_key(),
+            [
+                *(_name(name) for name in names or LOOPBACK),
+                *(x509.UniformResourceIdentifier(f"urn:baton:{role}") for role in roles),
+            ],
+            not_before or datetime(2000, 1, 1, tzinfo=UTC),
+            not_after or datetime.now(UTC) + timedelta(days=1),
         )
         directory.mkdir(parents=True, exist_ok=True)
-        chain = b"".join(pem.bytes() for pem in issued.cert_chain_pems)
-        cert, key = directory / "tls.crt", directory / "tls.key"
-        _replace(cert, chain)
-        _replace(key, issued.private_key_pem.bytes())
-        return TlsConfig(cert=cert, key=key, ca=self.write_ca(directory))
+        cert_file, key_file = directory / "tls.crt", directory / "tls.key"
+        _replace(cert_file, issued.public_bytes(Encoding.PEM))
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        _replace(key_file, pem)
+        return TlsConfig(cert=cert_file, key=key_file, ca=self.write_ca(directory))
 
     def write_ca(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
@@ -41,11 +61,39 @@ class Authority:
         _replace(ca, self._ca.cert_pem.bytes())
         return ca
 
+    def _issued(
+        self,
+        key: ec.EllipticCurvePublicKey,
+        names: Sequence[x509.GeneralName],
+        not_before: datetime,
+        not_after: datetime,
+    ) -> x509.Certificate:
+        authority = x509.load_pem_x509_certificate(self._ca.cert_pem.bytes())
+        signer = load_pem_private_key(self._ca.private_key_pem.bytes(), None)
+        assert isinstance(signer, ec.EllipticCurvePrivateKey)
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton test")])
+        return (
+            x509.CertificateBuilder(authority.subject, subject, key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(not_before)
+            .not_valid_after(not_after)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .sign(signer, hashes.SHA256())
+        )
+
 
 def flags(knob: str, config: TlsConfig) -> list[str]:
     """Those that make a program read `config` as `knob`, such as "front.tls"."""
     given = config.model_dump(exclude_none=True)
     return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+
+def _name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
 
 
 def _replace(path: Path, content: bytes) -> None:

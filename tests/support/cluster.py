@@ -30,6 +30,8 @@ from common.cli import client
 from common.cli.children import Child
 from common.cli.plan import Program
 from common.config import TlsConfig
+from common.identity.program import identity_of
+from common.identity.secret import new_secret
 from common.rpc import make_channel
 from protos.node_pb2 import (
     DescribeRequest,
@@ -130,6 +132,7 @@ class Cluster:
         paired: bool = True,
         by_file: bool = False,
         tls_config: TlsConfig | None = None,
+        with_secret: bool = True,
     ) -> None:
         """
         Args:
@@ -138,10 +141,24 @@ class Cluster:
             path: of the KV, forced: "nixl" | "tcp", or "auto".
             node_flags: for every node; the role's own flags go before them.
             tls_config: of every program, and of what is asked here. Clients need no certificate.
+            with_secret: programs know each other by a cluster secret, of a file; what is asked
+                here is asked by an operator who has the secret.
         """
-        secret = tls_config or TlsConfig()
-        self._certificates = tls.certificates(secret, "the test's")
-        common = (f"--transfer.path={path}", *tls_flags("front.tls", secret), *node_flags)
+        certs = tls_config or TlsConfig()
+        self._certificates = tls.certificates(certs, "the test's")
+        self.secret_file = logs / "secret" if with_secret else None
+        secret_flags = []
+        if self.secret_file is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            self.secret_file.write_text(new_secret())
+            secret_flags = [f"--secret-file={self.secret_file}"]
+        self.operator = identity_of("operator", "the test", self.secret_file)
+        common = (
+            f"--transfer.path={path}",
+            *tls_flags("front.tls", certs),
+            *secret_flags,
+            *node_flags,
+        )
         base = ("--dtype=float32", *common)
         self._flags = {
             "prefill": (f"--device={rig.prefill_device}", *base, *prefill_flags),
@@ -163,8 +180,9 @@ class Cluster:
         }
         router = (
             f"--http-port={self.http_port}",
-            *tls_flags("front.tls", secret.model_copy(update={"ca": None})),
-            *tls_flags("nodes-tls", TlsConfig(ca=secret.ca)),
+            *tls_flags("front.tls", certs.model_copy(update={"ca": None})),
+            *tls_flags("nodes-tls", TlsConfig(ca=certs.ca)),
+            *secret_flags,
             *(f"--{role}={entry}" for role in counts for entry in self._entries(role)),
             *router_flags,
         )
@@ -409,7 +427,7 @@ class Cluster:
         return Child(program.name, command, log, directory=ROOT)
 
     def _node(self, program: Program) -> Node:
-        channel = make_channel(program.address, self._certificates)
+        channel = make_channel(program.address, self._certificates, self.operator)
         stub = NodeStub(channel)  # type: ignore[no-untyped-call]
         return Node(program, self._child(program), stub, channel)
 

@@ -1,0 +1,25 @@
+"""Which role may call which method of a node. A method that is not listed is nobody's.
+
+The router's own methods are for clients, who have keys and no role.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Role = Literal["router", "node", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+CALLEE: Role = "node"  # who answers all of these
+
+_OPERATOR: frozenset[Role] = frozenset({"operator"})
+_ROUTER_TOO: frozenset[Role] = frozenset({"router", "operator"})
+
+MAY_CALL: Mapping[str, frozenset[Role]] = {
+    "/baton.v1.DecodeNode/Serve": frozenset({"router"}),
+    "/baton.v1.KvTransfer/Pair": frozenset({"node"}),
+    "/baton.v1.Node/Describe": _ROUTER_TOO,
+    "/baton.v1.Node/WatchCache": _ROUTER_TOO,
+    "/baton.v1.Node/Drain": _OPERATOR,
+    "/baton.v1.Node/FlushCache": _OPERATOR,
+    "/baton.v1.Node/Abort": _OPERATOR,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,
+}

@@ -1,0 +1,138 @@
+"""The cluster secret, and the key of each role that is derived from it.
+
+Who has the secret can speak as every role. Who has an operator's key, which is derived too, can
+speak as an operator and as nobody else. Knows nothing of what is signed with the keys.
+"""
+
+import base64
+import binascii
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from common.errors import ConfigError
+from common.identity.roles import ROLES, Role
+from common.watched_files import WatchedFiles
+
+VARIABLE = "BATON_SECRET"
+MIN_CHARACTERS = 32
+_NUM_BYTES = 32  # of a new secret, and of a derived key
+_OPERATOR_KEY = "baton-operator-"
+_MAX_SECRETS = 8
+_MAX_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """Keys by role, the one that signs first. A role without any is one that this program can
+    neither be nor recognise."""
+
+    keys: Mapping[Role, tuple[bytes, ...]] = field(repr=False)
+
+
+class Keyrings(Protocol):
+    """Where the newest keyring comes from."""
+
+    def current(self) -> Keyring: ...
+
+
+def new_secret() -> str:
+    """32 random bytes, in characters that need no quoting anywhere."""
+    return secrets.token_urlsafe(_NUM_BYTES)
+
+
+def operator_keys(keyring: Keyring) -> tuple[str, ...]:
+    """What operators are handed in place of the secret, that of the first secret first."""
+    return tuple(
+        _OPERATOR_KEY + base64.urlsafe_b64encode(key).rstrip(b"=").decode()
+        for key in keyring.keys["operator"]
+    )
+
+
+def keyrings(file: Path | None, role: Role) -> Keyrings | None:
+    """The secret of `file`, else that of the variable BATON_SECRET; None without either.
+
+    Args:
+        role: to have a key of.
+    Raises:
+        ConfigError: the file cannot be read, or what there is is no secret, or only an operator's
+            key where more is needed.
+    """
+    if file is not None:
+        return WatchedFiles(
+            [file], lambda: _of_file(file, role), what="cluster secrets", knob="--secret-file"
+        )
+    text = os.environ.get(VARIABLE)
+    return None if text is None else _Fixed(parse(text, VARIABLE, role))
+
+
+def parse(text: str, source: str, role: Role) -> Keyring:
+    """
+    Args:
+        text: secrets or operators' keys, apart by white space; the first one signs.
+        source: of the text, for messages, which never hold any of it.
+        role: to have a key of.
+    Raises:
+        ConfigError: there is none, one is short or malformed, or they are too many.
+    """
+    words = text.split()
+    if not 0 < len(words) <= _MAX_SECRETS:
+        raise ConfigError(f"{source} holds {len(words)} secrets, from 1 to {_MAX_SECRETS} are read")
+    keys: dict[Role, tuple[bytes, ...]] = dict.fromkeys(ROLES, ())
+    for number, word in enumerate(words, 1):
+        if word.startswith(_OPERATOR_KEY):
+            keys["operator"] += (_of_operator(word, f"{source}: operator's key {number}"),)
+            continue
+        if len(word) < MIN_CHARACTERS:
+            raise ConfigError(
+                f"{source}: secret {number} has {len(word)} characters, {MIN_CHARACTERS} are the "
+                "fewest; `baton secret` prints a new one"
+            )
+        for each in ROLES:
+            keys[each] += (_derived(word, each),)
+    if not keys[role]:
+        raise ConfigError(f"{source} holds an operator's key alone: a {role} needs the secret")
+    return Keyring(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    keyring: Keyring
+
+    def current(self) -> Keyring:
+        return self.keyring
+
+
+def _of_file(file: Path, role: Role) -> Keyring:
+    try:
+        with file.open("rb") as content:
+            read = content.read(_MAX_FILE_BYTES + 1)
+        if len(read) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{file} is longer than {_MAX_FILE_BYTES} bytes: no file of secrets")
+        return parse(read.decode("ascii"), str(file), role)
+    except OSError as error:
+        raise ConfigError(f"--secret-file: {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--secret-file: {file} is no text of ASCII characters") from error
+    except ConfigError as error:
+        raise ConfigError(f"--secret-file: {error}") from error
+
+
+def _derived(secret: str, role: Role) -> bytes:
+    """HMAC as a key derivation function, of a secret that is random already (RFC 5869, 3.3)."""
+    return hmac.digest(secret.encode(), f"baton {role} key, version 1".encode(), "sha256")
+
+
+def _of_operator(word: str, source: str) -> bytes:
+    text = word.removeprefix(_OPERATOR_KEY)
+    try:
+        key = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except binascii.Error:
+        key = b""
+    if len(key) != _NUM_BYTES:
+        raise ConfigError(f"{source} is not whole")
+    return key

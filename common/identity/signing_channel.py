@@ -1,0 +1,167 @@
+"""A gRPC channel whose calls carry a token, and are believed only with the callee's proof.
+
+Calls of methods that have no rule in roles.py pass as they are. A callee that proves nothing is
+UNAUTHENTICATED, as if the connection had failed: nothing that it says is seen, and on a stream
+nothing is said to it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from common.identity.by_token import BEARER, PROOF, SHOWN
+from common.identity.identity import Identity
+from common.identity.refusals import Refused
+from common.identity.roles import MAY_CALL
+from common.identity.tokens import Token
+
+
+class SigningChannel(grpc.aio.Channel):
+    """For one event loop. The caller closes it."""
+
+    def __init__(self, inner: grpc.aio.Channel, identity: Identity) -> None:
+        """
+        Args:
+            inner: owned from now on.
+        """
+        self._inner = inner
+        self._identity = identity
+
+    def unary_unary(self, *method: Any, **how: Any) -> Any:
+        return self._method("unary_unary", method, how, _ProvedUnary)
+
+    def unary_stream(self, *method: Any, **how: Any) -> Any:
+        return self._method("unary_stream", method, how, _ProvedStream)
+
+    def stream_unary(self, *method: Any, **how: Any) -> Any:
+        return self._method("stream_unary", method, how, _ProvedUnary)
+
+    def stream_stream(self, *method: Any, **how: Any) -> Any:
+        return self._method("stream_stream", method, how, _ProvedStream)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._inner.channel_ready()
+
+    def _method(
+        self, kind: str, method: tuple[Any, ...], how: dict[str, Any], proved: Callable[..., Any]
+    ) -> Any:
+        made = getattr(self._inner, kind)(*method, **how)
+        name = method[0]
+        if name not in MAY_CALL:
+            return made
+
+        def call(*arguments: Any, metadata: Any = (), **settings: Any) -> Any:
+            token = self._identity.token(name)
+            shown = (*(metadata or ()), (SHOWN, BEARER + token.text))
+            return proved(made(*arguments, metadata=shown, **settings), self._checking(token))
+
+        return call
+
+    def _checking(self, token: Token) -> Callable[[Any], Awaitable[None]]:
+        """What checks the proof of the call that `token` went with."""
+
+        async def check(call: Any) -> None:
+            proof = (await call.initial_metadata()).get(PROOF)
+            try:
+                if proof is None:
+                    raise Refused("missing", "it has sent no proof")
+                self._identity.check_proof(token, proof)
+            except Refused as refused:
+                self._identity.count("callee", refused.reason)
+                call.cancel()
+                raise _unproved(refused) from refused
+
+        return check
+
+
+class _Proved:
+    """What there is to do with a call that says nothing of what it has heard."""
+
+    def __init__(self, call: Any, check: Callable[[Any], Awaitable[None]]) -> None:
+        self._call = call
+        self._check = check
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+class _ProvedUnary(_Proved):
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        answer = await self._call
+        await self._check(self._call)
+        return answer
+
+
+class _ProvedStream(_Proved):
+    def __init__(self, call: Any, check: Callable[[Any], Awaitable[None]]) -> None:
+        super().__init__(call, check)
+        self._proving: asyncio.Task[None] | None = None
+
+    async def write(self, message: Any) -> None:
+        await self._proved()
+        await self._call.write(message)
+
+    async def read(self) -> Any:
+        await self._proved()
+        return await self._call.read()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        await self._proved()
+        async for message in self._call:
+            yield message
+
+    async def _proved(self) -> None:
+        """Checks once, whoever asks first; then lets everybody pass, or nobody."""
+        if self._proving is None:
+            self._proving = asyncio.ensure_future(self._prove())
+            self._proving.add_done_callback(_seen)
+        await asyncio.shield(self._proving)
+
+    async def _prove(self) -> None:
+        metadata = await self._call.initial_metadata()
+        if PROOF not in metadata and self._call.done():
+            await self._call.read()  # raises what it has ended with, unless that is nothing
+        await self._check(self._call)
+
+
+def _seen(proving: "asyncio.Task[None]") -> None:
+    """An exception that nobody waits for any more is no news."""
+    if not proving.cancelled():
+        proving.exception()
+
+
+def _unproved(refused: Refused) -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAUTHENTICATED,
+        nothing,
+        nothing,
+        details=f"what answers there has not proved that it is a node of this cluster: {refused}",
+    )

@@ -1,0 +1,140 @@
+"""Tokens: who makes a call and which, signed with the key of a role (JWT, HS256), for a minute.
+
+Imported only where there is a secret: the library takes longer to load than a program's own
+modules.
+"""
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jwt
+
+from common.identity.refusals import Refused
+from common.identity.roles import ROLES, Role
+from common.identity.secret import Keyring
+
+LIFETIME_S = 60.0
+LEEWAY_S = 30.0  # how far the clocks of two hosts may be apart
+_ALGORITHM = "HS256"
+_MAX_CHARACTERS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """What a token says, and its text."""
+
+    role: Role
+    name: str  # of whoever has signed it; a node's is its instance id
+    audience: str
+    nonce: str
+    ends: float  # Unix time
+    secret: int  # which of the keyring's it is signed with, from the newest on
+    text: str
+
+
+def sign(
+    keyring: Keyring,
+    role: Role,
+    name: str,
+    audience: str,
+    *,
+    nonce: str | None = None,
+    secret: int = 0,
+) -> Token:
+    """
+    Args:
+        audience: what the token is for; it is good for nothing else.
+        nonce: of the call that is answered; None: a new one.
+        secret: of the keyring's, to sign with.
+    """
+    nonce = nonce or secrets.token_urlsafe(16)
+    now = time.time()
+    claims: dict[str, Any] = {
+        "sub": name,
+        "aud": audience,
+        "jti": nonce,
+        "iat": now,
+        "exp": now + LIFETIME_S,
+    }
+    text = jwt.encode(claims, keyring.keys[role][secret], _ALGORITHM, headers={"kid": role})
+    return Token(
+        role=role,
+        name=name,
+        audience=audience,
+        nonce=nonce,
+        ends=claims["exp"],
+        secret=secret,
+        text=text,
+    )
+
+
+def verify(keyring: Keyring, text: str, audience: str) -> Token:
+    """
+    Raises:
+        Refused: it is none of these keys', not for `audience`, or not good now.
+    """
+    role = _role(text)
+    for number, key in enumerate(keyring.keys[role]):
+        try:
+            claims = jwt.decode(
+                text,
+                key,
+                algorithms=[_ALGORITHM],
+                audience=audience,
+                leeway=LEEWAY_S,
+                options={"require": ["sub", "aud", "jti", "iat", "exp"]},
+            )
+        except jwt.InvalidSignatureError:
+            continue
+        except jwt.InvalidTokenError as error:
+            _refuse(error, text, audience)
+        return Token(
+            role=role,
+            name=claims["sub"],
+            audience=audience,
+            nonce=claims["jti"],
+            ends=claims["exp"],
+            secret=number,
+            text=text,
+        )
+    raise Refused("secret", "the token is signed with another secret than those known here")
+
+
+def _role(text: str) -> Role:
+    """Whose key it says it is signed with."""
+    if len(text) > _MAX_CHARACTERS:
+        raise Refused("malformed", f"the token has more than {_MAX_CHARACTERS} characters")
+    try:
+        name = jwt.get_unverified_header(text).get("kid")
+    except jwt.InvalidTokenError as error:
+        raise Refused("malformed", "the token is none") from error
+    for role in ROLES:
+        if role == name:
+            return role
+    raise Refused("malformed", "the token names no role that there is")
+
+
+def _refuse(error: jwt.InvalidTokenError, text: str, audience: str) -> NoReturn:
+    """Of a token that is signed as it should be."""
+    claims: dict[str, Any] = jwt.decode(text, options={"verify_signature": False})
+    match error:
+        case jwt.ExpiredSignatureError():
+            raise Refused(
+                "clock",
+                f"the token was made {time.time() - claims['iat']:.0f} s ago by the clock of its "
+                f"maker and is good for {LIFETIME_S:.0f} s: the clocks of the two hosts differ",
+            ) from error
+        case jwt.ImmatureSignatureError():
+            raise Refused(
+                "clock",
+                f"the token will be made in {claims['iat'] - time.time():.0f} s by the clock of "
+                "its maker: the clocks of the two hosts differ",
+            ) from error
+        case jwt.InvalidAudienceError():
+            made_for = repr(claims.get("aud"))[:100]
+            raise Refused(
+                "call", f"the token was made for {made_for}, not for {audience!r}"
+            ) from error
+    raise Refused("malformed", f"the token is malformed: {error}") from error

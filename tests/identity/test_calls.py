@@ -1,0 +1,408 @@
+"""Calls between programs over real gRPC: who is let in, who is believed, and what each side says.
+
+Seen failing, each without its line: the check of roles in Guard._admit, `_use` in ByToken, `leeway`
+and `audience` in tokens.verify, `_check` in _ProvedStream._prove and _ProvedUnary, the comparison
+of nonces in Identity.check_proof, parsing after and not before Guard's answer in rpc._guarded.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+import jwt
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from common import rpc
+from common.errors import Forbidden
+from common.identity import secret, tokens
+from common.identity.by_token import ByToken
+from common.identity.guard import Guard
+from common.identity.identity import Identity
+from common.identity.refusals import uncounted
+from common.identity.roles import ROLES
+from common.identity.secret import Keyring, new_secret, operator_keys
+from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+
+Code = grpc.StatusCode
+SECRET, OTHER = new_secret(), new_secret()
+DRAIN = "/baton.v1.Node/Drain"
+DESCRIBE = "/baton.v1.Node/Describe"
+
+
+@dataclass
+class Keys:
+    """A keyring that turns into another one."""
+
+    text: str = SECRET
+    role: str = "node"
+
+    def current(self) -> Keyring:
+        return secret.parse(self.text, "the test", self.role)
+
+
+@dataclass
+class Counted:
+    """What was counted, in order."""
+
+    refusals: list[tuple[str, str]] = field(default_factory=list)
+
+    def __call__(self, side: str, reason: str) -> None:
+        self.refusals.append((side, reason))
+
+
+def identity(role, text=SECRET, *, name="somebody", count=uncounted) -> Identity:
+    return Identity(role, name, Keys(text, role), count)
+
+
+class Service(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeNodeServicer):
+    """Says who called, and keeps what it has heard."""
+
+    def __init__(self) -> None:
+        self.heard: list[decode_pb2.ToNode] = []
+
+    async def Describe(self, request, context):
+        return node_pb2.DescribeResponse(role=context.caller.name)
+
+    async def Drain(self, request, context):
+        return node_pb2.DrainResponse()
+
+    async def FlushCache(self, request, context):
+        raise Forbidden("its own words")
+
+    async def WatchCache(self, request, context) -> None:
+        await context.write(node_pb2.CacheEvents(page_size=16))
+
+    async def Serve(self, messages, context) -> None:
+        await context.write(decode_pb2.FromNode(status=decode_pb2.Status(state="ready")))
+        async for message in messages:
+            self.heard.append(message)
+
+
+@contextlib.asynccontextmanager
+async def serving(guard: Guard | None) -> AsyncIterator[tuple[Service, str]]:
+    server, service = rpc.make_server(), Service()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    names = rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, service, guard)
+    names += rpc.add_service(
+        server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, service, guard
+    )
+    health = rpc.add_health_and_reflection(server, names, guard)
+    await health.tell(True)
+    await server.start()
+    yield service, f"127.0.0.1:{port}"
+    await rpc.stop(server, 0.0)
+
+
+@dataclass
+class Node:
+    """A server whose callers must show who they are."""
+
+    service: Service
+    address: str
+    keys: Keys
+    refused: Counted
+
+    @contextlib.asynccontextmanager
+    async def called_as(self, who: Identity | None):
+        async with rpc.make_channel(self.address, None, who) as channel:
+            yield channel
+
+    async def drained_with(self, *metadata) -> tuple[Code, str]:
+        async with rpc.make_channel(self.address) as channel:
+            return await ended(drain(channel, metadata=metadata))
+
+
+@pytest.fixture
+async def node():
+    keys, refused = Keys(), Counted()
+    guard = Guard(ByToken(Identity("node", "the node", keys, refused)), refused)
+    async with serving(guard) as (service, address):
+        yield Node(service, address, keys, refused)
+
+
+def drain(channel, **settings):
+    return node_pb2_grpc.NodeStub(channel).Drain(node_pb2.DrainRequest(), timeout=5, **settings)
+
+
+def describe(channel):
+    return node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest(), timeout=5)
+
+
+def serve(channel):
+    return decode_pb2_grpc.DecodeNodeStub(channel).Serve()
+
+
+async def ended(call) -> tuple[Code, str]:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details()
+    return Code.OK, ""
+
+
+def bearer(text: str) -> tuple[str, str]:
+    return ("authorization", f"Bearer {text}")
+
+
+# Whoever belongs ---------------------------------------------------------------------------------
+
+
+async def test_each_role_reaches_its_methods_and_is_known_by_name(node):
+    async with node.called_as(identity("router", name="router-7")) as channel:
+        assert (await describe(channel)).role == "router-7"
+        call = serve(channel)
+        assert (await call.read()).status.state == "ready"
+        await call.write(decode_pb2.ToNode(cancels=[5]))
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert node.service.heard == [decode_pb2.ToNode(cancels=[5])]
+        watching = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
+        assert [events.page_size async for events in watching] == [16]
+    async with node.called_as(identity("operator")) as channel:
+        assert await ended(drain(channel)) == (Code.OK, "")
+    assert node.refused.refusals == []
+
+
+async def test_health_is_everybodys_and_reflection_an_operators(node):
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    for who, code in ((None, Code.UNAUTHENTICATED), (identity("operator"), Code.OK)):
+        async with node.called_as(who) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=5
+            )
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+            listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+                iter([request]), timeout=5
+            )
+            assert (await ended(listing.read()))[0] is code
+
+
+async def test_an_operators_key_alone_is_enough_for_an_operator_and_for_nobody_else(node):
+    (key,) = operator_keys(secret.parse(SECRET, "the test", "node"))
+    async with node.called_as(identity("operator", key)) as channel:
+        assert await ended(drain(channel)) == (Code.OK, "")
+    for role in set(ROLES) - {"operator"}:
+        with pytest.raises(secret.ConfigError, match=f"a {role} needs the secret"):
+            secret.parse(key, "the test", role)
+
+
+async def test_a_new_secret_is_heard_beside_the_old_one_and_the_old_one_no_more_without_it(node):
+    new = new_secret()
+    old_caller, new_caller = identity("operator"), identity("operator", new)
+    for text, old_code, new_code in (
+        (SECRET, Code.OK, Code.UNAUTHENTICATED),
+        (f"{SECRET}\n{new}", Code.OK, Code.OK),
+        (f"{new}\n{SECRET}", Code.OK, Code.OK),
+        (new, Code.UNAUTHENTICATED, Code.OK),
+    ):
+        node.keys.text = text
+        for who, code in ((old_caller, old_code), (new_caller, new_code)):
+            async with node.called_as(who) as channel:
+                assert (await ended(drain(channel)))[0] is code, text
+
+
+# Whoever does not --------------------------------------------------------------------------------
+
+
+async def test_a_caller_without_a_secret_is_told_so(node, caplog):
+    code, sentence = await node.drained_with()
+    assert code is Code.UNAUTHENTICATED
+    assert "knows no cluster secret" in sentence
+    assert sentence in caplog.text and DRAIN in caplog.text  # on this side too
+    assert node.refused.refusals == [("caller", "missing")]
+
+
+async def test_another_secret_is_refused(node):
+    token = identity("operator", OTHER).token(DRAIN)
+    code, sentence = await node.drained_with(bearer(token.text))
+    assert code is Code.UNAUTHENTICATED
+    assert "another secret" in sentence
+    assert node.refused.refusals == [("caller", "secret")]
+
+
+@pytest.mark.parametrize("method, role", [(DRAIN, "router"), (DRAIN, "node"), (DESCRIBE, "node")])
+async def test_a_role_may_call_what_the_table_says_and_nothing_else(node, method, role):
+    async with node.called_as(identity(role)) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        call = stub.Drain(node_pb2.DrainRequest()) if method == DRAIN else describe(channel)
+        code, sentence = await ended(call)
+    assert code is Code.PERMISSION_DENIED
+    assert f"{role} may not call {method}" in sentence
+    assert node.refused.refusals == [("caller", "role")]
+
+
+async def test_a_token_of_one_call_is_good_for_no_other(node):
+    token = identity("operator").token(DESCRIBE)
+    code, sentence = await node.drained_with(bearer(token.text))
+    assert code is Code.UNAUTHENTICATED
+    assert f"made for {DESCRIBE!r}, not for {DRAIN!r}" in sentence
+    token = identity("operator").token(DRAIN)
+    assert await node.drained_with(bearer(token.text)) == (Code.OK, "")
+    code, sentence = await node.drained_with(bearer(token.text))
+    assert code is Code.UNAUTHENTICATED
+    assert "used before" in sentence
+    assert node.refused.refusals == [("caller", "call"), ("caller", "replayed")]
+
+
+@pytest.mark.parametrize(
+    "shift_s, sentence",
+    [
+        (-85.0, ""),  # good for 60 s, and the clocks may be 30 s apart
+        (-95.0, "made 95 s ago by the clock of its maker and is good for 60 s: the clocks"),
+        (25.0, ""),
+        (35.0, "will be made in 35 s by the clock of its maker: the clocks of the two hosts"),
+    ],
+)
+async def test_clocks_that_are_far_apart_are_told_by_how_much(node, monkeypatch, shift_s, sentence):
+    here = time.time
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(tokens.time, "time", lambda: here() + shift_s)
+        token = identity("operator").token(DRAIN)
+    code, said = await node.drained_with(bearer(token.text))
+    assert code is (Code.UNAUTHENTICATED if sentence else Code.OK)
+    assert sentence in said
+    assert node.refused.refusals == ([("caller", "clock")] if sentence else [])
+
+
+def _unsigned() -> str:
+    return jwt.encode({"sub": "x"}, None, "none", headers={"kid": "operator"})
+
+
+def _bare() -> str:
+    key = secret.parse(SECRET, "the test", "node").keys["operator"][0]
+    return jwt.encode({"sub": "x", "aud": DRAIN}, key, "HS256", headers={"kid": "operator"})
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("", "malformed"),
+        ("x.y.z", "malformed"),
+        ("x" * 3000, "malformed"),
+        (jwt.encode({}, "k" * 32, "HS256", headers={"kid": "root"}), "malformed"),
+        (jwt.encode({}, "k" * 32, "HS256"), "malformed"),
+        (_unsigned(), "malformed"),
+        (_bare(), "malformed"),  # without an end
+    ],
+)
+async def test_what_is_no_token_is_refused_and_harms_nobody(node, text, reason):
+    code, sentence = await node.drained_with(bearer(text))
+    assert code is Code.UNAUTHENTICATED and sentence
+    assert node.refused.refusals == [("caller", reason)]
+
+
+async def test_nothing_that_a_refused_caller_says_is_parsed(node):
+    """Else it would be INVALID_ARGUMENT."""
+    async with rpc.make_channel(node.address) as channel:
+        call = channel.unary_unary("/baton.v1.Node/Abort")(b"\xff\xff\xff", timeout=5)
+        assert (await ended(call))[0] is Code.UNAUTHENTICATED
+        stream = channel.stream_stream("/baton.v1.DecodeNode/Serve")(timeout=5)
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await stream.write(b"\xff\xff\xff")
+        assert (await ended(stream.read()))[0] is Code.UNAUTHENTICATED
+
+
+async def test_a_flood_of_refusals_is_not_a_flood_of_lines(node, caplog):
+    for _ in range(40):
+        await node.drained_with()
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert 0 < len(lines) <= 10
+    assert len(node.refused.refusals) == 40
+
+
+# Whoever answers ---------------------------------------------------------------------------------
+
+
+async def test_an_impostor_on_a_nodes_address_is_told_nothing_and_not_believed():
+    count = Counted()
+    async with (
+        serving(None) as (service, address),
+        rpc.make_channel(address, None, identity("router", count=count)) as channel,
+    ):
+        call = serve(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.write(decode_pb2.ToNode(cancels=[1]))
+        assert caught.value.code() is Code.UNAUTHENTICATED
+        assert "has not proved that it is a node of this cluster" in caught.value.details()
+        assert (await ended(call.read()))[0] is Code.UNAUTHENTICATED
+        assert service.heard == []
+        assert (await ended(describe(channel)))[0] is Code.UNAUTHENTICATED
+        watching = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
+        assert (await ended(anext(aiter(watching))))[0] is Code.UNAUTHENTICATED
+    assert count.refusals == [("callee", "missing")] * 3
+
+
+@pytest.mark.parametrize(
+    "forge, reason",
+    [
+        (lambda said, fresh: fresh(OTHER, "node", said), "secret"),
+        (lambda said, fresh: fresh(SECRET, "router", said), "role"),
+        (lambda said, fresh: fresh(SECRET, "node", None), "replayed"),  # of another call
+        (lambda said, fresh: "x", "malformed"),
+    ],
+)
+async def test_a_proof_must_be_a_nodes_and_of_this_call(monkeypatch, forge, reason):
+    node = identity("node")
+
+    def admit(method, text):
+        called, _ = Identity.admit(node, method, text)
+
+        def fresh(text, role, nonce):
+            keyring = secret.parse(text, "the test", "node")
+            return tokens.sign(keyring, role, "x", f"answer of {method}", nonce=nonce).text
+
+        return called, forge(called.nonce, fresh)
+
+    monkeypatch.setattr(node, "admit", admit)
+    guard = Guard(ByToken(node), uncounted)
+    count = Counted()
+    async with (
+        serving(guard) as (_, address),
+        rpc.make_channel(address, None, identity("router", count=count)) as channel,
+    ):
+        call = serve(channel)
+        assert (await ended(call.read()))[0] is Code.UNAUTHENTICATED
+        assert (await ended(describe(channel)))[0] is Code.UNAUTHENTICATED
+    assert count.refusals == [("callee", reason)] * 2
+
+
+async def test_what_ends_a_call_reaches_its_caller_although_nothing_was_proved(node):
+    """A node that is gone, or that refuses, is no impostor."""
+    async with node.called_as(identity("router", OTHER)) as channel:
+        code, sentence = await ended(serve(channel).read())
+        assert code is Code.UNAUTHENTICATED and "another secret" in sentence
+        with pytest.raises(grpc.aio.AioRpcError, match="another secret"):
+            await serve(channel).write(decode_pb2.ToNode())
+    async with rpc.make_channel("127.0.0.1:1", None, identity("router")) as channel:
+        assert (await ended(serve(channel).read()))[0] is Code.UNAVAILABLE
+        assert (await ended(describe(channel)))[0] is Code.UNAVAILABLE
+    async with node.called_as(identity("operator")) as channel:
+        flushing = node_pb2_grpc.NodeStub(channel).FlushCache(node_pb2.FlushCacheRequest())
+        assert await ended(flushing) == (Code.PERMISSION_DENIED, "its own words")
+
+
+async def test_a_cancelled_stream_is_cancelled_and_nothing_else():
+    async with serving(None) as (_, address), rpc.make_channel(address) as bare:
+        del bare
+        async with rpc.make_channel(address, None, identity("router")) as channel:
+            call = serve(channel)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call.read()
+
+
+def test_every_method_of_a_node_has_a_rule():
+    guard = Guard(lambda method, context: None, uncounted)
+    for service in (node_pb2, decode_pb2):
+        for one in service.DESCRIPTOR.services_by_name.values():
+            for method in one.methods:
+                assert guard.of(f"/{one.full_name}/{method.name}")
+    with pytest.raises(KeyError):
+        guard.of("/baton.v1.Node/Format")

@@ -1,0 +1,147 @@
+"""The cluster secret: where it comes from, what is none, and that no message tells it."""
+
+import pytest
+
+from common.errors import ConfigError
+from common.identity import exposure, secret, tokens
+from common.identity.operator import AUDIENCE, OperatorCheck
+from common.identity.refusals import Refused
+from common.identity.roles import ROLES
+from common.identity.secret import new_secret, operator_keys
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_around(monkeypatch):
+    monkeypatch.delenv(secret.VARIABLE, raising=False)
+
+
+def keyring(text, role="node"):
+    return secret.parse(text, "the test", role)
+
+
+def test_a_new_secret_is_a_word_that_is_long_enough_and_each_is_another():
+    words = {new_secret() for _ in range(100)}
+    assert len(words) == 100
+    for word in words:
+        assert len(word) >= 43 and keyring(word)
+        assert word.replace("-", "").replace("_", "").isalnum()
+
+
+def test_every_role_has_a_key_of_its_own_and_every_secret_others():
+    one, other = keyring(new_secret()), keyring(new_secret())
+    keys = {ring.keys[role] for ring in (one, other) for role in ROLES}
+    assert len(keys) == 6
+
+
+def test_a_file_goes_before_the_environment_and_without_both_there_is_none(monkeypatch, tmp_path):
+    file, text, other = tmp_path / "secret", new_secret(), new_secret()
+    assert secret.keyrings(None, "node") is None
+    monkeypatch.setenv(secret.VARIABLE, other)
+    assert secret.keyrings(None, "node").current() == keyring(other)
+    file.write_text(f"{text}\n")
+    assert secret.keyrings(file, "node").current() == keyring(text)
+
+
+def test_a_file_that_changes_is_read_anew_and_nonsense_is_not_used(tmp_path, caplog):
+    file, old, new = tmp_path / "secret", new_secret(), new_secret()
+    file.write_text(old)
+    found = secret.keyrings(file, "node")
+    assert found.current() is found.current()
+    file.write_text(f"{new}\n{old}\n")
+    assert found.current() == keyring(f"{new} {old}")
+    file.write_text("short")
+    assert found.current() == keyring(f"{new} {old}")
+    assert "new cluster secrets are not used" in caplog.text
+    assert "short" not in caplog.text.replace("a short", "")
+    file.unlink()
+    assert found.current() == keyring(f"{new} {old}")
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (b"", "holds 0 secrets"),
+        (b"hunter2", "secret 1 has 7 characters, 32 are the fewest; `baton secret` prints"),
+        (b"x" * 40 + b"\n" + b"y" * 31, "secret 2 has 31 characters"),
+        (b"x" * 5000, "is longer than 4096 bytes"),
+        (b"\xff" * 40, "is no text of ASCII characters"),
+        (b"\n".join([b"x" * 40] * 9), "holds 9 secrets"),
+        (b"baton-operator-AAAA", "operator's key 1 is not whole"),
+        (b"baton-operator-" + b"\x80" * 40, "is no text of ASCII"),
+    ],
+)
+def test_what_is_no_secret_is_refused_in_a_sentence_that_does_not_tell_it(
+    tmp_path, content, sentence
+):
+    file = tmp_path / "secret"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        secret.keyrings(file, "node")
+    said = str(caught.value)
+    assert said.startswith("--secret-file: ") and sentence in said and "\n" not in said
+    for word in content.decode("latin-1").split():
+        assert word not in said
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--secret-file: .*gone: No such file"):
+        secret.keyrings(tmp_path / "gone", "node")
+
+
+def test_no_secret_is_in_what_is_printed_of_a_keyring():
+    text = new_secret()
+    ring = keyring(text)
+    assert text not in repr(ring) and repr(ring.keys["node"][0]) not in repr(ring)
+
+
+# Operators over HTTP -----------------------------------------------------------------------------
+
+
+class Fixed:
+    def __init__(self, ring):
+        self.ring = ring
+
+    def current(self):
+        return self.ring
+
+
+def test_an_operators_key_or_token_opens_http_and_nothing_else_does():
+    old, new, stranger = new_secret(), new_secret(), keyring(new_secret())
+    ring = keyring(f"{new} {old}")
+    check = OperatorCheck(Fixed(ring)).check
+    for key in operator_keys(ring):
+        check(f"Bearer {key}")
+        check(f"bearer  {key} ")
+    token = tokens.sign(ring, "operator", "me", AUDIENCE).text
+    for _ in range(2):
+        check(f"Bearer {token}")
+    for shown, reason in (
+        (None, "missing"),
+        ("", "missing"),
+        ("Basic eA==", "missing"),
+        (f"Bearer {new}", "secret"),  # the secret itself is nobody's to send
+        (f"Bearer {operator_keys(stranger)[0]}", "secret"),
+        ("Bearer \u20ac", "secret"),
+        (f"Bearer {tokens.sign(stranger, 'operator', 'me', AUDIENCE).text}", "secret"),
+        (f"Bearer {tokens.sign(ring, 'node', 'me', AUDIENCE).text}", "role"),
+        (f"Bearer {tokens.sign(ring, 'operator', 'me', '/baton.v1.Node/Drain').text}", "call"),
+    ):
+        with pytest.raises(Refused) as caught:
+            check(shown)
+        assert caught.value.reason == reason, shown
+
+
+# Who may listen where ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_on_this_host_nobody_need_be_asked(host):
+    exposure.check(host, asked=False, insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "no.such.host.invalid"])
+def test_beyond_this_host_callers_are_asked_or_the_user_says_that_they_are_not(host):
+    with pytest.raises(ConfigError, match=f"--host {host} is reached from other hosts.*--insecure"):
+        exposure.check(host, asked=False, insecure=False)
+    exposure.check(host, asked=True, insecure=False)
+    exposure.check(host, asked=False, insecure=True)

@@ -1,0 +1,248 @@
+"""A cluster with a secret, as real processes: who gets in, what is said on both sides, and how
+secrets are replaced. One cluster for all; what a test starts beside it is a stranger to it."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from common.identity.program import identity_of
+from common.identity.secret import VARIABLE, new_secret
+from common.rpc import make_channel
+from protos.decode_pb2 import Peers, ToNode
+from protos.decode_pb2_grpc import DecodeNodeStub
+from protos.kvtransfer_pb2_grpc import KvTransferStub
+from protos.node_pb2 import AbortRequest, DrainRequest, FlushCacheRequest, WatchCacheRequest
+from protos.node_pb2_grpc import NodeStub
+from tests.support.cluster import Cluster, Node, free_ports
+from tests.support.noise_model import write
+from tests.support.programs import ROOT, Program
+from tests.support.scrapes import scraped, value
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+PROMPT = [1, 2, 3, 4, 5] * 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("noise") / "model"
+    write(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return next(free_ports(1))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(
+    model: Path, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
+    logs = tmp_path_factory.mktemp("logs")
+    flags = (f"--metrics-port={metrics_port}",)
+    async with Cluster(model, logs, path="tcp", decode_flags=flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[type[Program]]:
+    """Starts programs, and ends them with the test."""
+    started = []
+
+    class Started(Program):
+        def __init__(self, module: str, *flags: str) -> None:
+            super().__init__(module, f"--model={model}", *flags)
+            started.append(self)
+
+    yield Started
+    for each in started:
+        each.close()
+
+
+def _log(node: Node) -> str:
+    assert node.child.log is not None
+    return node.child.log.read_text()
+
+
+async def _answers(cluster: Cluster) -> None:
+    assert len((await cluster.generate(PROMPT, max_tokens=4)).token_ids) == 4
+
+
+async def test_with_a_secret_requests_go_through_a_hand_off(cluster: Cluster) -> None:
+    await _answers(cluster)
+    (link,) = (await cluster.decode[0].describe()).links
+    assert link.peer == cluster.prefill[0].address
+
+
+async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
+    cluster: Cluster, metrics_port: int
+) -> None:
+    (prefill,), (decode,) = cluster.prefill, cluster.decode
+    for node in (prefill, decode):
+        async with make_channel(node.address) as channel:
+            stub = NodeStub(channel)  # type: ignore[no-untyped-call]
+            for call in (
+                stub.Drain(DrainRequest(), timeout=5),
+                stub.FlushCache(FlushCacheRequest(), timeout=5),
+                stub.Abort(AbortRequest(request_id="x"), timeout=5),
+                stub.WatchCache(WatchCacheRequest(), timeout=5).read(),
+                *([KvTransferStub(channel).Pair(timeout=5).read()] if node is prefill else []),  # type: ignore[no-untyped-call]
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    # Nobody makes a decode node dial an address of his own.
+    async with make_channel(decode.address) as channel:
+        serve = DecodeNodeStub(channel).Serve()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await serve.write(ToNode(peers=Peers(prefill_addresses=["127.0.0.1:9"])))
+        assert await serve.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "127.0.0.1:9 " not in _log(decode)
+    assert "a call was refused" in _log(decode) and "knows no cluster secret" in _log(decode)
+    scrape = await asyncio.to_thread(scraped, metrics_port)
+    refused = value(scrape, "baton_identity_refused_total", side="caller", reason="missing")
+    assert refused >= 5
+    await _answers(cluster)
+
+
+async def test_a_router_with_another_secret_or_none_is_told_why_and_so_is_the_node(
+    cluster: Cluster, start: type[Program], tmp_path: Path
+) -> None:
+    other = tmp_path / "secret"
+    other.write_text(new_secret())
+    ports = ("--port=0", "--http-port=0")
+    decode = f"--decode={cluster.decode[0].address}"
+    for flags, sentence in (((f"--secret-file={other}",), "another secret"), ((), "no token")):
+        router = start("router", *ports, decode, *flags)
+        line = await asyncio.to_thread(router.line_with, "a node does not answer", 60.0)
+        assert sentence in line
+        assert sentence in _log(cluster.decode[0])
+    await _answers(cluster)
+
+
+async def test_an_impostor_on_a_nodes_address_gets_no_request(
+    cluster: Cluster, start: type[Program]
+) -> None:
+    """A decode node that knows no secret, which the router of this test is told of."""
+    impostor = start("decode_node", "--port=0", "--mode=colocated", "--device=cpu")
+    await asyncio.to_thread(impostor.line_with, " ready ", 60.0)
+    router = start(
+        "router",
+        "--port=0",
+        "--http-port=0",
+        f"--decode={impostor.address()}",
+        f"--secret-file={cluster.secret_file}",
+    )
+    line = await asyncio.to_thread(router.line_with, "a node does not answer", 60.0)
+    assert "has not proved that it is a node of this cluster" in line
+
+
+async def test_a_secret_is_replaced_under_load_and_the_old_one_is_worth_nothing(
+    cluster: Cluster,
+) -> None:
+    assert cluster.secret_file is not None
+    old, new = cluster.secret_file.read_text().strip(), new_secret()
+    stolen = cluster.secret_file.with_name("stolen")
+    stolen.write_text(old)
+    thief = identity_of("operator", "a thief", stolen)
+    for content in (f"{old}\n{new}\n", f"{new}\n{old}\n"):
+        cluster.secret_file.write_text(content)
+        await _answers(cluster)
+        async with make_channel(cluster.decode[0].address, None, thief) as channel:
+            await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=5)  # type: ignore[no-untyped-call]
+    cluster.secret_file.write_text(new)
+    async with make_channel(cluster.decode[0].address, None, thief) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="another secret"):
+            await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=5)  # type: ignore[no-untyped-call]
+    # A node that comes back joins with the new one.
+    (prefill,), (decode,) = cluster.prefill, cluster.decode
+    await cluster.kill(prefill)
+
+    async def paired() -> bool:
+        return bool((await decode.describe()).links)
+
+    async def alone() -> bool:
+        return not await paired()
+
+    await cluster.wait_until(alone, "the dead node is off the decode node's books")
+    await cluster.start_again(prefill)
+    await cluster.wait_until(paired, "the decode node has paired again", 60.0)
+    await _answers(cluster)
+
+
+# At the start -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["router", "prefill_node", "decode_node"])
+async def test_nobody_listens_beyond_this_host_without_being_told_to(
+    start: type[Program], role: str
+) -> None:
+    flags = ("--decode=127.0.0.1:1",) if role == "router" else ()
+    refused = start(role, "--host=0.0.0.0", "--port=0", *flags)
+    assert await asyncio.to_thread(refused.exit_code, 60.0) == 2
+    (line,) = refused.output.splitlines()
+    assert "--host 0.0.0.0 is reached from other hosts" in line and "--insecure" in line
+
+
+async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_tell_it(
+    start: type[Program], tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("hunter2")
+    refused = start("prefill_node", "--port=0", f"--secret-file={file}")
+    assert await asyncio.to_thread(refused.exit_code, 60.0) == 2
+    (line,) = refused.output.splitlines()
+    assert "has 7 characters" in line and "hunter2" not in line
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
+    command = [sys.executable, "-m", "common.cli.secret", *arguments]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+async def test_a_printed_token_is_good_for_one_call(cluster: Cluster) -> None:
+    assert cluster.secret_file is not None
+    file = f"--secret-file={cluster.secret_file}"
+    key = _secret("--operator", file).stdout.strip()
+    assert key.startswith("baton-operator-")
+    # Of the key alone an operator makes the same.
+    for printed in (
+        _secret("--token=FlushCache", file),
+        _secret("--token=FlushCache", **{VARIABLE: key}),
+    ):
+        shown = ("authorization", f"Bearer {printed.stdout.strip()}")
+        async with make_channel(cluster.decode[0].address) as channel:
+            stub = NodeStub(channel)  # type: ignore[no-untyped-call]
+            await stub.FlushCache(FlushCacheRequest(), timeout=5, metadata=[shown])
+            with pytest.raises(grpc.aio.AioRpcError, match="used before"):
+                await stub.FlushCache(FlushCacheRequest(), timeout=5, metadata=[shown])
+
+
+async def test_baton_secret_prints_a_new_one_or_says_why_it_makes_nothing_of_it() -> None:
+    first, second = _secret(), _secret()
+    assert first.returncode == 0 and len(first.stdout.strip()) >= 43
+    assert first.stdout != second.stdout
+    none = _secret("--operator", f"--secret-file={ROOT}/no-such-file")
+    assert (none.returncode, none.stdout) == (2, "")
+    assert len(none.stderr.splitlines()) == 1 and "no-such-file" in none.stderr
