@@ -227,6 +227,58 @@ class DecodeConfig(NodeConfig):
         return mode
 
 
+_ORIGIN = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
+
+
+class ClientsConfig(Record):
+    """Who may ask a router, and how what it has is shared among those who do."""
+
+    api_keys: Path | None = Field(
+        None,
+        description="file of API keys' hashes, see docs/clients.md, read anew when it changes; "
+        "default: clients need none",
+    )
+    salt_by_key: bool = Field(
+        False, description="each API key has prefix caches of its own, apart from other keys'"
+    )
+    longest_wait_s: float = Field(
+        2.0,
+        ge=0,
+        le=60,
+        description="longest wait for one of --max-requests, in a short line; 0: refused at once",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (), description="names that HTTP clients may call this host by, besides loopback's own"
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="web sites whose pages may call /v1, such as https://example.com; *: all"
+    )
+
+    @field_validator("salt_by_key")
+    @classmethod
+    def _by_a_key(cls, salt_by_key: bool, info: ValidationInfo) -> bool:
+        if salt_by_key and info.data.get("api_keys") is None:
+            raise ValueError("needs --api-keys")
+        return salt_by_key
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if _HOST.fullmatch(host) is None:
+                raise ValueError("must be names or addresses, without ports")
+        return tuple(host.lower() for host in hosts)
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ValueError("must be http://HOST[:PORT], or https, or *")
+        return origins
+
+
 class RouterConfig(Record):
     """The router. It loads the tokenizer and the chat template of `model`, never its weights."""
 
@@ -256,7 +308,10 @@ class RouterConfig(Record):
         description="router processes that share the ports; each has --max-requests of its own, "
         "and a metrics port of its own, counted up from --metrics-port",
     )
-    max_requests: Positive = Field(1024, description="live requests; more are refused at once")
+    clients: ClientsConfig = ClientsConfig()
+    max_requests: Positive = Field(
+        1024, description="live requests, of which one client has 7/8 at most"
+    )
     budget_s: Seconds = Field(
         600.0,
         le=7 * 24 * 3600,  # nodes refuse a request that may take longer

@@ -6,6 +6,7 @@ ServingError                      status sent to the peer
 ├── Forbidden                     PERMISSION_DENIED    it has, and may not call this
 ├── NotIdle                       FAILED_PRECONDITION
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
+│   └── RateLimited                                    retry later: the client's own limit
 ├── RequestAborted                CANCELLED
 ├── DeadlineExceeded              DEADLINE_EXCEEDED
 ├── NodeUnavailable               UNAVAILABLE          retry on another node
@@ -59,6 +60,18 @@ class NotIdle(ServingError):
 
 class Overloaded(ServingError):
     status = StatusCode.RESOURCE_EXHAUSTED
+    retry_after_s: float = 1.0
+
+
+class RateLimited(Overloaded):
+    """
+    Attributes:
+        retry_after_s: until the same request would not be refused for its rate.
+    """
+
+    def __init__(self, sentence: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(sentence)
+        self.retry_after_s = retry_after_s
 
 
 class RequestAborted(ServingError):

@@ -19,9 +19,18 @@ Namespace: TypeAlias = bytes
 SHARED: Namespace = b""
 
 
-def namespace_of(salt: str) -> Namespace:
-    """Alike on every router. A salt that nobody can guess is a namespace that nobody can enter."""
-    return blake2b(salt.encode(), digest_size=NAMESPACE_BYTES, person=b"baton namespace").digest()
+def namespace_of(salt: str, owner: str = "") -> Namespace:
+    """Alike on every router. A salt that nobody can guess is a namespace that nobody can enter.
+
+    Args:
+        owner: at most 64 bytes; no salt of one owner, or of none, makes a namespace of another's.
+    """
+    return blake2b(
+        salt.encode(),
+        digest_size=NAMESPACE_BYTES,
+        key=owner.encode(),
+        person=b"baton namespace",
+    ).digest()
 
 
 def check_namespace(namespace: bytes) -> Namespace:

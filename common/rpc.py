@@ -81,7 +81,10 @@ def raise_if_cancelled() -> None:
 
 
 def make_server(
-    *, shares_port: bool = False, max_message_bytes: int = MAX_MESSAGE_BYTES
+    *,
+    shares_port: bool = False,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A server with our options, bound to nothing yet. Call it on the event loop.
 
@@ -94,7 +97,7 @@ def make_server(
         "grpc.so_reuseport": int(shares_port),
         "grpc.max_receive_message_length": max_message_bytes,
     }
-    return grpc.aio.server(options=tuple(options.items()))
+    return grpc.aio.server(options=tuple(options.items()), interceptors=tuple(interceptors))
 
 
 def bind(

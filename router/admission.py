@@ -1,9 +1,13 @@
-"""Which requests are live: names that are taken, how many more fit, when none is left."""
+"""Which requests are live: names that are taken, whose turn it is, when none is left."""
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from common.errors import InvalidRequest, NodeUnavailable, Overloaded
+from common.errors import InvalidRequest, NodeUnavailable, RateLimited
+from router.clients.client import Client
+from router.clients.fair_slots import FairSlots
 
 SHUTTING_DOWN = "the router is shutting down"
 
@@ -11,59 +15,64 @@ SHUTTING_DOWN = "the router is shutting down"
 class Admission:
     """A request is live from its admission to the end of its call, whatever becomes of it."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, *, longest_wait_s: float = 0.0) -> None:
+        """
+        Args:
+            longest_wait_s: for a slot, where a client cannot have one at once.
+        """
         self.max_requests = max_requests
-        self._live: set[str] = set()
+        self._slots = FairSlots(max_requests, longest_wait_s=longest_wait_s)
+        self._names: set[str] = set()  # of requests that are live, or wait
         self.closed = False  # no request is admitted any more
-        self._none_live = asyncio.Event()
-        self._none_live.set()
+        self._none_left = asyncio.Event()
+        self._none_left.set()
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return self._slots.num_taken
 
-    def admitted(self, request_id: str) -> "Admitted":
-        """The request is live inside of what this returns, which must be entered at once.
+    @property
+    def num_waiting(self) -> int:
+        return self._slots.num_waiting
+
+    @asynccontextmanager
+    async def admitted(self, request_id: str, client: Client) -> AsyncIterator[None]:
+        """The request is live inside.
 
         Raises:
             NodeUnavailable: the router is shutting down.
             InvalidRequest: a live request has this id.
-            Overloaded: as many requests as allowed are live. At once, nothing queues here.
+            RateLimited: the client has as many requests as its key may.
+            Overloaded: as many requests are live as the client can have now.
         """
         if self.closed:
             raise NodeUnavailable(SHUTTING_DOWN)
-        if request_id in self._live:
+        if request_id in self._names:
             raise InvalidRequest(f"request_id {request_id!r} is that of a live request")
-        if len(self._live) >= self.max_requests:
-            raise Overloaded(f"{len(self._live)} requests are live, as many as this router takes")
-        return Admitted(self._live, self._none_live, request_id)
+        allowed = client.limits.concurrent
+        if allowed is not None and self._slots.num_of(client) >= allowed:
+            client.usage.refused()
+            raise RateLimited(f"this key has {allowed} live requests, as many as it may have")
+        self._names.add(request_id)
+        self._none_left.clear()
+        try:
+            await self._slots.take(client)
+            try:
+                yield
+            finally:
+                self._slots.give_back(client)
+        finally:
+            self._names.remove(request_id)
+            if not self._names:
+                self._none_left.set()
 
     def close(self) -> None:
-        """Refuses every request from now on."""
+        """Refuses every request from now on, and those that wait."""
         self.closed = True
+        self._slots.close(NodeUnavailable(SHUTTING_DOWN))
 
     async def wait_until_none_live(self) -> None:
-        await self._none_live.wait()
-
-
-class Admitted:
-    """One request among the live ones, from entering to leaving."""
-
-    __slots__ = ("_live", "_none_live", "_request_id")
-
-    def __init__(self, live: set[str], none_live: asyncio.Event, request_id: str) -> None:
-        self._live = live
-        self._none_live = none_live
-        self._request_id = request_id
-
-    def __enter__(self) -> None:
-        self._live.add(self._request_id)
-        self._none_live.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self._live.remove(self._request_id)
-        if not self._live:
-            self._none_live.set()
+        await self._none_left.wait()
 
 
 def new_request_id() -> str:

@@ -5,7 +5,7 @@ import logging
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,13 @@ from protos import router_pb2, router_pb2_grpc
 from router.admission import SHUTTING_DOWN, Admission
 from router.cache_watch import CacheWatch
 from router.chat_template import ChatTemplate
+from router.clients.assembly import Clients, make_clients
+from router.clients.http_checks import HttpChecks
+from router.clients.rpc_guard import RpcGuard
 from router.cluster import NOT_READY, Cluster
 from router.cluster_report import ClusterEndpoint, ClusterReport
 from router.discovery import Discovery
 from router.generation import Generator
-from router.http.request import Check
 from router.http.server import HttpServer
 from router.http.shared import Limits as HttpLimits
 from router.http.shared import Shared
@@ -52,6 +54,7 @@ from router.tokenizer import RouterTokenizer
 
 log = logging.getLogger(__name__)
 
+_FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster"})
 _LAST_WORDS_S = 1.0  # for the ends of calls to reach their clients
 # Of HTTP clients that wait between requests, and of probes; each live request has one more.
 _SPARE_CONNECTIONS = 1024
@@ -67,6 +70,7 @@ class Running:
     health: rpc.Health
     admission: Admission
     cluster: Cluster
+    metrics: RouterMetrics
     nodes: asyncio.Task[None]
     readiness: asyncio.Task[None]
 
@@ -97,8 +101,10 @@ async def running(
     """
     changed = asyncio.Event()  # something that readiness depends on
     tokenizer = RouterTokenizer(model.tokenizer_json)
-    admission = Admission(config.max_requests)
     counts = RouterMetrics()
+    clients = make_clients(config, counts)
+    admission = Admission(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
+    counts.waiting_from(lambda: admission.num_waiting)
     certificates = tls.certificates(config.front.tls, "--front.tls")
     for_nodes = tls.certificates(config.tls_to_nodes, "--nodes-tls")
     _tell_ends(counts.trust, certificates, for_nodes)
@@ -133,10 +139,22 @@ async def running(
         why_not_ready = partial(_why_not_ready, admission, cluster)
         report = ClusterReport(survey, admission, _constants(config, model), why_not_ready)
         service = RouterService(
-            generator, report, tokenizer, prompts, limits, model, budget_s=config.budget_s
+            clients.guard,
+            generator,
+            report,
+            tokenizer,
+            prompts,
+            limits,
+            model,
+            budget_s=config.budget_s,
         )
 
-        server = rpc.make_server(shares_port=shares_ports, max_message_bytes=limits.message_bytes)
+        guard = RpcGuard(clients.guard, for_operators=_FOR_OPERATORS)
+        server = rpc.make_server(
+            shares_port=shares_ports,
+            max_message_bytes=limits.message_bytes,
+            interceptors=[guard],
+        )
         names = rpc.add_service(
             server,
             router_pb2_grpc.add_RouterServicer_to_server,
@@ -160,6 +178,7 @@ async def running(
             config,
             model,
             limits,
+            clients,
             generator,
             report,
             timelines,
@@ -187,11 +206,14 @@ async def running(
         async with asyncio.TaskGroup() as tasks:
             nodes = tasks.create_task(membership.run())
             readiness = tasks.create_task(_tell_readiness(cluster, changed, health, counts))
+            keys = tasks.create_task(clients.keep_up())
             try:
-                yield Running(port, http_port, http, health, admission, cluster, nodes, readiness)
+                yield Running(
+                    port, http_port, http, health, admission, cluster, counts, nodes, readiness
+                )
             finally:
-                readiness.cancel()
-                nodes.cancel()
+                for task in (readiness, nodes, keys):
+                    task.cancel()
                 await rpc.stop(server, _LAST_WORDS_S)
 
 
@@ -255,6 +277,7 @@ def _make_http(
     config: RouterConfig,
     model: ModelFiles,
     model_limits: Limits,
+    clients: Clients,
     generator: Generator,
     report: ClusterReport,
     timelines: Timelines,
@@ -264,12 +287,14 @@ def _make_http(
     *,
     shares_port: bool,
 ) -> HttpServer:
+    checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
     requests = RequestsEndpoint(timelines)
     # Whoever scrapes a port that is shared meets one process now and another one then.
     elsewhere = {"/metrics": {"GET": metrics_elsewhere}} if shares_port else {}
     routes = api.routes(
         generator,
         counts,
+        checks.begin,
         model_name=_served_name(config, model),
         context_length=model.context_length,
         why_not_ready=why_not_ready,
@@ -286,10 +311,17 @@ def _make_http(
         max_body_bytes=model_limits.body_bytes,
         unread_s=config.unread_s,
     )
-    # Who may ask, and how often: of every request, before its body is read.
-    checks: Sequence[Check] = ()
     contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
-    return HttpServer(Shared(limits, routes, problems.error_body, counts, checks), contexts)
+    shared = Shared(
+        limits,
+        routes,
+        problems.error_body,
+        counts,
+        checks.in_order,
+        checks.headers,
+        checks.closed,
+    )
+    return HttpServer(shared, contexts)
 
 
 def _served_name(config: RouterConfig, model: ModelFiles) -> str:

@@ -11,6 +11,7 @@ from router import validation
 from router.admission import Admission, new_request_id
 from router.answer import Answer, LastPiece, Piece
 from router.choices import Prompt
+from router.clients.client import Client
 from router.cluster import Chosen, Cluster
 from router.detokenizer import Detokenizer
 from router.limits import Limits
@@ -64,6 +65,7 @@ class Generator:
     async def generate(
         self,
         wanted: Wanted,
+        client: Client,
         write: Write,
         traceparent: str = "",
         offer: Offer = lambda piece: False,
@@ -74,6 +76,7 @@ class Generator:
         cancels the request on its nodes.
 
         Args:
+            client: who asks; that it may is settled, what it may take is not.
             traceparent: as the client sent it.
             offer: called with each piece but the last; whether it has written it, at once. If it
                 has not, `write` does.
@@ -81,17 +84,23 @@ class Generator:
             ServingError: instead of the last piece.
         """
         request_id = wanted.request_id or new_request_id()
-        known_as = request_id[: validation.MAX_REQUEST_ID_CHARACTERS]  # an over-long one in logs
-        with RequestRecord(
-            self._metrics, self._timelines, self._refusals, known_as, traceparent
-        ) as record:
+        with self._record(request_id, client, traceparent) as record:
             validation.check_request_id(request_id)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
-            with self._admission.admitted(request_id):
-                with Within(budget_s) as deadline:
-                    job = await validation.parse(wanted, request_id, self._prompts, self._limits)
+            with Within(budget_s) as deadline:
+                async with self._admission.admitted(request_id, client):
+                    job = await validation.parse(
+                        wanted, request_id, self._prompts, self._limits, client.namespaces_of
+                    )
+                    client.usage.prompt(len(job.token_ids))
                     record.timeline.tokenised = time.monotonic()
                     await self._stream(job, deadline, write, offer, record)
+
+    def _record(self, request_id: str, client: Client, traceparent: str) -> RequestRecord:
+        known_as = request_id[: validation.MAX_REQUEST_ID_CHARACTERS]  # an over-long one in logs
+        return RequestRecord(
+            self._metrics, self._timelines, self._refusals, client, known_as, traceparent
+        )
 
     async def _stream(
         self, job: Job, deadline: float, write: Write, offer: Offer, record: RequestRecord

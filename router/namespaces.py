@@ -8,20 +8,22 @@ from router.wanted import Wanted
 MAX_SALT_CHARACTERS = 512
 
 
-def decide(wanted: Wanted) -> Namespace:
-    """That of the salt which the client gives, shared by all who give none.
+def decide(wanted: Wanted, owner: str) -> Namespace:
+    """That of the salt which the client gives, shared by all of its owner's who give none.
 
+    Args:
+        owner: whose namespaces they are, which no other owner's salt can name; "": everybody's.
     Raises:
         InvalidRequest: the salt is empty, which hides a mistake: nothing would be kept apart; or
             it is too long.
     """
     salt = wanted.cache_salt
-    if salt is None:
-        return SHARED
-    if not salt:
+    if salt == "":
         raise InvalidRequest("cache_salt is empty; leave it out to share what is cached")
-    if len(salt) > MAX_SALT_CHARACTERS:
+    if salt is not None and len(salt) > MAX_SALT_CHARACTERS:
         raise InvalidRequest(
             f"cache_salt has {len(salt)} characters, {MAX_SALT_CHARACTERS} allowed"
         )
-    return namespace_of(salt)
+    if salt is None and not owner:
+        return SHARED
+    return namespace_of(salt or "", owner)

@@ -1,14 +1,16 @@
-"""What is told about one request to metrics and the log, from its arrival to its end."""
+"""What is told about one request, from its arrival to its end: to metrics, to the log, and to the
+limits of its client."""
 
 import asyncio
 import logging
 import time
 from types import TracebackType
 
-from common.errors import InvalidRequest, Overloaded, RequestAborted, ServingError
+from common.errors import InvalidRequest, Overloaded, RateLimited, RequestAborted, ServingError
 from common.log_throttle import Throttle, ThrottledLog
 from common.logs import kv
 from common.metrics import RouterMetrics
+from router.clients.client import Client
 from router.timelines import Timelines
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ class RequestRecord:
         metrics: RouterMetrics,
         timelines: Timelines,
         refusals: ThrottledLog,
+        client: Client,
         request_id: str,
         traceparent: str,
     ) -> None:
@@ -37,6 +40,7 @@ class RequestRecord:
         self._refusals = refusals
         self._metrics = metrics
         self._timelines = timelines
+        self._client = client
         self.timeline = timelines.begin(request_id, traceparent)
         self._arrived_at = self.timeline.arrived
         self._wrote_at = self._arrived_at
@@ -69,6 +73,7 @@ class RequestRecord:
                 "outcome": outcome,
                 "tokens": self._num_tokens,
                 "seconds": seconds,
+                "client": self._client.name,
             }
             if isinstance(error, Exception):
                 fields |= {"decode": self.timeline.submissions[-1].decode, "error": error}
@@ -100,6 +105,7 @@ class RequestRecord:
         """A message with so many tokens goes to the client now."""
         now = time.monotonic()
         self._metrics.tokens(num_tokens)
+        self._client.usage.generated(num_tokens)
         num_next, waited_s = num_tokens, now - self._wrote_at
         if num_tokens and not self._num_tokens:
             self._metrics.first_token(now - self._arrived_at)
@@ -119,6 +125,8 @@ class RequestRecord:
         match error:
             case InvalidRequest():
                 self._metrics.rejected("invalid")
+            case RateLimited():
+                self._metrics.rejected("limited")
             case Overloaded():
                 self._metrics.rejected("overloaded")
             case ServingError():
@@ -127,11 +135,16 @@ class RequestRecord:
                 pass  # a fault of ours: its traceback is logged elsewhere, whose it was is not
             case _:
                 return
-        self._refusals.info("request refused", **self._names(), because=error)
+        self._refusals.info(
+            "request refused", **self._names(), client=self._client.name, because=error
+        )
 
     def _names(self) -> dict[str, object]:
         """What is in every line about it."""
-        return {"request_id": self.timeline.request_id, **self.timeline.trace.log_fields}
+        return {
+            "request_id": self.timeline.request_id,
+            **self.timeline.trace.log_fields,
+        }
 
 
 def _outcome(error: BaseException) -> str:

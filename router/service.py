@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from math import ceil
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -10,6 +11,9 @@ from common.errors import Overloaded
 from common.trace_context import HEADER
 from protos import router_pb2, router_pb2_grpc
 from router.answer import LastPiece, Piece
+from router.clients.client import Client
+from router.clients.guard import Guard
+from router.clients.rpc_guard import address, authorization
 from router.cluster_report import ClusterReport
 from router.generation import Generator
 from router.limits import Limits, check_context, check_vocabulary
@@ -21,14 +25,13 @@ from router.within import Within
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-_RETRY_AFTER_S = 1
-
 
 class RouterService(router_pb2_grpc.RouterServicer):
     """Methods raise ServingError; `common.rpc.add_service` turns it into a status."""
 
     def __init__(
         self,
+        guard: Guard,
         generator: Generator,
         report: ClusterReport,
         tokenizer: RouterTokenizer,
@@ -42,6 +45,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         Args:
             budget_s: total time that a call may take; a request for text may ask for less.
         """
+        self._guard = guard
         self._generator = generator
         self._report = report
         self._tokenizer = tokenizer
@@ -56,23 +60,24 @@ class RouterService(router_pb2_grpc.RouterServicer):
         def write(request_id: str, piece: Piece | LastPiece) -> Awaitable[None]:
             return context.write(_response(request_id, piece))
 
-        with _telling_when_to_retry(context):
-            await self._generator.generate(from_request(request), write, _traceparent(context))
+        with self._begun(context) as client:
+            wanted = from_request(request)
+            await self._generator.generate(wanted, client, write, _traceparent(context))
 
     async def Tokenize(
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        with _telling_when_to_retry(context), Within(self._budget_s):
+        with self._begun(context), Within(self._budget_s):
             token_ids = await self._prompts.encode(from_prompt(request))
         return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
-        check_context(request.token_ids, self._limits, "token_ids")
-        token_ids = list(request.token_ids)
-        check_vocabulary(token_ids, self._limits, "token_ids")
-        with _telling_when_to_retry(context), Within(self._budget_s):
+        with self._begun(context), Within(self._budget_s):
+            check_context(request.token_ids, self._limits, "token_ids")
+            token_ids = list(request.token_ids)
+            check_vocabulary(token_ids, self._limits, "token_ids")
             text = await self._tokenizer.decode_any(token_ids)
         return router_pb2.DetokenizeResponse(text=text)
 
@@ -92,14 +97,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.GetClusterResponse:
         return await self._report.make()
 
-
-@contextmanager
-def _telling_when_to_retry(context: Context) -> Iterator[None]:
-    try:
-        yield
-    except Overloaded:
-        context.set_trailing_metadata((("retry-after", str(_RETRY_AFTER_S)),))
-        raise
+    @contextmanager
+    def _begun(self, context: Context) -> Iterator[Client]:
+        """Gives the client of a request, which counts from here on; tells it when to come again."""
+        try:
+            shown = authorization(context.invocation_metadata())
+            client = self._guard.client(shown, address(context.peer()))
+            self._guard.begin(client)
+            yield client
+        except Overloaded as error:
+            context.set_trailing_metadata((("retry-after", str(ceil(error.retry_after_s))),))
+            raise
 
 
 def _traceparent(context: Context) -> str:

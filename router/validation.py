@@ -35,7 +35,9 @@ class Job(msgspec.Struct, frozen=True):
     namespace: Namespace = SHARED  # of prefix caches
 
 
-async def parse(wanted: Wanted, request_id: str, prompts: Prompts, limits: Limits) -> Job:
+async def parse(
+    wanted: Wanted, request_id: str, prompts: Prompts, limits: Limits, owner: str = ""
+) -> Job:
     """Checks prompt and sampling.
 
     Raises:
@@ -47,7 +49,7 @@ async def parse(wanted: Wanted, request_id: str, prompts: Prompts, limits: Limit
     if wanted.stop:
         check_stop(wanted.stop)
     check_session_id(wanted.session_id)
-    namespace = namespaces.decide(wanted)
+    namespace = namespaces.decide(wanted, owner)
     check_vocabulary(params.stop_token_ids, limits, "sampling.stop_token_ids")
     token_ids = await prompts.checked(wanted.prompt)
     context_left = limits.context_length - len(token_ids)

@@ -21,6 +21,10 @@ from common.identity.secret import VARIABLE
 from common.rpc import check_address, make_channel, raise_if_cancelled
 from protos import router_pb2, router_pb2_grpc
 
+KEY_VARIABLE = "BATON_API_KEY"
+Metadata = tuple[tuple[str, str], ...]
+
+_MAX_KEY_FILE_BYTES = 4096
 if TYPE_CHECKING:
     from common.identity.identity import Identity
 
@@ -44,6 +48,38 @@ def _address(text: str) -> str:
         return check_address(text)
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_key_flag(parser: argparse.ArgumentParser) -> None:
+    """For commands that ask a router, which may want an API key. There is no flag for the key
+    itself: everybody on the machine can read command lines."""
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"holds an API key; without it the variable {KEY_VARIABLE} does",
+    )
+
+
+def credentials(options: argparse.Namespace) -> Metadata:
+    """What to send with each call, by the flag of `add_key_flag`; nothing without a key.
+
+    Raises:
+        ConfigError: the file cannot be read, or there is no key in it.
+    """
+    key, source = os.environ.get(KEY_VARIABLE, ""), f"the variable {KEY_VARIABLE}"
+    if options.api_key_file is not None:
+        source = str(options.api_key_file)
+        try:
+            with options.api_key_file.open("rb") as file:
+                key = file.read(_MAX_KEY_FILE_BYTES).decode("latin-1").strip()
+        except OSError as error:
+            raise ConfigError(f"--api-key-file: {source}: {error.strerror}") from error
+    elif not key:
+        return ()
+    if not (key.isascii() and key.isprintable() and key) or " " in key:
+        raise ConfigError(f"{source} holds no API key, which is one word")
+    return (("authorization", f"Bearer {key}"),)
 
 
 def add_tls_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +159,7 @@ async def stream(
     address: str,
     request: router_pb2.GenerateRequest,
     certificates: tls.Certificates | None = None,
+    metadata: Metadata = (),
 ) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
     """The answer of the router at `address`. Leaving the iteration cancels the request.
 
@@ -131,7 +168,7 @@ async def stream(
     """
     async with make_channel(address, certificates) as channel:
         stub: Any = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]
-        call = stub.Generate(request)
+        call = stub.Generate(request, metadata=metadata)
         try:
             async for response in call:
                 yield response

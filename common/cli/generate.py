@@ -42,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     client.add_router_flag(parser)
     parser.add_argument("--chat", action="store_true", help="TEXT is a user's message")
     parser.add_argument("--stats", action="store_true", help="tokens and times, to standard error")
+    client.add_key_flag(parser)
     client.add_tls_flags(parser)
     group = parser.add_argument_group("sampling", "Unset: what the router takes for unset fields.")
     for field in Sampling.DESCRIPTOR.fields:
@@ -56,7 +57,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def print_answer(
-    address: str, request: GenerateRequest, certificates: tls.Certificates | None = None
+    address: str,
+    request: GenerateRequest,
+    certificates: tls.Certificates | None = None,
+    metadata: client.Metadata = (),
 ) -> tuple[GenerateResponse, float]:
     """Streams the answer's text to standard output.
 
@@ -65,7 +69,7 @@ async def print_answer(
     """
     started, first = time.monotonic(), 0.0
     last = GenerateResponse()
-    async with aclosing(client.stream(address, request, certificates)) as answer:
+    async with aclosing(client.stream(address, request, certificates, metadata)) as answer:
         async for last in answer:
             first = first or time.monotonic() - started
             print(last.text, end="", flush=True)
@@ -77,7 +81,9 @@ async def _main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         certificates = client.certificates(arguments)
-        last, first = await print_answer(arguments.router, request_from(arguments), certificates)
+        last, first = await print_answer(
+            arguments.router, request_from(arguments), certificates, client.credentials(arguments)
+        )
     except grpc.aio.AioRpcError as error:
         print(f"baton generate: {error.code().name}: {error.details()}", file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": Command("common.cli.generate", "send a prompt to a router, stream the answer"),
     "bench": Command("common.bench", "measure: load, colocated or disaggregated, break-even"),
     "top": Command("common.cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
+    "keys": Command("common.cli.keys", "make an API key, and its entry for --api-keys"),
     "secret": Command("common.cli.secret", "print a new cluster secret, or what is made of one"),
     "check": Command("common.cli.check", "will this configuration and model run on this machine?"),
     "demo-model": Command("common.cli.demo_model", "write the tiny model that `baton up` serves"),

@@ -48,6 +48,10 @@ SHORT_NAMES = {
     "front.tls.ca": "tls-ca",
     "front.secret-file": "secret-file",
     "front.insecure": "insecure",
+    "clients.api-keys": "api-keys",
+    "clients.salt-by-key": "salt-by-key",
+    "clients.allowed-hosts": "allowed-hosts",
+    "clients.cors-origins": "cors-origins",
 }
 
 R = TypeVar("R", bound=BaseModel)

@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--once", action="store_true", help="print one frame, with rates over one interval"
     )
+    client.add_key_flag(parser)
     client.add_tls_flags(parser)
     return parser.parse_args(arguments)
 
@@ -61,9 +62,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 class Top:
     """What is known of one cluster. For one event loop."""
 
-    def __init__(self, address: str, stub: Any) -> None:
+    def __init__(self, address: str, stub: Any, metadata: client.Metadata = ()) -> None:
         self._address = address
         self._stub = stub
+        self._metadata = metadata
         self._rates = Rates()
         self._cluster: GetClusterResponse | None = None
         self.problem = ""  # why the last question has no answer
@@ -71,7 +73,9 @@ class Top:
     async def look(self) -> None:
         """Asks once."""
         try:
-            cluster = await self._stub.GetCluster(GetClusterRequest(), timeout=ANSWER_S)
+            cluster = await self._stub.GetCluster(
+                GetClusterRequest(), timeout=ANSWER_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             rpc.raise_if_cancelled()
             self.problem = f"{error.code().name}: {error.details()}"
@@ -172,13 +176,16 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-async def _main(options: argparse.Namespace, certificates: tls.Certificates | None) -> int:
+async def _main(
+    options: argparse.Namespace, certificates: tls.Certificates | None, metadata: client.Metadata
+) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(highlight=False)
     async with rpc.make_channel(options.router, certificates) as channel:
-        top = Top(options.router, RouterStub(channel))  # type: ignore[no-untyped-call]
+        stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+        top = Top(options.router, stub, metadata)
         if options.once:
             asked = asyncio.create_task(once(top, options.interval, console))
             stopped = asyncio.create_task(stop.wait())
@@ -192,7 +199,8 @@ async def _main(options: argparse.Namespace, certificates: tls.Certificates | No
 if __name__ == "__main__":
     options = parse()
     try:
-        sys.exit(asyncio.run(_main(options, client.certificates(options))))
+        metadata = client.credentials(options)
+        sys.exit(asyncio.run(_main(options, client.certificates(options), metadata)))
     except ConfigError as error:
         print(f"baton top: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

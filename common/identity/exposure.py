@@ -15,7 +15,7 @@ def check(host: str, *, asked: bool, insecure: bool) -> None:
     Raises:
         ConfigError: they are not asked, it is not meant so, and others than this host reach them.
     """
-    if not (asked or insecure or _is_loopback(host)):
+    if not (asked or insecure or is_loopback(host)):
         raise ConfigError(
             f"--host {host} is reached from other hosts, and callers would need neither secret nor "
             "certificate: give --secret-file (`baton secret` prints a secret) or --tls-ca, or say "
@@ -23,7 +23,8 @@ def check(host: str, *, asked: bool, insecure: bool) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches what listens there."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

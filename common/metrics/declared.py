@@ -28,7 +28,8 @@ class Declared:
     """
     Attributes:
         name: in base units, without the suffixes that Prometheus gives to samples.
-        labels: by name, every value; the family's label sets are their product.
+        labels: by name, every value; the family's label sets are their product. One without values
+            has those of a file that the user keeps, and belongs to a sparse family.
         bounds: of a histogram's buckets.
         sparse: a label set that there is nothing to say of is left out.
     """

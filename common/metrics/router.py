@@ -1,7 +1,7 @@
 """What a router counts: requests and their times, as its clients see them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from prometheus_client.core import Metric
 
@@ -10,13 +10,14 @@ from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.timeline import TtftPhase
 
-Rejection = Literal["invalid", "overloaded", "no_node"]
+Rejection = Literal["invalid", "overloaded", "limited", "no_node"]
+Stranger = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"]
 
 NODE_STATES = ("ready", "unhealthy", "draining", "starting", "unreachable")
 _OTHER = "other"
 # Those that the router's own code answers with.
 _STATUSES = (
-    *("200", "400", "401", "403", "404", "405", "408", "413", "415"),
+    *("200", "400", "401", "403", "404", "405", "408", "413", "415", "421"),
     *("429", "431", "499", "500", "503", "504"),
 )
 
@@ -35,7 +36,28 @@ REJECTED = Declared(
     "baton_rejected",
     "counter",
     "Requests refused before any node saw them.",
-    {"reason": ("invalid", "overloaded", "no_node")},
+    {"reason": ("invalid", "overloaded", "limited", "no_node")},
+)
+WAITING = Declared("baton_waiting_requests", "gauge", "Requests that wait for a slot.")
+STRANGERS = Declared(
+    "baton_strangers",
+    "counter",
+    "Calls refused for who makes them, or for the host that they name.",
+    {"reason": ("no_key", "unknown_key", "expired_key", "no_operator", "host")},
+)
+KEY_REQUESTS = Declared(
+    "baton_key_requests",
+    "counter",
+    "Requests by the name of their API key, of those that are in the file now.",
+    {"key": (), "outcome": ("taken", "limited")},
+    sparse=True,
+)
+KEY_TOKENS = Declared(
+    "baton_key_tokens",
+    "counter",
+    "Tokens by the name of their API key, of those that are in the file now.",
+    {"key": (), "kind": ("prompt", "generated")},
+    sparse=True,
 )
 LIVE = Declared("baton_live_requests", "gauge", "Accepted requests under way.")
 PROMPT_TOKENS = Declared(
@@ -91,6 +113,10 @@ HTTP_ANSWERS = Declared(
 DECLARED = (
     REQUESTS,
     REJECTED,
+    WAITING,
+    STRANGERS,
+    KEY_REQUESTS,
+    KEY_TOKENS,
     LIVE,
     PROMPT_TOKENS,
     TOKENS,
@@ -110,12 +136,24 @@ DECLARED = (
 )
 
 
+class OfKey(NamedTuple):
+    """What was counted of one API key."""
+
+    num_requests: int
+    num_limited: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+
 class RouterMetrics:
     """Metrics of a router. Written by its event loop, told on whatever thread scrapes."""
 
     def __init__(self) -> None:
         self._ended = REQUESTS.numbers()
         self._rejected = REJECTED.numbers()
+        self._strangers = STRANGERS.numbers()
+        self._num_waiting: Callable[[], int] = lambda: 0
+        self._keys: Callable[[], Mapping[str, OfKey]] = dict
         self._live = LIVE.numbers()
         self._prompt_tokens = PROMPT_TOKENS.numbers()
         self._tokens = TOKENS.numbers()
@@ -135,6 +173,9 @@ class RouterMetrics:
     def _families(self) -> Iterable[Metric]:
         yield REQUESTS.family(self._ended)
         yield REJECTED.family(self._rejected)
+        yield WAITING.family({(): float(self._num_waiting())})
+        yield STRANGERS.family(self._strangers)
+        yield from self._of_keys()
         yield LIVE.family(self._live)
         yield PROMPT_TOKENS.family(self._prompt_tokens)
         yield TOKENS.family(self._tokens)
@@ -149,6 +190,29 @@ class RouterMetrics:
         yield HTTP_CONNECTIONS.family(self._http_connections)
         yield HTTP_ANSWERS.family(self._http_answers)
         yield from self.trust.families()
+
+    def _of_keys(self) -> Iterable[Metric]:
+        requests: dict[tuple[str, ...], float] = {}
+        tokens: dict[tuple[str, ...], float] = {}
+        for key, counted in self._keys().items():
+            requests[key, "taken"] = counted.num_requests
+            requests[key, "limited"] = counted.num_limited
+            tokens[key, "prompt"] = counted.num_prompt_tokens
+            tokens[key, "generated"] = counted.num_generated_tokens
+        return KEY_REQUESTS.family(requests), KEY_TOKENS.family(tokens)
+
+    # Clients --------------------------------------------------------------------------------------
+
+    def waiting_from(self, num_waiting: Callable[[], int]) -> None:
+        """Called at each scrape, on the thread that scrapes."""
+        self._num_waiting = num_waiting
+
+    def keys_from(self, keys: Callable[[], Mapping[str, OfKey]]) -> None:
+        """By the names of the keys, as `waiting_from`."""
+        self._keys = keys
+
+    def stranger(self, reason: Stranger) -> None:
+        self._strangers[reason,] += 1
 
     # Requests -------------------------------------------------------------------------------------
 

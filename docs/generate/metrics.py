@@ -14,9 +14,10 @@ Every program serves Prometheus metrics on `--metrics-port`, and a router also u
 its HTTP port. Of a router with several `--processes` each has a metrics port of its own, counted up
 from `--metrics-port`: scrape all of them, and not the HTTP port.
 
-Units are base units, and what labels can say is a closed list: no addresses, no request ids. A
-series is there from the start, with 0, so that the first failure is an increase too; those marked
-*sparse* are there once there is something to say.
+Units are base units, and what labels can say is a closed list: no addresses, no request ids; of
+`key` it is the names in the file of `--api-keys`, as it is now. A series is there from the start,
+with 0, so that the first failure is an increase too; those marked *sparse* are there once there is
+something to say.
 
 Counters end with `_total`. Of a histogram there are `_bucket`, `_sum` and `_count`.
 
@@ -68,7 +69,7 @@ def _labels(declared: Declared) -> str:
 
 
 def _values(values: Iterable[str]) -> str:
-    return ", ".join(f"`{value}`" for value in values)
+    return ", ".join(f"`{value}`" for value in values) or "*of the file*"
 
 
 def _escaped(text: str) -> str:

@@ -14,8 +14,9 @@ from typing import cast
 from router.http.reader import RequestReader
 from router.http.request import BadRequest, Request
 from router.http.responder import JSON, Responder
+from router.http.room import Place
 from router.http.routes import refusing
-from router.http.shared import Shared, peer_address
+from router.http.shared import Shared, peer_address, peer_host
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Connection(asyncio.Protocol):
         self._request = _NO_REQUEST  # that is being answered
         self._responder: Responder
         self._answering: asyncio.Task[None] | None = None
+        self._place: Place | None = None
         self._receiving = False  # part of a request is here, and none is being answered
         self._leaving = False  # nothing more is read as a request
         self._num_arriving = 0  # this connection's part of Shared.num_arriving
@@ -78,13 +80,13 @@ class Connection(asyncio.Protocol):
             on_taken=self._count_arriving,
         )
         self._shared.join(self)
-        num_connections, allowed = len(self._shared.members), self._shared.limits.max_connections
-        if num_connections > 2 * allowed:
-            self.abort()  # not even words for so many
-        elif num_connections > allowed:
-            self._turn_away(503, "there are as many connections as this router takes")
-        else:
+        self._place = self._shared.room.enter(peer_host(transport), self._close)
+        if self._place is not None:
             self._next()
+        elif len(self._shared.members) > 2 * self._shared.limits.max_connections:
+            self.abort()  # not even words for so many
+        else:
+            self._turn_away(503, "there are as many connections as this router takes")
 
     def data_received(self, data: bytes) -> None:
         if self._leaving:
@@ -111,6 +113,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._forget()
         self._shared.leave(self)
+        self._shared.on_closed(self._peer)
+        if self._place is not None:
+            self._place.leave()
         if self._answering is not None:
             self._answering.cancel()
 
@@ -118,6 +123,8 @@ class Connection(asyncio.Protocol):
 
     def _receive(self, data: bytes | bytearray) -> None:
         """Nothing is being answered: reads the next request, and answers it once it is whole."""
+        if self._place is not None:
+            self._place.busy()
         try:
             complete, rest = self._reader.feed(memoryview(data))
         except BadRequest as bad:
@@ -154,6 +161,7 @@ class Connection(asyncio.Protocol):
             request,
             date=self._shared.date,
             keep_alive=request.keep_alive and not self._shared.draining,
+            headers=self._shared.headers(request),
         )
         self._request, self._responder = request, responder
         handler = refusing(request.refused) if request.refused else self._shared.route(request)
@@ -188,6 +196,8 @@ class Connection(asyncio.Protocol):
         if not self._reader.num_received:
             self._receiving = False
             self.deadline = self._shared.now + limits.idle_s
+            if self._place is not None:
+                self._place.idle()
         elif not self._receiving:
             self._receiving = True
             self.deadline = self._shared.now + limits.receive_s

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import cast
 
 from router.http.connection import Connection
-from router.http.shared import Shared, peer_address
+from router.http.room import Place
+from router.http.shared import Shared, peer_address, peer_host
 
 
 class Handshake(asyncio.Protocol):
@@ -28,6 +29,7 @@ class Handshake(asyncio.Protocol):
         self._shared = shared
         self._context = context
         self._peer = ""
+        self._place: Place | None = None
         self._shaking: asyncio.Task[None]
 
     def expire(self) -> None:
@@ -42,8 +44,8 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Takes the socket away from the transport, before anything is read: of what a loop does
         with a socket of somebody else's, it tells whether the handshake failed."""
-        # As many as a Connection has words for.
-        if len(self._shared.members) < 2 * self._shared.limits.max_connections:
+        self._place = self._shared.room.enter(peer_host(transport), self.abort)
+        if self._place is not None:
             descriptor = os.dup(transport.get_extra_info("socket").fileno())
             self._peer = peer_address(transport)
             self._shared.join(self)
@@ -66,14 +68,19 @@ class Handshake(asyncio.Protocol):
             self._shared.log.info("no TLS with a client", peer=self._peer, because=because)
         finally:
             if self in self._shared.members:  # it has not come to `_stands`
-                self._shared.leave(self)
+                self._leave()
                 client.close()
 
     def _stands(self, transport: asyncio.Transport) -> None:
-        self._shared.leave(self)
+        self._leave()
         connection = Connection(self._shared)
         transport.set_protocol(connection)
         connection.connection_made(transport)
+
+    def _leave(self) -> None:
+        self._shared.leave(self)
+        if self._place is not None:
+            self._place.leave()
 
 
 class _Standing(asyncio.Protocol):

@@ -161,6 +161,7 @@ class RequestReader:
                 bytes(self._draft.body),
                 takes_chunks=self._parser.get_http_version() == "1.1",
                 keep_alive=keep_alive,
+                peer=self._peer,
                 refused=self._draft.refused,
                 on_taken=self._on_taken,
             )

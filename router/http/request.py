@@ -30,7 +30,7 @@ class Request:
     """One request with its whole body, which is given away once."""
 
     __slots__ = (
-        *("_body", "_on_taken", "headers", "keep_alive", "method", "path", "refused"),
+        *("_body", "_on_taken", "headers", "keep_alive", "method", "path", "peer", "refused"),
         "takes_chunks",
     )
 
@@ -43,12 +43,13 @@ class Request:
         *,
         takes_chunks: bool,
         keep_alive: bool,
+        peer: str = "",
         refused: Refused | None = None,
         on_taken: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
-            method, path, headers: as of Head.
+            method, path, headers, peer: as of Head.
             takes_chunks: whether its client understands an answer in chunks: HTTP/1.1.
             on_taken: called when the body is taken.
         """
@@ -57,6 +58,7 @@ class Request:
         self.headers = headers
         self.takes_chunks = takes_chunks
         self.keep_alive = keep_alive
+        self.peer = peer
         self.refused = refused
         self._body = body
         self._on_taken = on_taken

@@ -31,17 +31,20 @@ class Responder:
         *,
         date: str,
         keep_alive: bool,
+        headers: Headers = (),
     ) -> None:
         """
         Args:
             writable: cleared while the client reads more slowly than we write.
             date: the header's value.
+            headers: of whatever the answer will be, besides its own.
         """
         self._transport = transport
         self._writable = writable
         self._head_only = request.method == "HEAD"
         self._chunks = request.takes_chunks
         self._date = date
+        self._headers = headers
         self.keep_alive = keep_alive  # whether the connection can go on after this answer
         self.status = 0  # until the answer has begun
         self.finished = False
@@ -92,7 +95,7 @@ class Responder:
     def _head(self, status: int, kind: str, headers: Headers) -> bytes:
         self.status = status
         lines = [_LINES[status], f"date: {self._date}\r\ncontent-type: {kind}\r\n"]
-        lines += [f"{name}: {value}\r\n" for name, value in headers]
+        lines += [f"{name}: {value}\r\n" for name, value in (*self._headers, *headers)]
         if not self.keep_alive:
             lines.append("connection: close\r\n")
         elif not self._chunks:

@@ -12,12 +12,19 @@ from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from common.rpc import join_address
 from router.http.request import Check, Request
-from router.http.responder import Responder
+from router.http.responder import Headers, Responder
+from router.http.room import Room
 
 log = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
+
+
+def peer_host(transport: asyncio.BaseTransport) -> str:
+    """As peer_address, without the port."""
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if peer else "gone"
 
 
 def peer_address(transport: asyncio.BaseTransport) -> str:
@@ -68,16 +75,23 @@ class Shared:
         error_body: ErrorBody,
         metrics: RouterMetrics,
         checks: Sequence[Check] = (),
+        headers: Callable[[Request], Headers] = lambda request: (),
+        on_closed: Callable[[str], None] = lambda peer: None,
     ) -> None:
         """
         Args:
             checks: asked in this order of every request, before its body is read.
+            headers: of every answer to a request, besides its own.
+            on_closed: told of each connection's end, by the host:port of its client.
         """
         self.limits = limits
         self.route = route
         self.error_body = error_body
         self.metrics = metrics
         self.checks = checks
+        self.headers = headers
+        self.on_closed = on_closed
+        self.room = Room(limits.max_connections)
         self.log = ThrottledLog(log, Throttle())  # of clients that are not served
         self.members: set[Member] = set()
         self.all_gone = asyncio.Event()

@@ -9,13 +9,14 @@ from router.http.shared import Handler
 from router.openai import problems
 from router.openai.chat import Chat
 from router.openai.completions import Completions
-from router.openai.generation_endpoint import GenerationEndpoint
+from router.openai.generation_endpoint import Begin, GenerationEndpoint
 from router.openai.operations import MODELS_PATH, Operations
 
 
 def routes(
     generator: Generator,
     metrics: RouterMetrics,
+    begin: Begin,
     *,
     model_name: str,
     context_length: int,
@@ -25,6 +26,7 @@ def routes(
 ) -> Routes:
     """
     Args:
+        begin: as of GenerationEndpoint.
         model_name: what clients call the model.
         context_length: tokens of prompt and answer together.
         why_not_ready: a sentence, or None when a request could be placed now.
@@ -34,7 +36,7 @@ def routes(
     operations = Operations(model_name, context_length, metrics.registry, why_not_ready)
 
     def generation(dialect: Completions | Chat) -> GenerationEndpoint:
-        return GenerationEndpoint(dialect, generator, metrics, model_name=model_name)
+        return GenerationEndpoint(dialect, generator, metrics, begin, model_name=model_name)
 
     return Routes(
         {

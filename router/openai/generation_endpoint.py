@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from common.errors import ServingError
 from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.admission import new_request_id
+from router.clients.client import Client
 from router.generation import Generator
 from router.http.request import Request
 from router.http.responder import Responder
@@ -22,20 +23,31 @@ from router.wanted import Wanted
 
 log = logging.getLogger(__name__)
 
+# Gives the client of so many requests for text; raises ServingError where it may not ask them.
+Begin = Callable[[Request, int], Client]
+
 
 class GenerationEndpoint:
     """A handler of HTTP requests. For one event loop."""
 
     def __init__(
-        self, dialect: Dialect, generator: Generator, metrics: RouterMetrics, *, model_name: str
+        self,
+        dialect: Dialect,
+        generator: Generator,
+        metrics: RouterMetrics,
+        begin: Begin,
+        *,
+        model_name: str,
     ) -> None:
         """
         Args:
+            begin: asked once what a request is for is known, and before any work on it.
             model_name: the only model that clients may name.
         """
         self._dialect = dialect
         self._generator = generator
         self._metrics = metrics
+        self._begin = begin
         self._model_name = model_name
         self._refusals = ThrottledLog(log, Throttle())
 
@@ -43,15 +55,17 @@ class GenerationEndpoint:
         """Being cancelled cancels every choice on its nodes."""
         given_id = request.headers.get(b"x-request-id")
         request_id = given_id.decode("latin-1") if given_id else new_request_id()
-        headers = (("x-request-id", request_id),)
+        headers: tuple[tuple[str, str], ...] = (("x-request-id", request_id),)
         try:
             asked = self._read(request)
+            client = self._begin(request, len(asked.requests))
+            headers += tuple(client.usage.headers())
             make_reply = StreamedReply if asked.stream else WholeReply
             origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
             reply = make_reply(self._dialect, asked, origin, responder, headers)
             traceparent = request.headers.get(b"traceparent", b"").decode("latin-1")
             session_id = _session_id(request, asked)
-            await self._generate(asked.requests, request_id, session_id, reply, traceparent)
+            await self._generate(asked.requests, client, request_id, session_id, reply, traceparent)
         except Refusal as refusal:
             self._metrics.rejected("invalid")
             self._refusals.info("request refused", request_id=request_id, because=refusal)
@@ -84,6 +98,7 @@ class GenerationEndpoint:
     async def _generate(
         self,
         choices: Sequence[Wanted],
+        client: Client,
         request_id: str,
         session_id: str,
         reply: Reply,
@@ -93,7 +108,7 @@ class GenerationEndpoint:
         if len(choices) == 1:
             only = replace(choices[0], request_id=request_id, session_id=session_id)
             await self._generator.generate(
-                only, partial(reply.write, 0), traceparent, partial(reply.offer, 0)
+                only, client, partial(reply.write, 0), traceparent, partial(reply.offer, 0)
             )
             return
         try:
@@ -101,7 +116,9 @@ class GenerationEndpoint:
                 for index, choice in enumerate(choices):
                     one = replace(choice, request_id=f"{request_id}-{index}", session_id=session_id)
                     write, offer = partial(reply.write, index), partial(reply.offer, index)
-                    tasks.create_task(self._generator.generate(one, write, traceparent, offer))
+                    tasks.create_task(
+                        self._generator.generate(one, client, write, traceparent, offer)
+                    )
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 

@@ -58,11 +58,23 @@ _ERROR: Schema = {
         }
     },
 }
+_WHERE_ASKED = "Where the router asks for one, see docs/clients.md."
+_KEYS: Schema = {
+    "key": {"type": "http", "scheme": "bearer", "description": f"An API key. {_WHERE_ASKED}"},
+    "operator_key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": f"An operator's API key, or the cluster's own. {_WHERE_ASKED}",
+    },
+}
 _PROBLEMS: Mapping[str, str] = {
     "400": "A field is wrong, or asks for what is not supported; `param` names it.",
+    "401": "No API key, where one is asked for, or none that is good.",
+    "403": "A client's key, where an operator's is asked for.",
     "404": "There is no such model, or no such request.",
     "413": "The body is too large, or has too many values.",
-    "429": "Too many live requests, or too much text to tokenise; see Retry-After.",
+    "429": "A limit of the key, too many live requests, or too much text to tokenise; see "
+    "Retry-After.",
     "503": "No usable pair of nodes, or the router is shutting down; see Retry-After.",
     "504": "The request's total budget is spent.",
 }
@@ -95,23 +107,26 @@ def document(version: str) -> Schema:
             "/v1/chat/completions": {
                 "post": _generation("Answers in a chat.", chat, chat_choice, chunk_choice, usage)
             },
-            "/v1/models": {"get": _plain("The model that is served.")},
+            "/v1/models": {"get": _plain("The model that is served.", "401")},
             "/v1/models/{model}": {
                 "parameters": [_in_path("model")],
-                "get": _plain("The same, by its name.", "404"),
+                "get": _plain("The same, by its name.", "401", "404"),
             },
-            "/cluster": {"get": _plain("The nodes, their pages, queues, counters and links.")},
-            "/requests": {"get": _plain("Requests under way and the last that ended.")},
+            "/cluster": {
+                "get": _for_operators("The nodes, their pages, queues, counters and links.")
+            },
+            "/requests": {"get": _for_operators("Requests under way and the last that ended.")},
             "/requests/{id}": {
                 "parameters": [_in_path("id")],
-                "get": _plain("Where the time of one request went, phase by phase.", "404"),
+                "get": _for_operators("Where the time of one request went, by phase.", "404"),
             },
-            "/health": {"get": _plain("The process lives.")},
-            "/ready": {"get": _plain("A request could be placed now.", "503")},
-            "/metrics": {"get": _plain("Prometheus metrics, as text.")},
-            "/openapi.json": {"get": _plain("This document.")},
+            "/health": {"get": _for_anybody("The process lives.")},
+            "/ready": {"get": _for_anybody("A request could be placed now.", "503")},
+            "/metrics": {"get": _for_operators("Prometheus metrics, as text.")},
+            "/openapi.json": {"get": _plain("This document.", "401")},
         },
-        "components": {"schemas": components},
+        "components": {"schemas": components, "securitySchemes": _KEYS},
+        "security": [{"key": []}, {}],
     }
 
 
@@ -150,6 +165,15 @@ def _envelope(choice: Schema, usage: Schema) -> Schema:
 
 def _plain(summary: str, *problems: str) -> Schema:
     return {"summary": summary, "responses": {"200": {"description": "OK"}, **_problems(*problems)}}
+
+
+def _for_operators(summary: str, *problems: str) -> Schema:
+    security: list[Schema] = [{"operator_key": []}, {}]
+    return {**_plain(summary, "401", "403", *problems), "security": security}
+
+
+def _for_anybody(summary: str, *problems: str) -> Schema:
+    return {**_plain(summary, *problems), "security": []}
 
 
 def _in_path(name: str) -> Schema:

@@ -4,6 +4,7 @@ import { Ask } from "./ask.js";
 import { byId, mark, say } from "./dom.js";
 import { Feed } from "./feed.js";
 import { age } from "./format.js";
+import { KeyForm, wantsKey } from "./key.js";
 import { Links } from "./links.js";
 import { legend, Nodes } from "./nodes.js";
 import { Rates } from "./rates.js";
@@ -33,6 +34,7 @@ let lastAnswer;
 function show(cluster) {
   lastAnswer = Date.now();
   connected(true);
+  keyForm.want("");
   const { router } = cluster;
   rates.take(cluster);
   totals.show(cluster, rates);
@@ -47,13 +49,24 @@ function show(cluster) {
   if (answers++ % REQUESTS_EVERY === 0) requests.refresh();
 }
 
-function lose(words) {
+function lose(error) {
+  if (wantsKey(error)) {
+    refuse(error.message);
+    return;
+  }
   connected(false);
-  say(byId("lost-words"), words);
+  say(byId("lost-words"), error.message);
   // Not part of what is read out: it changes with every try.
   const since = (Date.now() - lastAnswer) / 1e3;
   say(byId("lost-age"), lastAnswer === undefined ? "" : `What is shown is ${age(since)} old.`);
   say(byId("router-state"), "connection lost");
+  mark(byId("router-state"), "data-state", "lost");
+}
+
+function refuse(words) {
+  connected(true);
+  keyForm.want(words);
+  say(byId("router-state"), "an operator's key is needed");
   mark(byId("router-state"), "data-state", "lost");
 }
 
@@ -63,6 +76,7 @@ function connected(yes) {
 }
 
 const feed = new Feed("/cluster", show, lose);
+const keyForm = new KeyForm(() => feed.now());
 byId("reconnect").addEventListener("click", () => feed.now());
 legend(byId("holders"));
 feed.start();

@@ -2,6 +2,7 @@
 
 import { byId, element, keep, say } from "./dom.js";
 import { count, duration } from "./format.js";
+import { fetchWithKey } from "./key.js";
 import { events } from "./sse.js";
 
 export class Ask {
@@ -60,7 +61,7 @@ export class Ask {
       stream: true,
       stream_options: { include_usage: true },
     };
-    return fetch(chat ? "/v1/chat/completions" : "/v1/completions", {
+    return fetchWithKey(chat ? "/v1/chat/completions" : "/v1/completions", {
       method: "POST",
       headers: { "content-type": "application/json" },
       body: JSON.stringify(body),

@@ -1,11 +1,13 @@
 // Asks the router again and again. A failed try is told at once; tries then come less often.
 
+import { fetchWithKey } from "./key.js";
+
 const INTERVAL_MS = 1000;
 const LONGEST_MS = 5000; // between tries
 const ANSWER_MS = 6000; // nodes have two seconds, and a router may be busy
 
 export class Feed {
-  /** `onAnswer(content)` and `onLost(words)` are called after each try. */
+  /** `onAnswer(content)` or `onLost(error)` is called after each try. */
   constructor(path, onAnswer, onLost) {
     this.path = path;
     this.onAnswer = onAnswer;
@@ -35,7 +37,7 @@ export class Feed {
       this.onAnswer(content);
     } catch (error) {
       this.failures += 1;
-      this.onLost(error.message);
+      this.onLost(error);
     } finally {
       this.asking = false;
       clearTimeout(this.timer);
@@ -49,7 +51,8 @@ export class Feed {
 export async function fetchJson(path) {
   let answer;
   try {
-    answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+    const signal = AbortSignal.timeout(ANSWER_MS);
+    answer = await fetchWithKey(path, { cache: "no-store", signal });
   } catch (error) {
     const late = error.name === "TimeoutError";
     throw new Error(late ? "The router does not answer." : "The router cannot be reached.");

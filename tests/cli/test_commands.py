@@ -28,7 +28,7 @@ def _baton(*arguments):
 def test_without_a_command_it_lists_them():
     said = _baton()
     assert (said.returncode, said.stdout) == (2, "")
-    for command in ("up", "generate", "check", "demo-model", "router", "prefill", "decode"):
+    for command in ("up", "generate", "check", "demo-model", "keys", "router", "prefill", "decode"):
         assert f"  {command} " in said.stderr
 
 

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from common import rpc
-from common.config import FrontConfig, RouterConfig
+from common.config import ClientsConfig, FrontConfig, RouterConfig
 from protos import router_pb2, router_pb2_grpc
 from router import model_files
 from router.assembly import Running, running
@@ -20,6 +20,8 @@ from router.assembly import Running, running
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 320
 WAIT_S = 10.0
+ON_ANY_PORT = FrontConfig(port=0)
+AT_ONCE = ClientsConfig(longest_wait_s=0)  # no request waits for a slot
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -135,11 +137,16 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 @asynccontextmanager
 async def router_for(
-    model: Path, *, decode: Sequence[str], prefill: Sequence[str] = (), **knobs: Any
+    model: Path,
+    *,
+    decode: Sequence[str],
+    prefill: Sequence[str] = (),
+    front: FrontConfig = ON_ANY_PORT,
+    **knobs: Any,
 ) -> AsyncIterator[tuple[Client, Running]]:
     """A router on ports of its own, and a client of it; it may not be ready yet."""
     config = RouterConfig(
-        front=FrontConfig(port=0),
+        front=front,
         http_port=0,
         model=str(model),
         decode=tuple(decode),

@@ -13,6 +13,7 @@ from protos.sampling_pb2 import Sampling
 from router.admission import Admission
 from router.answer import LastPiece, Piece
 from router.cache_watch import CacheWatch
+from router.clients.client import by_address
 from router.cluster import Cluster
 from router.discovery import Discovery
 from router.generation import Generator
@@ -69,7 +70,8 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
         nodes = asyncio.create_task(membership.run())
         await eventually(lambda: cluster.ready)
         request = GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(max_tokens=40))
-        generating = asyncio.create_task(generator.generate(from_request(request), write))
+        client = by_address("10.0.0.1")
+        generating = asyncio.create_task(generator.generate(from_request(request), client, write))
         submit = await node.submitted()
         node.say({submit.request: [20]})
         await writing.wait()

@@ -29,6 +29,7 @@ from protos.router_pb2 import (
 from protos.sampling_pb2 import Sampling
 from router.assembly import Running
 from tests.router.rig import (
+    AT_ONCE,
     CONTEXT_LENGTH,
     VOCABULARY_SIZE,
     Client,
@@ -183,8 +184,10 @@ async def test_the_total_budget_ends_a_request_everywhere(model: Path) -> None:
         assert await node.cancelled() == submit.request
 
 
-async def test_more_requests_than_allowed_are_refused_at_once(model: Path) -> None:
-    async with served(model, max_requests=2) as (client, node, _):
+async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wait(
+    model: Path,
+) -> None:
+    async with served(model, max_requests=2, clients=AT_ONCE) as (client, node, _):
         calls = [client.generate("x") for _ in range(2)]
         numbers = [(await node.submitted()).request for _ in calls]
         error = await failure(client.generate("x"))

@@ -8,6 +8,7 @@ import msgspec
 from common.errors import DeadlineExceeded
 from common.metrics import RouterMetrics
 from router.answer import LastPiece, Usage
+from router.clients.client import Client, by_address
 from router.generation import Generator, Write
 from router.http.request import Request
 from router.http.responder import Responder
@@ -23,7 +24,7 @@ class OneTooSlow:
     def __init__(self) -> None:
         self._all_ended = asyncio.Event()
 
-    async def generate(self, wanted: Wanted, write: Write, *_: object) -> None:
+    async def generate(self, wanted: Wanted, client: Client, write: Write, *_: object) -> None:
         last = LastPiece("", (), "stop", Usage(1, 1, 0), 0)
         if wanted.request_id.endswith("-0"):
             writing = asyncio.ensure_future(write(wanted.request_id, last))
@@ -42,7 +43,13 @@ async def test_an_answer_that_has_ended_does_not_end_again() -> None:
     request = Request("POST", "/", headers, body, takes_chunks=True, keep_alive=True)
     responder = Responder(pipe, writable, request, date="", keep_alive=True)
     generator = cast(Generator, OneTooSlow())
-    endpoint = GenerationEndpoint(Completions(), generator, RouterMetrics(), model_name="m")
+    endpoint = GenerationEndpoint(
+        Completions(),
+        generator,
+        RouterMetrics(),
+        lambda request, num_requests: by_address("10.0.0.1"),
+        model_name="m",
+    )
     await endpoint(request, responder)
     assert pipe.written.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert pipe.written.count(b"\r\n0\r\n\r\n") == 1

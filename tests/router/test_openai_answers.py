@@ -17,7 +17,7 @@ from protos.decode_pb2 import (
     FINISH_REASON_STOP,
 )
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
-from tests.router.rig import CONTEXT_LENGTH, Client, eventually, router_for
+from tests.router.rig import AT_ONCE, CONTEXT_LENGTH, Client, eventually, router_for
 from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
 
 CHAT_PROMPT = [0, *ids("[user] hello\n[assistant]")]
@@ -271,7 +271,7 @@ async def test_choices_that_nobody_reads_do_not_keep_their_places(model: Path) -
 
 
 async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) -> None:
-    async with api_for(model, max_requests=1) as api:
+    async with api_for(model, max_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).request
         with pytest.raises(openai.RateLimitError) as refusal:
@@ -427,7 +427,7 @@ async def test_metrics_count_http_and_grpc_alike(model: Path) -> None:
 
 
 async def test_http_and_grpc_share_the_limit_of_live_requests(model: Path) -> None:
-    async with api_for(model, max_requests=1) as api:
+    async with api_for(model, max_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).request
         await _grpc_is_refused(api)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -293,16 +294,47 @@ async def test_a_client_that_does_not_read_makes_its_writer_wait() -> None:
 
 
 async def test_more_connections_than_allowed_are_told_to_come_back() -> None:
-    async with site(max_connections=2, linger_s=0.05) as served:
-        async with connected(served.port) as first, connected(served.port):
-            await first.post("/echo", b"x")
-            assert (await first.response()).status == 200
-            async with connected(served.port) as third:
-                answer = await third.response()
+    async with site(max_connections=1, linger_s=0.05) as served:
+        async with connected(served.port) as first:
+            await first.send(request("GET", "/hold"))
+            await served.started.wait()
+            async with connected(served.port) as second:
+                answer = await second.response()
                 assert (answer.status, answer.headers["retry-after"]) == (503, "1")
                 assert answer.error["type"] == "server_error"
-            await first.post("/echo", b"x")
+            served.go_on.set()
             assert (await first.response()).status == 200
+
+
+async def test_idle_connections_of_one_address_leave_room_for_others() -> None:
+    async with site(max_connections=64) as served, AsyncExitStack() as stack:
+
+        async def connect() -> Wire:
+            return await stack.enter_async_context(connected(served.port))
+
+        used = await connect()
+        await used.post("/echo", b"x")
+        assert (await used.response()).status == 200
+        holding = await connect()
+        await holding.send(request("GET", "/hold"))
+        await served.started.wait()
+        idle = [await connect() for _ in range(300)]
+        # Of the 56 that one address can have, those that were idle longest have gone.
+        assert await used.ended()
+        for wire in idle[: 300 - 55]:
+            assert await wire.ended()
+        for wire in idle[300 - 55 :]:
+            await wire.post("/echo", b"still here")
+            assert (await wire.response()).body == b"still here"
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", served.port, local_addr=("127.0.0.2", 0)
+        )
+        other = Wire(reader, writer)
+        await other.post("/echo", b"from elsewhere")
+        assert (await other.response()).body == b"from elsewhere"
+        writer.close()
+        served.go_on.set()
+        assert (await holding.response()).body == b"held"
 
 
 async def test_what_all_clients_are_sending_together_is_bounded() -> None:

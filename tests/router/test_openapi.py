@@ -23,6 +23,13 @@ def test_every_field_that_a_request_may_have_is_described(record: type[msgspec.S
     assert all(field["description"] for field in properties.values())
 
 
+def test_it_says_what_takes_a_key_and_whose():
+    paths = openapi.document("0")["paths"]
+    assert paths["/cluster"]["get"]["security"][0] == {"operator_key": []}
+    assert paths["/health"]["get"]["security"] == []
+    assert "401" in paths["/v1/completions"]["post"]["responses"]
+
+
 async def test_every_operation_of_the_document_is_there(model: Path):
     async with api_for(model) as api:
         told = msgspec.json.decode((await api.get("/openapi.json")).body)

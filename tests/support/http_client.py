@@ -126,7 +126,7 @@ async def not_reading(port: int) -> AsyncIterator[Wire]:
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
     """A whole request; `_` in a header's name stands for `-`."""
     given = {
-        "host": "test",
+        "host": "localhost",
         "content-type": "application/json",
         "content-length": str(len(body)),
         **{name.replace("_", "-"): value for name, value in headers.items()},

@@ -1,0 +1,75 @@
+"""Joins the parts that know clients."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import RouterConfig
+from common.identity.exposure import is_loopback
+from common.identity.refusals import Refused
+from common.identity.secret import keyrings
+from common.logs import kv
+from common.metrics import RouterMetrics
+from router.clients.cors import Cors
+from router.clients.guard import Guard, IsOperator
+from router.clients.hosts import HostCheck
+from router.clients.keyring import Keyring
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    guard: Guard
+    keyring: Keyring | None
+    hosts: HostCheck
+    cors: Cors
+
+    async def keep_up(self) -> None:
+        """With the file of keys, if there is one; without end."""
+        if self.keyring is not None:
+            await self.keyring.watch()
+
+
+def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
+    """
+    Raises:
+        ConfigError: the file of API keys, or of the cluster secret, cannot be used.
+    """
+    host = config.front.host
+    here_only = is_loopback(host)
+    file = config.clients.api_keys
+    keyring = Keyring(file, salt_by_key=config.clients.salt_by_key) if file else None
+    if keyring is not None:
+        metrics.keys_from(keyring.usage)
+    elif not here_only:
+        log.warning("clients are not asked for a key: --api-keys is not set %s", kv(host=host))
+    return Clients(
+        guard=Guard(
+            keyring,
+            _is_operator(config.front.secret_file),
+            metrics,
+            operators_prove=not (here_only or config.front.insecure),
+        ),
+        keyring=keyring,
+        hosts=HostCheck(host, config.clients.allowed_hosts),
+        cors=Cors(config.clients.cors_origins),
+    )
+
+
+def _is_operator(secret_file: Path | None) -> IsOperator:
+    held = keyrings(secret_file, "router")
+    if held is None:
+        return lambda shown: False
+    from common.identity.operator import OperatorCheck  # only here: see there
+
+    operator = OperatorCheck(held)
+
+    def is_operator(shown: str) -> bool:
+        try:
+            operator.check(shown)
+        except Refused:
+            return False
+        return True
+
+    return is_operator

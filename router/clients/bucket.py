@@ -1,0 +1,45 @@
+"""So many a minute: a bucket that holds a minute's worth, is full at first and fills evenly.
+
+The generic cell rate algorithm (ITU-T I.371) in whole numbers, so that nothing is lost to
+rounding: time is counted in steps of which `per_minute` make a nanosecond, and each thing that is
+taken costs a minute of nanoseconds in them. One number is all the state there is.
+"""
+
+import time
+from collections.abc import Callable
+
+_MINUTE_NS = 60 * 10**9
+
+
+class Bucket:
+    def __init__(self, per_minute: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.per_minute = per_minute
+        self._clock_ns = clock_ns
+        self._full_at = 0  # in steps
+
+    def wait_s(self, number: int) -> float:
+        """Seconds until `number`, at most a minute's worth, can be taken; 0: now."""
+        missing = self._lacking() + (number - self.per_minute) * _MINUTE_NS
+        return self._seconds(max(missing, 0))
+
+    def take(self, number: int) -> None:
+        """Takes that many whether they are there or not: what was taken too much comes in first."""
+        self._full_at = self._now() + self._lacking() + number * _MINUTE_NS
+
+    @property
+    def remaining(self) -> int:
+        """How many could be taken now."""
+        return max(self.per_minute - -(-self._lacking() // _MINUTE_NS), 0)
+
+    @property
+    def full_in_s(self) -> float:
+        return self._seconds(self._lacking())
+
+    def _now(self) -> int:
+        return self._clock_ns() * self.per_minute
+
+    def _lacking(self) -> int:
+        return max(self._full_at - self._now(), 0)
+
+    def _seconds(self, steps: int) -> float:
+        return steps / (self.per_minute * 10**9)

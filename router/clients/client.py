@@ -1,0 +1,46 @@
+"""Whoever asks: a key, or an address where there are no keys."""
+
+import ipaddress
+from dataclasses import dataclass
+
+from common.api_keys import KeyLimits
+from router.clients.usage import Usage
+
+_NO_LIMITS = KeyLimits()
+# Of IPv6 a customer has at least so much, and could call from each address of it.
+_IPV6_NETWORK_BITS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Client:
+    """
+    Attributes:
+        name: one client has one; what is shared out is shared out over names.
+        weight: its share where others ask too.
+        namespaces_of: whose the namespaces of its prompts are; "": everybody's.
+    """
+
+    name: str
+    usage: Usage
+    limits: KeyLimits = _NO_LIMITS
+    weight: float = 1.0
+    operator: bool = False
+    namespaces_of: str = ""
+
+
+def by_address(address: str) -> Client:
+    """For an IP address, or whatever else tells where a client calls from."""
+    return Client(network_of(address), Usage(_NO_LIMITS))
+
+
+def network_of(address: str) -> str:
+    """The addresses that one client is taken to have."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, _IPV6_NETWORK_BITS), strict=False))

@@ -1,0 +1,134 @@
+"""Slots for live requests, shared out fairly: who cannot have one waits a little, in its own line.
+
+A slot that comes free goes to the client that has the fewest for its weight, of those that wait
+and may take one. Lines are short: what waits is held in memory. Their places are shared as the
+slots are, so that one client's requests cannot fill them either.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeAlias
+
+from common.errors import Overloaded, ServingError
+from router.clients.client import Client
+from router.clients.shares import Shares
+
+_WAITING_PER_SLOT = 1 / 4
+_WAITING_AT_LEAST = 8
+
+
+# Of one that waits: None is a slot, an error that there will be none.
+_Turn: TypeAlias = "asyncio.Future[ServingError | None]"
+
+
+class FairSlots:
+    """For one event loop."""
+
+    def __init__(self, num_slots: int, *, longest_wait_s: float) -> None:
+        self._slots = Shares(num_slots)
+        self._places = Shares(max(int(num_slots * _WAITING_PER_SLOT), _WAITING_AT_LEAST))
+        self._longest_wait_s = longest_wait_s
+        self._lines: dict[str, _Line] = {}  # none is empty
+        self._turns = count()
+
+    @property
+    def num_taken(self) -> int:
+        return self._slots.num_held
+
+    @property
+    def num_waiting(self) -> int:
+        return self._places.num_held
+
+    def num_of(self, client: Client) -> int:
+        """Slots that it has or waits for."""
+        return self._slots.held(client.name) + self._places.held(client.name)
+
+    async def take(self, client: Client) -> None:
+        """Returns with a slot, which `give_back` must follow.
+
+        Raises:
+            Overloaded: at once if the client's line is full, else after the longest wait.
+            ServingError: what `close` says.
+        """
+        if client.name not in self._lines and self._slots.may_take(client.name, client.weight):
+            self._slots.take(client.name)
+            return
+        if not (self._longest_wait_s and self._places.may_take(client.name, client.weight)):
+            raise self._overloaded(client)
+        await self._wait(client)
+
+    def give_back(self, client: Client) -> None:
+        self._slots.give_back(client.name)
+        self._serve()
+
+    def close(self, because: ServingError) -> None:
+        """Ends every wait."""
+        for line in list(self._lines.values()):
+            for turn in list(line.waiting):
+                self._leave(line.name, turn)
+                turn.set_result(because)
+
+    async def _wait(self, client: Client) -> None:
+        turn: _Turn = asyncio.get_running_loop().create_future()
+        self._join(client, turn)
+        try:
+            await asyncio.wait((turn,), timeout=self._longest_wait_s)
+        except asyncio.CancelledError:
+            if turn.done() and turn.result() is None:
+                self.give_back(client)
+            raise
+        finally:
+            if not turn.done():
+                self._leave(client.name, turn)
+        refusal = turn.result() if turn.done() else self._overloaded(client)
+        if refusal is not None:
+            raise refusal
+
+    def _join(self, client: Client, turn: _Turn) -> None:
+        line = self._lines.get(client.name)
+        if line is None:
+            line = self._lines[client.name] = _Line(client.name, client.weight, next(self._turns))
+        line.waiting.append(turn)
+        self._places.take(client.name)
+
+    def _leave(self, name: str, turn: _Turn) -> None:
+        line = self._lines[name]
+        line.waiting.remove(turn)
+        self._places.give_back(name)
+        if not line.waiting:
+            del self._lines[name]
+
+    def _serve(self) -> None:
+        """Gives free slots to those that wait."""
+        while able := [
+            line for line in self._lines.values() if self._slots.may_take(line.name, line.weight)
+        ]:
+            line = min(able, key=self._urgency)
+            line.last = next(self._turns)
+            self._slots.take(line.name)
+            self._places.give_back(line.name)
+            line.waiting.popleft().set_result(None)
+            if not line.waiting:
+                del self._lines[line.name]
+
+    def _urgency(self, line: "_Line") -> tuple[float, int]:
+        """Among those with equal shares it goes round."""
+        return self._slots.held(line.name) / line.weight, line.last
+
+    def _overloaded(self, client: Client) -> Overloaded:
+        return Overloaded(
+            f"{self.num_taken} requests are live, {self._slots.held(client.name)} of them of this "
+            "client: no more can be taken now"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One client's requests that wait; `last` says after whom it was served last."""
+
+    name: str
+    weight: float
+    last: int
+    waiting: deque[_Turn] = field(default_factory=deque)

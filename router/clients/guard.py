@@ -1,0 +1,119 @@
+"""Who may ask what, whichever protocol the question comes by.
+
+Three kinds of questions: of anybody (health), of clients, and of operators. With a file of API keys
+clients must have one, and operators an operator's; the cluster's own operator's key is as good as
+any. Without the file clients are known by their address, and operators are asked for that key where
+others than this host can reach the router.
+"""
+
+import logging
+from collections.abc import Callable
+
+from common.api_keys import KeyLimits
+from common.errors import Forbidden, RateLimited, ServingError, Unauthenticated
+from common.log_throttle import Throttle, ThrottledLog
+from common.metrics import RouterMetrics
+from common.metrics.router import Stranger
+from router.clients.client import Client, by_address
+from router.clients.keyring import Keyring
+from router.clients.usage import Usage
+
+log = logging.getLogger(__name__)
+
+IsOperator = Callable[[str], bool]  # of the value of an authorization header
+
+_BEARER = "bearer "
+_MAX_KEY_CHARACTERS = 256  # longer ones are not worth a hash
+
+
+class Guard:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        keyring: Keyring | None,
+        is_operator: IsOperator,
+        metrics: RouterMetrics,
+        *,
+        operators_prove: bool,
+    ) -> None:
+        """
+        Args:
+            keyring: None: clients need no key.
+            is_operator: whether what was sent is the cluster's own operator's key.
+            operators_prove: whether they need a key where there is no keyring.
+        """
+        self._keyring = keyring
+        self._is_operator = is_operator
+        self._metrics = metrics
+        self._operators_prove = operators_prove or keyring is not None
+        self._operator = Client("the cluster's operator", Usage(KeyLimits()), operator=True)
+        self._log = ThrottledLog(log, Throttle())
+
+    @property
+    def asks_clients(self) -> bool:
+        return self._keyring is not None
+
+    def client(self, authorization: str, address: str) -> Client:
+        """Who asks what clients may ask.
+
+        Args:
+            authorization: as it was sent; "": nothing was.
+            address: where from, without the port.
+        Raises:
+            Unauthenticated: without a key that is good.
+        """
+        if self._keyring is None:
+            return by_address(address)
+        return self._known(authorization, address)
+
+    def operator(self, authorization: str, address: str) -> Client:
+        """Who asks what operators may ask.
+
+        Raises:
+            Unauthenticated: as for `client`.
+            Forbidden: with a key that is a client's.
+        """
+        if not self._operators_prove:
+            return by_address(address)
+        client = self._known(authorization, address)
+        if not client.operator:
+            sentence = f"this is for operators, and the API key {client.name} is a client's"
+            raise self._stranger("no_operator", Forbidden(sentence), address)
+        return client
+
+    def begin(self, client: Client, num_requests: int = 1) -> None:
+        """Before the work on requests that came together.
+
+        Raises:
+            RateLimited, InvalidRequest: as Usage.begin.
+        """
+        try:
+            client.usage.begin(num_requests)
+        except RateLimited:
+            self._metrics.rejected("limited")
+            raise
+
+    def _known(self, authorization: str, address: str) -> Client:
+        """Raises Unauthenticated."""
+        if authorization[: len(_BEARER)].lower() != _BEARER:
+            sentence = "an API key is missing: send authorization: Bearer KEY"
+            raise self._stranger("no_key", Unauthenticated(sentence), address)
+        key = authorization[len(_BEARER) :].strip()
+        held = None
+        if self._keyring is not None and len(key) <= _MAX_KEY_CHARACTERS:
+            held = self._keyring.find(key)
+        if held is None:
+            if self._is_operator(authorization):
+                return self._operator
+            sentence = "this API key is not known here"
+            raise self._stranger("unknown_key", Unauthenticated(sentence), address)
+        if held.expired:
+            sentence = f"the API key {held.client.name} has expired: {held.expires:%FT%T%Z}"
+            raise self._stranger("expired_key", Unauthenticated(sentence), address)
+        return held.client
+
+    def _stranger(self, reason: Stranger, error: ServingError, address: str) -> ServingError:
+        self._metrics.stranger(reason)
+        self._log.info("a client was refused", peer=address, because=error)
+        return error

@@ -1,0 +1,94 @@
+"""What one client has taken of the rates it is allowed, and what is counted about it."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from common.api_keys import KeyLimits
+from common.errors import InvalidRequest, RateLimited
+from router.clients.bucket import Bucket
+
+
+class Usage:
+    """For one event loop; the numbers may be read on any thread."""
+
+    def __init__(self, limits: KeyLimits, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.num_requests = 0
+        self.num_refused = 0  # for one of its limits
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.limit(limits)
+
+    def limit(self, limits: KeyLimits) -> None:
+        """From now on. A limit that stays the same is as used up as it was."""
+        self._requests = self._bucket(self._requests, limits.requests_per_minute)
+        self._tokens = self._bucket(self._tokens, limits.tokens_per_minute)
+
+    def _bucket(self, before: Bucket | None, per_minute: int | None) -> Bucket | None:
+        if per_minute is None:
+            return None
+        if before is not None and before.per_minute == per_minute:
+            return before
+        return Bucket(per_minute, self._clock_ns)
+
+    def begin(self, num_requests: int = 1) -> None:
+        """Before any work on requests that came together; of 0 for what is not known yet.
+
+        Raises:
+            RateLimited: one of the rates is used up. Nothing was counted then.
+            InvalidRequest: so many are never allowed together.
+        """
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(1)):
+            raise self._refused(f"{self._tokens.per_minute} tokens a minute", wait_s)
+        if self._requests is not None:
+            allowed = self._requests.per_minute
+            if num_requests > allowed:
+                raise InvalidRequest(
+                    f"these are {num_requests} requests at once; this key has {allowed} a minute"
+                )
+            if wait_s := self._requests.wait_s(max(num_requests, 1)):
+                raise self._refused(f"{allowed} requests a minute", wait_s)
+            self._requests.take(num_requests)
+        self.num_requests += num_requests
+
+    def prompt(self, num_tokens: int) -> None:
+        """Before a prompt is sent to a node.
+
+        Raises:
+            RateLimited: there are not so many left. Nothing was counted then.
+            InvalidRequest: there are never so many.
+        """
+        if self._tokens is not None:
+            allowed = self._tokens.per_minute
+            if num_tokens > allowed:
+                raise InvalidRequest(
+                    f"prompt has {num_tokens} tokens; this key has {allowed} a minute"
+                )
+            if wait_s := self._tokens.wait_s(num_tokens):
+                raise self._refused(f"{allowed} tokens a minute", wait_s)
+            self._tokens.take(num_tokens)
+        self.num_prompt_tokens += num_tokens
+
+    def generated(self, num_tokens: int) -> None:
+        """Of an answer under way, which goes on in any case: the next request pays."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens)
+        self.num_generated_tokens += num_tokens
+
+    def refused(self) -> None:
+        """For a limit that is looked after elsewhere."""
+        self.num_refused += 1
+
+    def headers(self) -> Iterable[tuple[str, str]]:
+        """As OpenAI tells clients what they have left."""
+        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                yield f"x-ratelimit-limit-{what}", str(bucket.per_minute)
+                yield f"x-ratelimit-remaining-{what}", str(bucket.remaining)
+                yield f"x-ratelimit-reset-{what}", f"{bucket.full_in_s:.3f}s"
+
+    def _refused(self, limit: str, wait_s: float) -> RateLimited:
+        self.num_refused += 1
+        return RateLimited(f"this key has used up its {limit}", wait_s)

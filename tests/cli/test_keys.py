@@ -1,0 +1,83 @@
+"""`baton keys new`, and the commands that show a key."""
+
+import argparse
+import sys
+
+import pytest
+
+from common import api_keys
+from common.cli import client, keys
+from common.errors import ConfigError
+
+
+def options(file=None):
+    return argparse.Namespace(api_key_file=file)
+
+
+def test_what_is_printed_can_be_appended_to_the_file(capsys, tmp_path):
+    file = tmp_path / "keys.yaml"
+    shown = []
+    for arguments in (
+        ["new", "alice", "--requests-per-minute=60", "--expires=2030-01-02", "--weight", "2"],
+        ["new", "bob", "--operator", "--connections", "3"],
+    ):
+        assert keys.main(arguments) == 0
+        said = capsys.readouterr()
+        with file.open("a") as appended:
+            appended.write(said.out)
+        shown.append(said.err.split()[-1])
+        assert shown[-1] not in said.out
+    alice, bob = api_keys.read(file)
+    assert [alice.sha256, bob.sha256] == [api_keys.hashed(key) for key in shown]
+    assert (alice.role, alice.weight, alice.limits.requests_per_minute) == ("client", 2.0, 60)
+    assert f"{alice.expires:%F %T %Z}" == "2030-01-02 00:00:00 UTC"
+    assert (bob.role, bob.limits) == ("operator", api_keys.KeyLimits(connections=3))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["new", "a b"], "name"),
+        (["new", "alice", "--concurrent", "0"], "concurrent"),
+        (["new", "alice", "--expires", "soon"], "expires"),
+        (["new"], "NAME"),
+        ([], "new"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_no_key(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        keys.main(arguments)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert len(said.err.splitlines()) == 1
+    assert words in said.err
+    assert api_keys.PREFIX not in said.err
+
+
+def test_commands_take_a_key_from_a_file_before_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
+    assert client.credentials(options()) == ()
+    monkeypatch.setenv(client.KEY_VARIABLE, "one")
+    assert client.credentials(options()) == (("authorization", "Bearer one"),)
+    file = tmp_path / "key"
+    file.write_text("two\n")
+    assert client.credentials(options(file)) == (("authorization", "Bearer two"),)
+
+
+@pytest.mark.parametrize("content", ["", "two words", "zwölf", "a\x00b"])
+def test_what_is_no_key_is_not_sent(tmp_path, content):
+    file = tmp_path / "key"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="holds no API key"):
+        client.credentials(options(file))
+    with pytest.raises(ConfigError, match="No such file"):
+        client.credentials(options(tmp_path / "none"))
+
+
+def test_a_key_on_the_command_line_is_not_taken(capsys):
+    from common.cli import generate
+
+    with pytest.raises(SystemExit):
+        generate.parse(["hello", "--api-key", "secret"])
+    assert "--help" in capsys.readouterr().err
+    assert "secret" not in sys.argv

@@ -1,0 +1,25 @@
+from pathlib import Path
+
+import pytest
+
+from common.config import ClientsConfig
+from tests.clients.rig import entry, write
+from tests.router.rig import CHAT_TEMPLATE, write_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> ClientsConfig:
+    """alice is a client, bob one with two requests a minute, old has expired, op is an operator."""
+    file = write(
+        tmp_path / "keys.yaml",
+        entry("alice"),
+        entry("bob", limits={"requests_per_minute": 2}),
+        entry("old", expires="2020-01-01T00:00:00Z"),
+        entry("op", role="operator"),
+    )
+    return ClientsConfig(api_keys=file)
