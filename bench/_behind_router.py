@@ -18,7 +18,7 @@ from typing import Any, cast
 import httptools
 import uvloop
 
-from common import rpc
+from common import rpc, serve_protocol
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 HOST = "127.0.0.1"
@@ -76,7 +76,9 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
                     news.set()
 
         status = decode_pb2.Status(state="ready", serves_alone=True)
-        await context.write(decode_pb2.FromNode(status=status))
+        await context.write(
+            decode_pb2.FromNode(status=status, protocol_version=serve_protocol.VERSION)
+        )
         reader = asyncio.create_task(reading())
         self._steps.wanted_by.add(step)
         try:

@@ -170,6 +170,7 @@ def owner(load: Load) -> dict[str, Any]:
         page_size=PAGE_SIZE,
         limits=limits,
         max_bootstrap=64,
+        max_waiting_tokens=1 << 24,
         port=port,
         desk=_desk(front, pages, cache),
     )
@@ -177,9 +178,9 @@ def owner(load: Load) -> dict[str, Any]:
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
         id = HandoffId(READER, number + 1, 1)
-        port.waiting = [Opened(id, prompt, 0, sampling, 60.0, "request")]
+        port.waiting = [Opened(number, id, prompt, 0, sampling, 60.0, "request")]
         clock.run("open", role.poll)
-        port.waiting = [Granted(id, 0)]
+        port.waiting = [Granted(number, 0)]
         clock.run("grant", role.poll)
         clock.run("admit, compute, publish", lambda: _step(role))
         published = [command for command in port.posted if isinstance(command, Publish)]
@@ -187,7 +188,7 @@ def owner(load: Load) -> dict[str, Any]:
             raise RuntimeError(f"the owner did not publish its prompt in one chunk: {published}")
         descriptors = sum(len(command.pages) for command in published)
         port.posted.clear()
-        port.waiting = [HandoffDropped(id, True, "")]
+        port.waiting = [HandoffDropped(number, id, True, "")]
         clock.run("drop", role.poll)
     pages.check()
     return clock.row("owner", load, descriptors)

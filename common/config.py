@@ -59,6 +59,9 @@ class SchedulerConfig(Record):
 
     max_running: Positive = Field(256, description="requests in the running batch, and slots")
     max_waiting: Positive = Field(1024, description="requests queued before Overloaded")
+    max_waiting_tokens: Positive = Field(
+        1 << 24, description="tokens of requests that wait, before Overloaded; 4 bytes each"
+    )
     chunk_tokens: int = Field(
         0, ge=-1, description="prompt tokens per forward; -1: never cut, 0: 2048, less on a CPU"
     )

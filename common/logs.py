@@ -47,6 +47,8 @@ def setup(program: str, level: str, log_format: Format = "text") -> None:
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root.setLevel(level.upper())
     logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))  # else a line a call
+    # A traceback for every answer that is no message; whoever called gets None, and tells of it.
+    logging.getLogger("grpc._common").setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread

@@ -3,10 +3,10 @@
 A router makes it; nodes carry and compare it, and do not know what it stands for. It is 16 bytes,
 or none: then the prompt is shared with all others that have none.
 
-128 bits, and no key. Whoever knows what others' namespaces are made of can try salts at home until
-one falls into any of them, and would find there what its owner has sent. Among a million of them
-that takes 2**108 tries; with 64 bits it would take 2**44. With a secret key 64 would do, but every
-router would have to have the same one, and a new one would empty all caches.
+128 bits, and no secret. Whoever knows what others' namespaces are made of can try salts at home
+until one falls into any of them, and would find there what its owner has sent. Among a million of
+them that takes 2**108 tries; with 64 bits it would take 2**44. With a secret key 64 would do, but
+every router would have to have the same one, and a new one would empty all caches.
 """
 
 from hashlib import blake2b

@@ -69,6 +69,13 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
+# A node is called by routers, other nodes and operators, each over one connection with few calls.
+NODE_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_concurrent_streams", 64),  # of one connection
+    ("grpc.max_allowed_incoming_connections", 1024),
+    ("grpc.max_connection_idle_ms", 60_000),  # without a call
+)
+
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
@@ -81,6 +88,7 @@ def raise_if_cancelled() -> None:
 
 
 def make_server(
+    more: Sequence[tuple[str, int]] = (),
     *,
     shares_port: bool = False,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -89,11 +97,13 @@ def make_server(
     """A server with our options, bound to nothing yet. Call it on the event loop.
 
     Args:
+        more: options besides SERVER_OPTIONS.
         shares_port: as for `bind`.
         max_message_bytes: larger ones are refused before they are received.
     """
     options = {
         **dict(SERVER_OPTIONS),
+        **dict(more),
         "grpc.so_reuseport": int(shares_port),
         "grpc.max_receive_message_length": max_message_bytes,
     }
@@ -365,7 +375,7 @@ def add_health_and_reflection(
         guard: of reflection; health is for everybody.
     """
     servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    add_service(server, health_pb2_grpc.add_HealthServicer_to_server, servicer)
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add_service(server, add, reflection.aio.ReflectionServicer(names), guard)
@@ -405,7 +415,7 @@ async def serving_health(
         yield
         return
     server = make_server(shares_port=shares_port)
-    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    add_service(server, health_pb2_grpc.add_HealthServicer_to_server, health.servicer)
     bind(server, host, port, shares_port=shares_port)
     await server.start()
     try:

@@ -10,6 +10,7 @@ from protos.sampling_pb2 import Sampling
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 16
+MAX_TOKEN_ID = 2**31 - 1  # nodes keep them as int32
 
 # Of the 32 bits that carry numbers to the nodes.
 _LARGEST = (2 - 2**-23) * 2.0**127
@@ -116,6 +117,11 @@ def check(params: SamplingParams) -> None:
     if params.top_k < 1 and params.top_k != -1:
         raise InvalidRequest(f"sampling.top_k must be -1 or at least 1, got {params.top_k}")
     check_counts(params.stop_token_ids, ())
+    for token in params.stop_token_ids:
+        if not 0 <= token <= MAX_TOKEN_ID:
+            raise InvalidRequest(
+                f"sampling.stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token}"
+            )
 
 
 def check_counts(stop_token_ids: Sequence[int], stop: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from common.config import DecodeConfig
 from common.distribution import Counted
 from common.engine.batch import BatchResult, ScheduleBatch
+from common.engine.held_tokens import HeldTokens
 from common.engine.limits import RequestLimits
 from common.engine.pages import Holder, PageAllocator
 from common.engine.radix import RadixCache
@@ -96,6 +97,9 @@ class DecodeRole:
         self._max_granted_pages = config.max_granted_pages or pages.num_pages // 2
         self._owners: dict[str, int] = {}  # address: instance, of usable links
         self._live: dict[tuple[int, int], Request] = {}  # by origin
+        # Of all requests here: what fits into the pool, and what may wait for it.
+        most_tokens = config.engine.scheduler.max_waiting_tokens + pages.num_pages * page_size
+        self._tokens = HeldTokens(most_tokens)
         self._stamps: dict[int, RequestStamps] = {}  # by request key
         self._prealloc = PreallocQueue()
         self._transfer = TransferQueue()
@@ -230,6 +234,7 @@ class DecodeRole:
             if len(self._prealloc) >= self._config.engine.scheduler.max_waiting:
                 raise Overloaded("the prealloc queue is full")
             self._limits.check(token_ids)
+            self._tokens.take(request.key, len(token_ids))
             self._live[request.origin] = request
             self._dispatch(request, message.prefill_addresses)
         except ServingError as error:
@@ -335,6 +340,11 @@ class DecodeRole:
         """Told to the client at once, before its KV has landed."""
         transfer = self._transfer.get(event.id)
         if transfer is None:
+            return
+        if event.token >= self._limits.vocabulary_size:
+            reason = f"its first token is {event.token}, outside the vocabulary"
+            self._port.post(CancelHandoff(event.id, reason))
+            self._lost(Lost(event.id, reason, retryable=True))
             return
         request, stamps = transfer.attempt.request, transfer.attempt.stamps
         stamps.first_ready, stamps.times = event.first_ready, event.times
@@ -453,6 +463,7 @@ class DecodeRole:
         self._tell_end(request, Finish(FinishReason.ERROR, str(error), error.status))
 
     def _tell_end(self, request: Request, finish: Finish) -> None:
+        self._tokens.drop(request.key)
         stamps = self._stamps.pop(request.key)
         stamps.admitted, stamps.away = request.admitted, request.away
         stamps.ended = time.monotonic()

@@ -1,26 +1,38 @@
 """The DecodeNode service: router streams on one side, the engine thread on the other.
 
 Checks and forwards. The books of requests are the engine's; this end only knows which of its
-own stream numbers are open. A bad Submit ends that request, anything else bad ends the stream.
+own stream numbers are open. A bad Submit ends that request, anything else bad ends the stream. A
+message is refused by its size before anything is done about it, and a stream that says more than
+the engine takes is not read any further until it does.
 """
 
+import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from functools import partial
 from typing import Any, cast
 
 import grpc
 import numpy as np
 
-from common import rpc
-from common.errors import InvalidRequest, NodeUnavailable, ServingError
+from common import rpc, serve_protocol
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    ProtocolViolation,
+    ServingError,
+)
 from common.identity.guard import Guard
-from common.logs import kv
+from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics, Refusal
 from common.namespace import check_namespace
 from common.node import spans
 from common.node.engine_link import EngineLink
+from common.node.lanes import Lane
 from common.node.messages import (
     CancelSubmitted,
     Moving,
@@ -30,7 +42,7 @@ from common.node.messages import (
 )
 from common.node.streams import Outgoing
 from common.node.supervision import Supervision
-from common.sampling import SamplingParams, from_proto
+from common.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
 from common.timeline import to_proto
 from common.trace_context import Trace, checked, log_fields
 from common.tracing import Tracer
@@ -39,15 +51,14 @@ from protos import decode_pb2, decode_pb2_grpc, router_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_PEERS = 1024
-MAX_CANDIDATES = 64
-MAX_TOKENS = 1 << 20  # so that a Submit always fits into a frame, and the Open after it
 MAX_REQUEST_ID = 256  # characters
-_MAX_TOKEN_ID = 2**31 - 1
+MAX_STREAMS = 256
 
 
 class _RouterStream:
-    def __init__(self) -> None:
+    def __init__(self, number: int, lane: Lane) -> None:
+        self.number = number
+        self.lane = lane
         self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing()
         self.peers: tuple[str, ...] | None = None  # until the router has told them
 
@@ -66,6 +77,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         serves_alone: told to routers; true in colocated mode.
         falls_back: told to routers: it serves alone too, where nobody has a prefill node.
         on_peers: called with every prefill node of every router, whenever that changes.
+        first_message_s: longest wait for a router's first message.
     """
 
     def __init__(
@@ -78,6 +90,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         serves_alone: bool,
         falls_back: bool,
         on_peers: Callable[[frozenset[str]], None],
+        first_message_s: float = serve_protocol.FIRST_MESSAGE_S,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -86,6 +99,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._serves_alone = serves_alone
         self._falls_back = falls_back
         self._on_peers = on_peers
+        self._first_message_s = first_message_s
+        self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
         self._streams: dict[int, _RouterStream] = {}
         self._peers: frozenset[str] = frozenset()
@@ -101,28 +116,36 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         """Carries every request of one router, until either side ends the stream.
 
         UNAVAILABLE while the model loads and when the engine has failed; RESOURCE_EXHAUSTED to a
-        router that does not read; INVALID_ARGUMENT for a message that says nothing.
+        router that does not read, or is one too many; FAILED_PRECONDITION to one of another
+        version; DEADLINE_EXCEEDED to one that says nothing at first; INVALID_ARGUMENT for a
+        message that says too much.
         """
         self._engine.check_ready()
-        number, stream = next(self._numbers), _RouterStream()
-        self._streams[number] = stream
+        if len(self._streams) >= MAX_STREAMS:
+            raise Overloaded(f"{MAX_STREAMS} routers are connected already")
+        first = await self._first(messages)
+        number = next(self._numbers)
+        self._streams[number] = stream = _RouterStream(number, self._engine.lane())
         self._metrics.stream_opened("router")
-        log.info(
-            "router connected %s",
-            kv(stream=number, peer=context.peer(), router=context.caller.name),
+        self._log.info(
+            "router connected", stream=number, peer=context.peer(), router=context.caller.name
         )
-        stream.outgoing.put(decode_pb2.FromNode(status=self._status()))
+        greeting = decode_pb2.FromNode(
+            status=self._status(), protocol_version=serve_protocol.VERSION
+        )
+        stream.outgoing.put(greeting)
         try:
-            await stream.outgoing.converse(
-                context.write, messages, lambda message: self._take(number, stream, message)
-            )
+            await self._take(stream, first)
+            await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
         finally:
             del self._streams[number]
             self._engine.send(StreamEnded(number))
             self._metrics.stream_closed("router")
             if stream.outgoing.cut_off:
                 self._metrics.cut_off()
-            log.info("router gone %s", kv(stream=number, cut_off=stream.outgoing.cut_off))
+            self._log.info(
+                "router cut off" if stream.outgoing.cut_off else "router gone", stream=number
+            )
             self._tell_peers()
 
     # From the engine --------------------------------------------------------------------------
@@ -168,45 +191,84 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
 
     # From routers ---------------------------------------------------------------------------------
 
-    def _take(self, number: int, stream: _RouterStream, message: decode_pb2.ToNode) -> None:
-        tells_peers = message.HasField("peers")
-        if not (tells_peers or message.submits or message.cancels):
-            raise InvalidRequest("a message on Serve has none of peers, submits, cancels")
-        if tells_peers:
-            stream.peers = _addresses(message.peers.prefill_addresses, MAX_PEERS)
-            self._tell_peers()
-        for submit in message.submits:
-            self._submit(number, stream, submit)
-        for request in message.cancels:
-            self._engine.send(CancelSubmitted(number, request))
-
-    def _submit(self, number: int, stream: _RouterStream, submit: decode_pb2.Submit) -> None:
+    async def _first(self, messages: AsyncIterator[decode_pb2.ToNode]) -> decode_pb2.ToNode:
         try:
-            if self._draining:
-                raise NodeUnavailable("this node is draining")
-            parent = checked(submit.traceparent)
-            trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
-            request = _parsed(number, submit, trace)
-            stream.check_named(request.prefill_addresses)
-            self._engine.submit(request)
-        except ServingError as error:
-            self._metrics.refused(_REFUSALS.get(error.status, "overloaded"))
-            log.info(
-                "refused %s",
-                kv(
-                    stream=number,
-                    request_id=submit.request_id,
-                    **log_fields(checked(submit.traceparent)),
-                    because=error,
-                ),
+            async with asyncio.timeout(self._first_message_s):
+                first = await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no message on Serve within {self._first_message_s:g} s"
+            ) from None
+        version = first.protocol_version if first is not None else 0
+        difference = serve_protocol.difference(node=serve_protocol.VERSION, router=version)
+        if first is None or difference:
+            raise ProtocolViolation(difference)
+        return first
+
+    async def _take(self, stream: _RouterStream, message: decode_pb2.ToNode) -> None:
+        """One message; returns once another one may be read."""
+        _at_most("submits", message.submits, serve_protocol.MAX_SUBMITS)
+        _at_most("cancels", message.cancels, serve_protocol.MAX_CANCELS)
+        if message.HasField("peers"):
+            stream.peers = _addresses(message.peers.prefill_addresses, serve_protocol.MAX_PEERS)
+            self._tell_peers()
+        self._submit(stream, message.submits)
+        for request in message.cancels:
+            self._engine.send(CancelSubmitted(stream.number, request), stream.lane)
+        await self._engine.room(stream.lane)
+
+    def _submit(self, stream: _RouterStream, submits: Sequence[decode_pb2.Submit]) -> None:
+        """What is refused is told in one Step."""
+        tokens_left = serve_protocol.MAX_TOKENS
+        refusals = decode_pb2.Step()
+        for submit in submits:
+            try:
+                if self._draining:
+                    raise NodeUnavailable("this node is draining")
+                self._check_length(len(submit.token_ids), tokens_left)
+                tokens_left -= len(submit.token_ids)
+                parent = checked(submit.traceparent)
+                trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
+                request = _parsed(stream.number, submit, trace)
+                stream.check_named(request.prefill_addresses)
+                self._engine.submit(request, stream.lane)
+            except ServingError as error:
+                self._refuse(stream, submit, error, refusals)
+        if refusals.ended:
+            stream.outgoing.put(decode_pb2.FromNode(step=refusals))
+
+    def _check_length(self, num_tokens: int, tokens_left: int) -> None:
+        """Before anything is done about the tokens themselves."""
+        ready = self._supervision.ready
+        if ready is not None and num_tokens >= ready.context_length:
+            raise InvalidRequest(
+                f"token_ids: {num_tokens} tokens leave no room in a context of "
+                f"{ready.context_length}"
             )
-            refusal = decode_pb2.Step(
-                ended=[submit.request],
-                reason=[decode_pb2.FINISH_REASON_ERROR],
-                error=[str(error)],
-                error_code=[error.status.value[0]],
+        if num_tokens > tokens_left:
+            raise InvalidRequest(
+                f"token_ids: more than {serve_protocol.MAX_TOKENS} tokens in one message"
             )
-            stream.outgoing.put(decode_pb2.FromNode(step=refusal))
+
+    def _refuse(
+        self,
+        stream: _RouterStream,
+        submit: decode_pb2.Submit,
+        error: ServingError,
+        refusals: decode_pb2.Step,
+    ) -> None:
+        self._metrics.refused(_REFUSALS.get(error.status, "overloaded"))
+        self._log.info(
+            "refused",
+            stream=stream.number,
+            request_id=submit.request_id,
+            **log_fields(checked(submit.traceparent)),
+            because=error,
+        )
+        refusals.ended.append(submit.request)
+        refusals.reason.append(decode_pb2.FINISH_REASON_ERROR)
+        refusals.error.append(str(error))
+        refusals.error_code.append(error.status.value[0])
 
     def _tell_peers(self) -> None:
         """The union over the routers. Without any router the last one's nodes stay paired: it
@@ -245,13 +307,11 @@ _REFUSALS: dict[grpc.StatusCode, Refusal] = {
 
 
 def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
-    if len(submit.token_ids) > MAX_TOKENS:
-        raise InvalidRequest(f"token_ids has {len(submit.token_ids)} ids, {MAX_TOKENS} are allowed")
     tokens = np.fromiter(submit.token_ids, np.int64, len(submit.token_ids))
     if not len(tokens):
         raise InvalidRequest("token_ids is empty")
-    if tokens.max() > _MAX_TOKEN_ID:
-        raise InvalidRequest(f"token_ids has {tokens.max()}, {_MAX_TOKEN_ID} is the largest id")
+    if tokens.max() > MAX_TOKEN_ID:
+        raise InvalidRequest(f"token_ids has {tokens.max()}, {MAX_TOKEN_ID} is the largest id")
     if submit.num_generated >= len(tokens):
         raise InvalidRequest(
             f"num_generated is {submit.num_generated} of {len(tokens)} token_ids: no prompt is left"
@@ -267,7 +327,7 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         token_ids=tokens.astype("<i4").tobytes(),
         num_generated=submit.num_generated,
         sampling=_sampling(submit),
-        prefill_addresses=_addresses(submit.prefill_addresses, MAX_CANDIDATES),
+        prefill_addresses=_addresses(submit.prefill_addresses, serve_protocol.MAX_CANDIDATES),
         budget_s=submit.budget_s,
         received=time.monotonic(),
         trace=trace,
@@ -282,8 +342,11 @@ def _sampling(submit: decode_pb2.Submit) -> SamplingParams:
     return from_proto(submit.sampling, max_tokens=0, seed=0)
 
 
-def _addresses(addresses: Iterable[str], max_addresses: int) -> tuple[str, ...]:
-    unique = tuple(dict.fromkeys(addresses))
-    if len(unique) > max_addresses:
-        raise InvalidRequest(f"{len(unique)} prefill_addresses, {max_addresses} are allowed")
-    return tuple(rpc.check_address(address) for address in unique)
+def _addresses(addresses: Sequence[str], max_addresses: int) -> tuple[str, ...]:
+    _at_most("prefill_addresses", addresses, max_addresses)
+    return tuple(rpc.check_address(address) for address in dict.fromkeys(addresses))
+
+
+def _at_most(what: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidRequest(f"{len(values)} {what} in a message on Serve, {limit} are allowed")

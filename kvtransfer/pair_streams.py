@@ -2,21 +2,30 @@
 
 Knows which of its numbers are open and nothing of hand-offs. What a peer says is parsed before
 it goes to the transfer thread; what the transfer thread says goes to the stream it names, or
-nowhere if that stream is over.
+nowhere if that stream is over. A stream that says more than the transfer thread takes is not read
+any further until it does.
 """
 
 import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
-from common.errors import EngineFault, NodeUnavailable, ProtocolViolation, ServingError
+from common.errors import (
+    EngineFault,
+    NodeUnavailable,
+    Overloaded,
+    ProtocolViolation,
+    ServingError,
+)
 from common.logs import kv
 from common.metrics import NodeMetrics
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
+from common.node.lanes import Lane
 from common.node.streams import Outgoing
 from kvtransfer import wire
 from kvtransfer.front_messages import (
@@ -36,26 +45,30 @@ from protos import kvtransfer_pb2
 
 log = logging.getLogger(__name__)
 
+MAX_STREAMS = 1024
+
 Outward: TypeAlias = kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner
 
 
 class PairStream:
     """One pair stream, from both Hellos to its end."""
 
-    def __init__(self, number: int, as_reader: bool, send: Callable[[PairInput], None]) -> None:
+    def __init__(
+        self, number: int, as_reader: bool, forward: Callable[[PairInput], Awaitable[None]]
+    ) -> None:
         self.number = number
         self.as_reader = as_reader
         self.outgoing: Outgoing[Outward] = Outgoing()
         self.reason = "the peer has closed the stream"  # why it is over
-        self._send = send
+        self._forward = forward
 
-    def take(self, message: Outward) -> None:
-        """Parses a peer's message and forwards it.
+    async def take(self, message: Outward) -> None:
+        """Parses a peer's message and forwards it; returns once another one may be read.
 
         Raises:
             ProtocolViolation: it is not what may come on this stream.
         """
-        self._send(PairMessage(self.number, parsed(message)))
+        await self._forward(PairMessage(self.number, parsed(message)))
 
 
 def parsed(message: Outward) -> AnyMessage:
@@ -105,10 +118,14 @@ class PairStreams:
 
         Raises:
             NodeUnavailable: there is no transfer thread.
+            Overloaded: there are too many.
         """
         if self._over.done():
             raise NodeUnavailable("the engine of this node has ended")
-        stream = PairStream(next(self._numbers), as_reader, self._send)
+        if len(self._streams) >= MAX_STREAMS:
+            raise Overloaded(f"{MAX_STREAMS} pair streams are open here")
+        forward = partial(self._forward, Lane(self._connection))
+        stream = PairStream(next(self._numbers), as_reader, forward)
         self._streams[stream.number] = stream
         self._metrics.stream_opened("pair")
         self._send(PairOpened(stream.number, hello, as_reader))
@@ -148,9 +165,20 @@ class PairStreams:
                 if stream is not None:
                     stream.outgoing.end((ProtocolViolation if refused else NodeUnavailable)(reason))
 
+    async def _forward(self, lane: Lane, message: PairInput) -> None:
+        with self._ends():
+            lane.send(message)
+            await lane.room()
+
     def _send(self, message: PairInput) -> None:
-        try:
+        with self._ends():
             self._connection.send(message)
+
+    @contextmanager
+    def _ends(self) -> Iterator[None]:
+        """Without its transfer thread the node is of no use."""
+        try:
+            yield
         except PeerGone:
             self._end("end of file")
         except Backlogged as error:

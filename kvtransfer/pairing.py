@@ -11,6 +11,8 @@ from common.errors import LayoutMismatch
 from kvtransfer.backends.base import PagePool
 
 PROTOCOL_VERSION = 2
+_MAX_SHOWN = 200  # characters of what a peer says
+_MAX_SENTENCE = 2000
 
 
 class DataPath(msgspec.Struct, frozen=True):
@@ -60,9 +62,11 @@ def compare(ours: Hello, theirs: Hello) -> None:
     Raises:
         LayoutMismatch: with one sentence for each thing that differs.
     """
-    differences = list(_differences(ours, theirs))
+    differences = " ".join(_differences(ours, theirs))
     if differences:
-        raise LayoutMismatch(f"{theirs.address or 'the peer'} cannot pair: {' '.join(differences)}")
+        # It goes out as a gRPC status, which has to fit into a header.
+        peer = theirs.address[:_MAX_SHOWN] or "the peer"
+        raise LayoutMismatch(f"{peer} cannot pair: {differences[:_MAX_SENTENCE]}")
 
 
 def _differences(ours: Hello, theirs: Hello) -> Iterator[str]:
@@ -87,7 +91,7 @@ def _field_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> It
 
 
 def _shown(value: str | None) -> str:
-    return "unset" if value is None else repr(value)
+    return "unset" if value is None else repr(value[:_MAX_SHOWN])
 
 
 def _sentence(field: str, ours: object, theirs: object) -> str:

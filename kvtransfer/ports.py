@@ -2,7 +2,10 @@
 
 All pages are counted on the engine thread. The transfer thread answers every command that lends
 it pages with exactly one event that gives them back: GrantHandoff -> ReadsEnded,
-Opened -> HandoffDropped (which ends every Publish of that id).
+Opened -> HandoffDropped (which ends every Publish of that hand-off).
+
+A reader chooses its ids, and may use one again. So an owner's engine knows a hand-off by a serial
+of this node's own, new for every Opened: what it says about one that is over meets no other.
 """
 
 from typing import Protocol, TypeAlias
@@ -113,16 +116,16 @@ class ReadsEnded(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    id: HandoffId
+    serial: int
     compute_tokens: int
     queued_tokens: int
 
 
 class Publish(msgspec.Struct, frozen=True):
     """Token range [start, end) is final in these pages. The engine holds them for "publication"
-    until HandoffDropped; ranges of one id follow each other from its prefix_tokens on."""
+    until HandoffDropped; ranges of one hand-off follow each other from its prefix_tokens on."""
 
-    id: HandoffId
+    serial: int
     start: int
     end: int
     pages: Ints
@@ -134,7 +137,7 @@ class Publish(msgspec.Struct, frozen=True):
 class FailHandoff(msgspec.Struct, frozen=True):
     """The owner gives the hand-off up. HandoffDropped follows."""
 
-    id: HandoffId
+    serial: int
     reason: str
     retryable: bool
 
@@ -143,7 +146,8 @@ class FailHandoff(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    id: HandoffId
+    serial: int
+    id: HandoffId  # for logs
     token_ids: Ints
     num_generated: int
     sampling: SamplingParams
@@ -154,15 +158,16 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, frozen=True):
-    id: HandoffId
+    serial: int
     prefix_tokens: int
 
 
 class HandoffDropped(msgspec.Struct, frozen=True):
     """The hand-off is off the owner's books: drop its "publication" holds, compute no more of it.
-    Exactly once per Opened, and the last event about its id."""
+    Exactly once per Opened, and the last event about its serial."""
 
-    id: HandoffId
+    serial: int
+    id: HandoffId  # for logs
     held: bool  # the reader has everything
     reason: str
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from common.errors import InvalidRequest, ProtocolViolation
 from common.namespace import check_namespace
+from common.sampling import MAX_TOKEN_ID
 from common.sampling import from_proto as sampling_from_proto
 from common.sampling import to_proto as sampling_to_proto
 from common.timeline import PrefillTimes
@@ -29,7 +30,6 @@ from kvtransfer.pairing import DataPath, Hello, Region
 from protos import kvtransfer_pb2 as pb
 
 MAX_TOKENS = 1 << 20
-MAX_TOKEN_ID = 2**31 - 1
 MAX_PAGES = 1 << 20  # of one Ready
 MAX_PATHS = 8
 MAX_REGIONS = 64

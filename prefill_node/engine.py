@@ -58,6 +58,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         page_size=page_size,
         limits=engine.limits,
         max_bootstrap=config.engine.scheduler.max_waiting,
+        max_waiting_tokens=config.engine.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,
     )

@@ -18,17 +18,17 @@ import numpy as np
 
 from common.distribution import Counted
 from common.engine.batch import BatchResult, ScheduleBatch
+from common.engine.held_tokens import HeldTokens
 from common.engine.limits import RequestLimits
 from common.engine.pages import Holder, PageAllocator
 from common.engine.request import Finish, FinishReason, Ints, Request
 from common.engine.scheduler import ChunkDone, Scheduler
 from common.errors import InvalidRequest, Overloaded
-from common.logs import kv
+from common.log_throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.messages import HandoffTraced
 from common.node.stamps import HandoffStamps
 from common.trace_context import is_sampled, log_fields
-from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     Admit,
     FailHandoff,
@@ -48,7 +48,7 @@ MakeScheduler = Callable[[Callable[[Request, Ints], None]], Scheduler]
 class Prefilling:
     """A granted hand-off whose prompt waits for its pages or is being computed."""
 
-    id: HandoffId
+    serial: int
     request: Request
     prefix_tokens: int  # the reader has them
     published: int  # token ranges up to here are out
@@ -66,6 +66,7 @@ class PrefillRole:
         page_size: int,
         limits: RequestLimits,
         max_bootstrap: int,
+        max_waiting_tokens: int,
         port: OwnerPort,
         desk: Desk,
     ) -> None:
@@ -74,15 +75,16 @@ class PrefillRole:
         self._page_size = page_size
         self._limits = limits
         self._max_bootstrap = max_bootstrap
+        self._waiting = HeldTokens(max_waiting_tokens)  # of those that have no pages yet
         self._port = port
         self._desk = desk
-        self._next_key = 1
-        self._bootstrap: dict[HandoffId, Request] = {}
-        self._prefilling: dict[HandoffId, Prefilling] = {}
-        self._inflight: dict[HandoffId, Prefilling] = {}
-        self._ids: dict[int, HandoffId] = {}  # request key: hand-off, while the scheduler has it
-        self._lent: dict[HandoffId, Ints] = {}  # pages held for publication
-        self._stamps: dict[HandoffId, HandoffStamps] = {}  # from Opened to HandoffDropped
+        # By the serial of the hand-off, which is its request's key too.
+        self._bootstrap: dict[int, Request] = {}
+        self._prefilling: dict[int, Prefilling] = {}
+        self._inflight: dict[int, Prefilling] = {}
+        self._lent: dict[int, Ints] = {}  # pages held for publication
+        self._stamps: dict[int, HandoffStamps] = {}  # from Opened to HandoffDropped
+        self._log = ThrottledLog(log, Throttle(most=100))
         self._counts = dict.fromkeys(
             (
                 *("handoffs_held", "handoffs_lost", "handoffs_failed"),
@@ -112,9 +114,9 @@ class PrefillRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self.scheduler.finish(batch, result)
         for chunk in outcome.chunks:
-            handoff_id = self._ids.get(chunk.request.key)
-            if handoff_id is not None:
-                self._chunk_done(self._prefilling[handoff_id], chunk)
+            handoff = self._prefilling.get(chunk.request.key)
+            if handoff is not None:
+                self._chunk_done(handoff, chunk)
         for finished in outcome.finished:
             self._ended_unpublished(finished.request, finished.finish)
 
@@ -151,19 +153,19 @@ class PrefillRole:
         """Gives up every hand-off of this client request."""
         requests = {
             **self._bootstrap,
-            **{id: handoff.request for id, handoff in self._prefilling.items()},
-            **{id: handoff.request for id, handoff in self._inflight.items()},
+            **{serial: handoff.request for serial, handoff in self._prefilling.items()},
+            **{serial: handoff.request for serial, handoff in self._inflight.items()},
         }
-        ids = [id for id, request in requests.items() if request.request_id == request_id]
-        for id in ids:
-            self._fail(id, "aborted by an operator", retryable=False)
-        return len(ids)
+        doomed = [serial for serial, each in requests.items() if each.request_id == request_id]
+        for serial in doomed:
+            self._fail(serial, "aborted by an operator", retryable=False)
+        return len(doomed)
 
     # A hand-off's way ---------------------------------------------------------------------------
 
     def _open(self, event: Opened) -> None:
         now = time.monotonic()
-        self._stamps[event.id] = HandoffStamps(
+        self._stamps[event.serial] = HandoffStamps(
             event.request_id,
             len(event.token_ids) - event.num_generated,
             event.traceparent,
@@ -171,17 +173,21 @@ class PrefillRole:
         )
         if self._desk.draining:
             self._counts["refused/draining"] += 1
-            return self._fail(event.id, "this prefill node is draining", retryable=True)
+            return self._fail(event.serial, "this prefill node is draining", retryable=True)
         if len(self._bootstrap) >= self._max_bootstrap:
             self._counts["refused/overloaded"] += 1
-            return self._fail(event.id, "the bootstrap queue is full", retryable=True)
+            return self._fail(event.serial, "the bootstrap queue is full", retryable=True)
         try:
             self._limits.check(event.token_ids)
+            self._waiting.take(event.serial, len(event.token_ids))
         except InvalidRequest as error:
             self._counts["refused/invalid"] += 1
-            return self._fail(event.id, str(error), retryable=False)
-        self._bootstrap[event.id] = Request(
-            key=self._next_key,
+            return self._fail(event.serial, str(error), retryable=False)
+        except Overloaded as error:
+            self._counts["refused/overloaded"] += 1
+            return self._fail(event.serial, str(error), retryable=True)
+        self._bootstrap[event.serial] = Request(
+            key=event.serial,
             origin=(0, 0),
             request_id=event.request_id,
             token_ids=event.token_ids,
@@ -192,37 +198,39 @@ class PrefillRole:
             arrived=now,
             namespace=event.namespace,
         )
-        self._next_key += 1
 
     def _grant(self, event: Granted) -> None:
-        request = self._bootstrap.pop(event.id, None)
+        request = self._bootstrap.pop(event.serial, None)
         if request is None:
             return  # failed here before the grant arrived; HandoffDropped is under way
-        self._stamps[event.id].granted = time.monotonic()
-        self._prefilling[event.id] = Prefilling(
-            id=event.id,
+        self._stamps[event.serial].granted = time.monotonic()
+        self._prefilling[event.serial] = Prefilling(
+            serial=event.serial,
             request=request,
             prefix_tokens=event.prefix_tokens,
             published=event.prefix_tokens,
             pages=np.empty(0, np.int32),
         )
-        self._ids[request.key] = event.id
         try:
             self.scheduler.add(request)
+        except InvalidRequest as error:
+            self._counts["refused/invalid"] += 1
+            self._fail(event.serial, str(error), retryable=False)
         except Overloaded as error:
             self._counts["refused/overloaded"] += 1
-            self._fail(event.id, str(error), retryable=True)
+            self._fail(event.serial, str(error), retryable=True)
 
     def _admitted(self, request: Request, pages: Ints) -> None:
         """The scheduler has reserved the whole prompt and locked what this node has of it."""
-        handoff = self._prefilling[self._ids[request.key]]
+        handoff = self._prefilling[request.key]
         handoff.pages = pages
-        self._stamps[handoff.id].admitted = request.admitted
+        self._waiting.drop(handoff.serial)
+        self._stamps[handoff.serial].admitted = request.admitted
         self._pages.hold(pages, Holder.PUBLICATION)
-        self._lent[handoff.id] = pages
+        self._lent[handoff.serial] = pages
         self._port.post(
             Admit(
-                handoff.id,
+                handoff.serial,
                 compute_tokens=len(request.token_ids) - request.cached_tokens,
                 queued_tokens=self.scheduler.queued_tokens(),
             )
@@ -231,13 +239,13 @@ class PrefillRole:
         self._publish(handoff, request.cached_tokens // self._page_size * self._page_size)
 
     def _chunk_done(self, handoff: Prefilling, chunk: ChunkDone) -> None:
-        self._stamps[handoff.id].num_chunks += 1
+        self._stamps[handoff.serial].num_chunks += 1
         if chunk.first_token is None:
             self._publish(handoff, chunk.end // self._page_size * self._page_size)
             return
-        del self._prefilling[handoff.id], self._ids[chunk.request.key]
-        self._inflight[handoff.id] = handoff
-        self._stamps[handoff.id].done = time.monotonic()
+        del self._prefilling[handoff.serial]
+        self._inflight[handoff.serial] = handoff
+        self._stamps[handoff.serial].done = time.monotonic()
         self._publish(handoff, chunk.end, first_token=chunk.first_token)
 
     def _publish(self, handoff: Prefilling, end: int, first_token: int | None = None) -> None:
@@ -249,53 +257,50 @@ class PrefillRole:
         first_page, past_page = start // self._page_size, -(-end // self._page_size)
         self._port.post(
             Publish(
-                handoff.id,
+                handoff.serial,
                 start=start,
                 end=end,
                 pages=handoff.pages[first_page:past_page] if end > start else handoff.pages[:0],
                 last=last,
                 first_token=first_token,
-                times=self._stamps[handoff.id].times() if last else None,
+                times=self._stamps[handoff.serial].times() if last else None,
             )
         )
         handoff.published = end
 
     def _ended_unpublished(self, request: Request, finish: Finish) -> None:
-        handoff_id = self._ids.get(request.key)
-        if handoff_id is not None:  # otherwise it ended with its first token, or was dropped
-            self._fail(handoff_id, finish.error or finish.reason.name.lower(), retryable=False)
+        if request.key in self._prefilling:  # else it ended with its first token, or was dropped
+            self._fail(request.key, finish.error or finish.reason.name.lower(), retryable=False)
 
-    def _fail(self, handoff_id: HandoffId, reason: str, *, retryable: bool) -> None:
+    def _fail(self, serial: int, reason: str, *, retryable: bool) -> None:
         self._counts["handoffs_failed"] += 1
-        self._forget(handoff_id, Finish(FinishReason.ABORT, reason))
-        self._port.post(FailHandoff(handoff_id, reason, retryable))
+        self._forget(serial, Finish(FinishReason.ABORT, reason))
+        self._port.post(FailHandoff(serial, reason, retryable))
 
     def _dropped(self, event: HandoffDropped) -> None:
         self._counts["handoffs_held" if event.held else "handoffs_lost"] += 1
-        stamps = self._stamps.pop(event.id)
+        stamps = self._stamps.pop(event.serial)
         if not event.held:
-            log.info(
-                "hand-off dropped %s",
-                kv(
-                    request_id=stamps.request_id,
-                    **log_fields(stamps.traceparent),
-                    id=tuple(event.id),
-                    because=event.reason,
-                ),
+            self._log.info(
+                "hand-off dropped",
+                request_id=stamps.request_id,
+                **log_fields(stamps.traceparent),
+                id=tuple(event.id),
+                because=event.reason,
             )
         if is_sampled(stamps.traceparent):
             stamps.dropped = time.monotonic()
             self._desk.notify(HandoffTraced(stamps, event.held, event.reason))
-        self._forget(event.id, Finish(FinishReason.ABORT, event.reason))
-        lent = self._lent.pop(event.id, None)
+        self._forget(event.serial, Finish(FinishReason.ABORT, event.reason))
+        lent = self._lent.pop(event.serial, None)
         if lent is not None:
             self._pages.drop(lent, Holder.PUBLICATION)
 
-    def _forget(self, handoff_id: HandoffId, finish: Finish) -> None:
+    def _forget(self, serial: int, finish: Finish) -> None:
         """Takes a hand-off out of its queue; its compute stops at the chunk's edge."""
-        self._bootstrap.pop(handoff_id, None)
-        self._inflight.pop(handoff_id, None)
-        handoff = self._prefilling.pop(handoff_id, None)
+        self._waiting.drop(serial)
+        self._bootstrap.pop(serial, None)
+        self._inflight.pop(serial, None)
+        handoff = self._prefilling.pop(serial, None)
         if handoff is not None:
-            del self._ids[handoff.request.key]
             self.scheduler.abort(handoff.request, finish)

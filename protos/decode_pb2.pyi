@@ -56,14 +56,16 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class ToNode(_message.Message):
-    __slots__ = ("peers", "submits", "cancels")
+    __slots__ = ("peers", "submits", "cancels", "protocol_version")
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     CANCELS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     peers: Peers
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     cancels: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, peers: _Optional[_Union[Peers, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, peers: _Optional[_Union[Peers, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Peers(_message.Message):
     __slots__ = ("prefill_addresses",)
@@ -94,12 +96,14 @@ class Submit(_message.Message):
     def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("step", "status")
+    __slots__ = ("step", "status", "protocol_version")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     step: Step
     status: Status
-    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun")

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 5.0
+_MAX_PAGES = 1 << 16  # that come or go in one message; a node says half as much at most
 
 
 class CacheWatch:
@@ -58,6 +59,8 @@ class CacheWatch:
             async for events in call:
                 if events is None:  # what grpcio makes of bytes that it cannot parse
                     raise ProtocolViolation("it has sent bytes that are no message")
+                if len(events.stored) > _MAX_PAGES or len(events.removed) > _MAX_PAGES:
+                    raise ProtocolViolation("it says too much at once")
                 if not heard:
                     if not events.cleared:
                         raise ProtocolViolation("it began in the middle")

@@ -9,11 +9,11 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc.aio
 
-from common import rpc
+from common import rpc, serve_protocol
 from common.errors import NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.sampling import to_fields
@@ -28,7 +28,17 @@ log = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
+_REFUSED_S = 30.0  # between two tries at a node that speaks another version
 _MAX_UNTOLD = 1024  # timelines of requests that were left, waited for
+
+
+class _Over(NamedTuple):
+    """How a stream ended."""
+
+    reason: str
+    refused: bool = (
+        False  # the two ends cannot speak with each other: only another program mends it
+    )
 
 
 class DecodeClient:
@@ -41,11 +51,13 @@ class DecodeClient:
         *,
         peers: Sequence[str],
         on_move: Callable[[str], None],
+        refused_s: float = _REFUSED_S,
     ) -> None:
         """
         Args:
             peers: addresses of all prefill nodes, which the node is told first.
             on_move: called with the address when `status` has changed.
+            refused_s: between two tries at a node that cannot be spoken with.
         """
         self.address = address
         # The node's last Status on the stream that is open; None: no stream, or none yet.
@@ -53,6 +65,7 @@ class DecodeClient:
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers)
         self._on_move = on_move
+        self._refused_s = refused_s
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
         # Requests whose timeline the node has not told; it may come after the request was left.
@@ -66,19 +79,26 @@ class DecodeClient:
     async def run(self) -> None:
         """Serves until cancelled; requests still live then fail with NodeUnavailable."""
         backoff_s = _MIN_BACKOFF_S
+        told = ""
         while True:
             opened_at = time.monotonic()
-            reason = "the router is shutting down"
+            over = _Over("the router is shutting down")
             try:
-                reason = await self._serve()
+                over = await self._serve()
                 rpc.raise_if_cancelled()
                 if self.status is not None:
-                    log.warning("decode node lost %s", kv(node=self.address, because=reason))
+                    log.warning("decode node lost %s", kv(node=self.address, because=over.reason))
+                elif over.refused and over.reason != told:
+                    log.warning(
+                        "decode node refused %s", kv(node=self.address, because=over.reason)
+                    )
+                told = over.reason
             finally:
-                self._lose(reason)
+                self._lose(over.reason)
             if time.monotonic() - opened_at > _MAX_BACKOFF_S:
                 backoff_s = _MIN_BACKOFF_S
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            delay_s = self._refused_s if over.refused else backoff_s
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     def tell_peers(self, addresses: Sequence[str]) -> None:
@@ -132,23 +152,32 @@ class DecodeClient:
         elif len(self._untold) > len(self._live) + _MAX_UNTOLD:
             del self._untold[next(iter(self._untold))]
 
-    async def _serve(self) -> str:
-        """Opens the stream and reads it to its end. Returns why it ended."""
+    async def _serve(self) -> _Over:
+        """Opens the stream and reads it to its end."""
         # Not wait_for_ready: a call that waits keeps the certificates that it began with.
         call = self._stub.Serve()
         self._unsent.clear()
         self._unsent.tell_peers(self._peers)
         sending = asyncio.create_task(self._send(call))
+        first = True
         try:
             async for message in call:
                 if message is None:  # what grpcio makes of bytes that it cannot parse
                     raise ProtocolViolation("the node has sent bytes that are no message")
+                if first:
+                    first = False
+                    difference = serve_protocol.difference(
+                        node=message.protocol_version, router=serve_protocol.VERSION
+                    )
+                    if difference:
+                        return _Over(difference, refused=True)
                 self._take(message)
-            return "the node ended the stream"
+            return _Over("the node ended the stream")
         except ProtocolViolation as error:
-            return str(error)
+            return _Over(str(error))
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            return _Over(f"{error.code().name}: {error.details()}", refused)
         finally:
             sending.cancel()
             call.cancel()
@@ -168,13 +197,18 @@ class DecodeClient:
             case "status":
                 if self.status is None:
                     log.info("decode node connected %s", kv(node=self.address))
+                if len(message.status.links) > serve_protocol.MAX_LINKS:
+                    raise ProtocolViolation(f"the node has {len(message.status.links)} links")
                 self.status = message.status
                 self._on_move(self.address)
-            case unknown:
-                raise ProtocolViolation(f"the node sent an unknown message: {unknown}")
+            case _:
+                return  # a newer node's
 
     def _take_step(self, step: decode_pb2.Step) -> None:
         timelines = step.timeline or step.ended
+        longest = max(len(step.request), len(step.ended), len(step.begun))
+        if longest > serve_protocol.MAX_ROWS:
+            raise ProtocolViolation(f"the node sent a step with {longest} rows")
         ends = (step.ended, step.reason, step.error, step.error_code, timelines)
         whole = len(step.request) == len(step.token) and len(step.begun) == len(step.cached_tokens)
         if not whole or len({len(column) for column in ends}) != 1:

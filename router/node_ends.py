@@ -18,6 +18,8 @@ _ERRORS: dict[int, type[ServingError]] = {
     for error in (InvalidRequest, Overloaded, RequestAborted, DeadlineExceeded, NodeUnavailable)
 }
 
+_MAX_ERROR = 1000  # characters of what a node says
+
 
 def end_of(reason: int, error: str, error_code: int) -> End | ServingError:
     """One row of the columns `ended` to `error_code` of a Step."""
@@ -30,4 +32,4 @@ def end_of(reason: int, error: str, error_code: int) -> End | ServingError:
             return RequestAborted("the request was aborted")
         case _:
             failure = _ERRORS.get(error_code, EngineFault)
-            return failure(error or "the decode node gave up without a reason")
+            return failure(error[:_MAX_ERROR] or "the decode node gave up without a reason")

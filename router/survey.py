@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _DEADLINE_S = 2.0
 _INTERVAL_S = 5.0
+_MAX_BYTES = 256 << 10  # of a description; of a node with links to 1000 others it has 50 KB
+_STATES = ("starting", "ready", "draining", "unhealthy")
 _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 
 
@@ -145,6 +147,9 @@ class Survey:
         if description is None:  # what grpcio makes of bytes that it cannot parse
             self._not_answered(known, "it has sent bytes that are no message")
             return unreachable
+        if description.ByteSize() > _MAX_BYTES:
+            self._not_answered(known, f"it says {description.ByteSize()} bytes of itself")
+            return unreachable
         known.silence = ""
         misfit = self._misfit(known, description)
         if misfit and known.state != "unhealthy":
@@ -161,6 +166,8 @@ class Survey:
         """What keeps requests from a node that is well; "" if nothing does."""
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
             return "a node has another tokenizer"
+        if description.state not in _STATES:
+            return "a node is in no state that there is"
         if description.role != known.role:
             return f"a node is no {known.role} node"
         return ""

@@ -6,11 +6,8 @@ A write costs the same whatever is in it: all that comes while one is under way 
 import asyncio
 from collections.abc import Sequence
 
+from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
 from protos.decode_pb2 import Peers, Submit, ToNode
-
-# A message with both is 10 MB at most: 5 bytes for a token, 20 KB for all else of a Submit.
-_MAX_TOKENS = 1 << 20
-_MAX_SUBMITS = 256
 
 
 class Unsent:
@@ -21,10 +18,12 @@ class Unsent:
         self._peers: Peers | None = None
         self._submits: dict[int, Submit] = {}
         self._cancels: list[int] = []
+        self._version = VERSION  # 0 once it is told
         self._news = asyncio.Event()
 
     def clear(self) -> None:
-        """Forgets everything: whom it was meant for is gone."""
+        """Forgets everything: whom it was meant for is gone. Who comes next hears the version."""
+        self._version = VERSION
         self._peers = None
         self._submits.clear()
         self._cancels.clear()
@@ -52,9 +51,15 @@ class Unsent:
         while self._peers is None and not self._submits and not self._cancels:
             self._news.clear()
             await self._news.wait()
-        message = ToNode(peers=self._peers, submits=self._some_submits(), cancels=self._cancels)
+        message = ToNode(
+            peers=self._peers,
+            submits=self._some_submits(),
+            cancels=self._cancels[:MAX_CANCELS],
+            protocol_version=self._version,
+        )
         self._peers = None
-        self._cancels.clear()
+        del self._cancels[:MAX_CANCELS]
+        self._version = 0
         return message
 
     def _some_submits(self) -> list[Submit]:
@@ -63,7 +68,7 @@ class Unsent:
         num_tokens = 0
         for submit in self._submits.values():
             num_tokens += len(submit.token_ids)
-            if taken and (num_tokens > _MAX_TOKENS or len(taken) == _MAX_SUBMITS):
+            if taken and (num_tokens > MAX_TOKENS or len(taken) == MAX_SUBMITS):
                 break
             taken.append(submit)
         for submit in taken:

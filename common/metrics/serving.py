@@ -1,16 +1,30 @@
-"""A registry over HTTP, on a port of its own."""
+"""A registry over HTTP, on a port of its own that anybody may connect to.
+
+Each connection has a thread, one request and few seconds. Of too many at once the oldest makes
+room: who scrapes is done in milliseconds, who is silent is not.
+"""
 
 import contextlib
+import socket
+import time
 from collections.abc import Iterator
+from threading import Lock, Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from common.errors import ConfigError
 
+MAX_CONNECTIONS = 16
+REQUEST_S = 5.0  # from the connection to the answer's last byte
+
 
 @contextlib.contextmanager
-def served(registry: CollectorRegistry, host: str, port: int | None) -> Iterator[int | None]:
-    """Serves a registry over HTTP on a thread of its own while inside.
+def served(
+    registry: CollectorRegistry, host: str, port: int | None, *, request_s: float = REQUEST_S
+) -> Iterator[int | None]:
+    """Serves a registry over HTTP on threads of its own while inside.
 
     Args:
         port: None serves nothing; 0 leaves the choice to the system.
@@ -23,12 +37,61 @@ def served(registry: CollectorRegistry, host: str, port: int | None) -> Iterator
         yield None
         return
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = _Server(host, port, request_s)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+    server.set_app(make_wsgi_app(registry))
+    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
         thread.join(timeout=5.0)
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape is no news, and strangers write no lines."""
+
+
+class _Server(WSGIServer):
+    request_queue_size = 128  # connections that nobody has accepted yet
+
+    def __init__(self, host: str, port: int, request_s: float) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._request_s = request_s
+        self._since: dict[socket.socket, float] = {}  # of open connections, the oldest first
+        self._lock = Lock()
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On the thread that accepts."""
+        with self._lock:
+            self._since[request] = time.monotonic()
+            if len(self._since) > MAX_CONNECTIONS:
+                _end(next(iter(self._since)))
+        Thread(target=self._answer, args=(request, client_address), daemon=True).start()
+
+    def service_actions(self) -> None:
+        """Twice a second, on the thread that accepts."""
+        late = time.monotonic() - self._request_s
+        with self._lock:
+            for request, since in self._since.items():
+                if since < late:
+                    _end(request)
+
+    def _answer(self, request: Any, client_address: Any) -> None:
+        # What a stranger can do to this code, it costs that connection and no line in the log.
+        with contextlib.suppress(Exception):
+            self.finish_request(request, client_address)
+        with self._lock:
+            del self._since[request]
+        self.shutdown_request(request)
+
+
+def _end(request: socket.socket) -> None:
+    """Whoever reads or writes it is told its end."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)

@@ -6,11 +6,13 @@ Knows what crosses (messages.py) and nothing of gRPC streams or of what the answ
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from common.errors import DeadlineExceeded, NodeUnavailable, NotIdle, Overloaded
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
+from common.node.lanes import Lane
 from common.node.messages import (
     Answer,
     Ask,
@@ -67,19 +69,27 @@ class EngineLink:
         if not self._ready:
             raise NodeUnavailable("this node is starting")
 
-    def send(self, message: FrontMessage) -> None:
-        """Sends what must not be lost. Without an engine it has no meaning any more: dropped."""
+    def lane(self) -> Lane:
+        """For the messages of one stream."""
+        return Lane(self._connection)
+
+    def send(self, message: FrontMessage, lane: Lane | None = None) -> None:
+        """Sends what must not be lost. Without an engine it has no meaning any more: dropped.
+
+        Args:
+            lane: of the stream that caused it.
+        """
         if self._ended:
             return
-        try:
-            self._connection.send(message)
-        except PeerGone:
-            pass
-        except Backlogged as error:
-            self._connection.close()
-            self._end(str(error))
+        with self._ends():
+            (lane or self._connection).send(message)
 
-    def submit(self, request: SubmitRequest) -> None:
+    async def room(self, lane: Lane) -> None:
+        """Waits until more may be taken of the stream whose lane this is."""
+        with self._ends():
+            await lane.room()
+
+    def submit(self, request: SubmitRequest, lane: Lane) -> None:
         """Sends new work.
 
         Raises:
@@ -89,7 +99,7 @@ class EngineLink:
         self.check_ready()
         if self._connection.backlog_bytes > _MAX_UNREAD_BYTES:
             raise Overloaded("the engine of this node does not keep up with new requests")
-        self.send(request)
+        self.send(request, lane)
 
     async def ask(self, what: str, argument: str = "", *, timeout_s: float = 5.0) -> Answer:
         """Asks the engine thread, which answers between two steps.
@@ -133,6 +143,17 @@ class EngineLink:
                 self._on_notice(message)
             case _:
                 self._on_notice(message)
+
+    @contextmanager
+    def _ends(self) -> Iterator[None]:
+        """Without an engine that reads the node is of no use."""
+        try:
+            yield
+        except PeerGone:
+            pass
+        except Backlogged as error:
+            self._connection.close()
+            self._end(str(error))
 
     def _end(self, reason: str) -> None:
         if self._ended:

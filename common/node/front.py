@@ -146,7 +146,7 @@ class _Node:
         if certificates is not None:
             trust.certificate_ends("shown", partial(tls.shown_end, certificates))
             trust.certificate_ends("authority", partial(tls.authority_end, certificates))
-        server = rpc.make_server()
+        server = rpc.make_server(rpc.NODE_SERVER_OPTIONS)
         port = rpc.bind(server, front.host, front.port, certificates)
         with ExitStack() as stack:
             metrics_port = stack.enter_context(

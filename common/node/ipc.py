@@ -18,7 +18,10 @@ MAX_FRAME_BYTES = 32 << 20
 # What may wait for a peer that does not read at the moment (a forward that takes seconds).
 MAX_BACKLOG_BYTES = 128 << 20
 # Most that one `receive` takes off the socket, so that a busy peer cannot keep the caller in it.
-MAX_DRAIN_BYTES = 32 << 20
+MAX_DRAIN_BYTES = 1 << 20
+# The front's writes are behind from so many waiting bytes on, until no more than the second.
+BEHIND_BYTES = 1 << 20
+CAUGHT_UP_BYTES = 256 << 10
 _CHUNK_BYTES = 256 << 10
 _LENGTH = struct.Struct("<I")
 
@@ -191,6 +194,9 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._ended = False
+        self._caught_up = asyncio.Event()
+        self._caught_up.set()
+        self.num_bytes_sent = 0  # since it was opened, taken by the engine or not
 
     async def open(self, sock: socket.socket) -> None:
         """Starts on a connected unix socket, which this object owns from now on."""
@@ -201,6 +207,15 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
     def backlog_bytes(self) -> int:
         """Bytes that the engine process has not read yet and that wait in this process."""
         return self._transport.get_write_buffer_size() if self._transport else 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more than BEHIND_BYTES wait, or have until now. Not of a socket that is over."""
+        return not self._caught_up.is_set()
+
+    async def caught_up(self) -> None:
+        """Waits until it is not behind, or over."""
+        await self._caught_up.wait()
 
     def send(self, message: msgspec.Struct) -> None:
         """Sends one message, or keeps it until the engine reads.
@@ -215,17 +230,27 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
             raise PeerGone("the engine process is gone")
         if self.backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
             raise Backlogged(f"{self.backlog_bytes} bytes wait for an engine that does not read")
+        self.num_bytes_sent += len(frame)
         self._transport.write(frame)
 
     def close(self) -> None:
         """Idempotent. The other process sees end of file; `on_end` is not called any more."""
         self._ended = True
+        self._caught_up.set()
         if self._transport is not None:
             # Not close(): it would wait for a stuck engine to read what is left.
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(BEHIND_BYTES, CAUGHT_UP_BYTES)
+
+    def pause_writing(self) -> None:
+        if not self._ended:
+            self._caught_up.clear()
+
+    def resume_writing(self) -> None:
+        self._caught_up.set()
 
     def data_received(self, data: bytes) -> None:
         if self._ended:

@@ -91,8 +91,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return node_pb2.FlushCacheResponse(pages_freed=answer.integer)
 
     async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
-        """UNAVAILABLE while the model loads; RESOURCE_EXHAUSTED to a caller that does not read."""
-        await self._cache_feed.watch(context.write)
+        """UNAVAILABLE while the model loads; RESOURCE_EXHAUSTED to a caller that does not read, or
+        makes room for another one."""
+        host, _, _ = context.peer().rpartition(":")
+        await self._cache_feed.watch(host, context.write)
 
     async def Abort(self, request: node_pb2.AbortRequest, context: Any) -> node_pb2.AbortResponse:
         """An id that no live request has is no error: nothing is aborted."""

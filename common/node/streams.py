@@ -1,7 +1,7 @@
 """Both directions of one gRPC stream: a bounded way out, a reading task, one end for both.
 
 Alike for router streams and pair streams, on the server's and on the client's side. Nobody waits
-for a peer that does not read: it is cut off.
+for a peer that does not read: it is cut off. One that says more than can be taken waits itself.
 """
 
 import asyncio
@@ -78,9 +78,10 @@ class Outgoing(Generic[M]):
         self,
         write: Callable[[M], Awaitable[None]],
         incoming: AsyncIterator[R],
-        take: Callable[[R], None],
+        take: Callable[[R], Awaitable[None]],
     ) -> None:
-        """Writes what is put and gives what comes to `take`, until the stream is over.
+        """Writes what is put and gives what comes to `take`, until the stream is over. Nothing more
+        is read of the stream while `take` waits.
 
         Returns when `incoming` ends: the peer has closed its direction.
         Raises:
@@ -93,7 +94,7 @@ class Outgoing(Generic[M]):
 
         async def reading() -> None:
             async for message in incoming:
-                take(message)
+                await take(message)
 
         reader, writer = asyncio.ensure_future(reading()), asyncio.ensure_future(writing())
         tasks: tuple[asyncio.Future[Any], ...] = (reader, writer)

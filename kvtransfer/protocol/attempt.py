@@ -46,9 +46,14 @@ class Attempt:
         self.to(KVPoll.WAITING_FOR_INPUT)
 
     def admit(self, message: Admitted, now: float) -> None:
-        """Raises ProtocolViolation unless it is granted, and for the first time."""
+        """Raises ProtocolViolation unless it is granted, for the first time, and there are so many
+        tokens to compute."""
         if self.state is not KVPoll.WAITING_FOR_INPUT or self.admitted is not None:
             raise ProtocolViolation(f"Admitted of {self.id} while {self.state.name}")
+        if message.compute_tokens > self.num_tokens:
+            raise ProtocolViolation(
+                f"{message.compute_tokens} of the {self.num_tokens} tokens of {self.id} to compute"
+            )
         self.admitted = message
         self.admitted_at = now
 

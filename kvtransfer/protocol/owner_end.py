@@ -53,6 +53,7 @@ class _Stream:
 @dataclass(slots=True)
 class _Handoff:
     id: HandoffId
+    serial: int  # of this node's own, which its engine knows it by
     stream: int
     num_tokens: int
     state: KVPoll = KVPoll.BOOTSTRAPPING
@@ -72,6 +73,8 @@ class OwnerEnd:
         self._max_handoffs = max_handoffs
         self._streams: dict[int, _Stream] = {}
         self._handoffs: dict[HandoffId, _Handoff] = {}
+        self._ids: dict[int, HandoffId] = {}  # by serial
+        self._next_serial = 1
         self._budgets: Deadlines[HandoffId] = Deadlines()
         self._beats = Beats(config)
         self._actions: list[OwnerAction] = []
@@ -121,14 +124,15 @@ class OwnerEnd:
         return self._taken()
 
     def command(self, command: OwnerCommand) -> list[OwnerAction]:
-        """A command about an id that is off the books is dropped: its HandoffDropped is on its way
-        to the engine.
+        """A command about a hand-off that is off the books is dropped: its HandoffDropped is on its
+        way to the engine. A new one of the same id has another serial.
 
         Raises:
             EngineFault: the engine published what cannot follow, or admitted twice.
         """
-        handoff = self._handoffs.get(command.id)
-        if handoff is not None:
+        id = self._ids.get(command.serial)
+        if id is not None:
+            handoff = self._handoffs[id]
             match command:
                 case Admit() | Publish():
                     self._tell_or_keep(handoff, command)
@@ -181,10 +185,13 @@ class OwnerEnd:
             reason = f"{self._max_handoffs} hand-offs are open here"
             self._actions.append(Send(stream, Failed(id, reason, retryable=True)))
             return
-        self._handoffs[id] = _Handoff(id, stream, len(message.token_ids))
+        handoff = _Handoff(id, self._next_serial, stream, len(message.token_ids))
+        self._next_serial += 1
+        self._handoffs[id], self._ids[handoff.serial] = handoff, id
         self._budgets.set(id, now + message.budget_s)
         self._actions.append(
             Opened(
+                handoff.serial,
                 id,
                 np.array(message.token_ids, dtype=np.int32),
                 message.num_generated,
@@ -208,7 +215,7 @@ class OwnerEnd:
         check_prefix(prefix, handoff.num_tokens, self._page_size)
         handoff.ranges = Ranges(self._page_size, handoff.num_tokens, prefix, prefix)
         handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
-        self._actions.append(Granted(handoff.id, prefix))
+        self._actions.append(Granted(handoff.serial, prefix))
         for command in handoff.ungranted:
             self._tell(handoff, handoff.ranges, command)
         handoff.ungranted.clear()
@@ -243,23 +250,23 @@ class OwnerEnd:
         match command:
             case Admit():
                 if handoff.admitted:
-                    raise EngineFault(f"{command.id} was admitted twice")
+                    raise EngineFault(f"{handoff.id} was admitted twice")
                 handoff.admitted = True
-                told = Admitted(command.id, command.compute_tokens, command.queued_tokens)
+                told = Admitted(handoff.id, command.compute_tokens, command.queued_tokens)
                 self._actions.append(Send(handoff.stream, told))
             case Publish():
                 try:
                     ranges.follow(command.start, command.end, len(command.pages), last=command.last)
                 except ProtocolViolation as error:
-                    raise EngineFault(f"cannot publish {command.id}: {error}") from error
+                    raise EngineFault(f"cannot publish {handoff.id}: {error}") from error
                 self._publish(handoff, command)
 
     def _publish(self, handoff: _Handoff, command: Publish) -> None:
         handoff.state = advance(handoff.state, KVPoll.TRANSFERRING)
         if len(command.pages):
-            self._actions.append(Expose(command.id, handoff.stream, command.pages))
+            self._actions.append(Expose(handoff.id, handoff.stream, command.pages))
         ready = Ready(
-            command.id,
+            handoff.id,
             command.start,
             command.end,
             tuple(command.pages.tolist()),
@@ -277,10 +284,11 @@ class OwnerEnd:
 
     def _drop(self, handoff: _Handoff, end: KVPoll, reason: str) -> None:
         handoff.state = advance(handoff.state, end)
-        del self._handoffs[handoff.id]
+        del self._handoffs[handoff.id], self._ids[handoff.serial]
         self._budgets.drop(handoff.id)
         self._actions.append(Withdraw(handoff.id))
-        self._actions.append(HandoffDropped(handoff.id, end is KVPoll.SUCCESS, reason))
+        held = end is KVPoll.SUCCESS
+        self._actions.append(HandoffDropped(handoff.serial, handoff.id, held, reason))
 
     def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
         self._actions.append(EndStream(stream, reason, refused))

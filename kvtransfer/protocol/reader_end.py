@@ -121,8 +121,12 @@ class ReaderEnd:
     def stream_up(
         self, stream: int, owner: int, address: str, num_pages: int, now: float
     ) -> list[ReaderAction]:
-        """`owner` (an instance, with a pool of so many pages) has answered Hello."""
+        """`owner` (an instance, with a pool of so many pages) has answered Hello. An address that
+        names the instance of another is refused: it must not end that one's stream."""
         for old, peer in list(self._streams.items()):
+            if peer.owner == owner and peer.address != address:
+                reason = f"this instance is paired at {peer.address} already"
+                return [EndStream(stream, reason, refused=True)]
             if peer.owner == owner:
                 self._end_stream(old, "the owner has another stream")
         self._streams[stream] = _Stream(owner, address, num_pages, Pace(self._progress_s))
@@ -247,6 +251,11 @@ class ReaderEnd:
                 self._lose(attempt, message.reason, retryable=message.retryable)
 
     def _note_admitted(self, attempt: Attempt, message: Admitted, now: float) -> None:
+        most = self._streams[attempt.stream].num_pages * self._page_size
+        if message.queued_tokens > most:
+            raise ProtocolViolation(
+                f"{message.queued_tokens} tokens queued, {most} fit into the owner's pool"
+            )
         attempt.admit(message, now)
         self._expect_progress(attempt, message.compute_tokens + message.queued_tokens, now)
         self._actions.append(

@@ -6,11 +6,13 @@ rebinding). The browser then says the site's name in Host, and cannot be made to
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 
 from common.identity.exposure import is_loopback
 
 _LOCALHOST = "localhost"
+_REMEMBERED = 256  # hosts as they were sent: nearly all requests send the same few
 
 
 class HostCheck:
@@ -23,8 +25,9 @@ class HostCheck:
         """
         self._checks = bool(allowed) or is_loopback(listens_on)
         self._allowed = frozenset({_LOCALHOST, listens_on.lower(), *allowed})
+        self.refusal = lru_cache(maxsize=_REMEMBERED)(self._refusal)
 
-    def refusal(self, host: str) -> str | None:
+    def _refusal(self, host: str) -> str | None:
         """
         Args:
             host: the header's value; "", which no browser sends, is anybody's.

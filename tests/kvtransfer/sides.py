@@ -6,6 +6,7 @@ of pages is given back exactly once); contents of pages are tracked cell by cell
 """
 
 import copy
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -78,6 +79,7 @@ class Plan:
     budget_s: float = 100.0
     admits: bool = False  # whether the owner sends Admitted
     asynchronous: bool = False  # whether the reader's engine takes its events later
+    late_owner: bool = False  # the same of the owner's, whose commands are late too
     beats: bool = False
     only_faults: tuple[str, ...] = ()  # empty: all
 
@@ -430,6 +432,7 @@ class ReaderSide(Side[ReaderEnd]):
 class Prompt(NamedTuple):
     """One request in the owner's engine."""
 
+    id: HandoffId
     num_tokens: int
     num_generated: int
     granted: bool
@@ -448,14 +451,17 @@ class OwnerSide(Side[OwnerEnd]):
         self.plan = plan
         self.config = config
         self.instance = instance
-        self.prompts: dict[HandoffId, Prompt] = {}
+        self.prompts: dict[int, Prompt] = {}  # by serial
         self.cells: list[Any] = [FREE] * (plan.owner_pages or len(plan.prompts) * BANK)
         self.exposed: dict[HandoffId, tuple[int, ...]] = {}
+        self.inbox: list[Any] = []
+        self.posts: list[Any] = []  # commands that the end has not taken yet
 
     def fork(self) -> "OwnerSide":
         twin = self.share()
         twin.prompts, twin.cells = dict(self.prompts), list(self.cells)
         twin.exposed = dict(self.exposed)
+        twin.inbox, twin.posts = list(self.inbox), list(self.posts)
         return twin
 
     def key(self) -> Hashable:
@@ -465,13 +471,18 @@ class OwnerSide(Side[OwnerEnd]):
             tuple(sorted(self.prompts.items())),
             tuple(self.cells),
             tuple(sorted(self.exposed.items())),
+            repr(self.inbox),
+            repr(self.posts),
         )
 
     def moves(self) -> list[Input]:
-        return [("publish", id) for id, p in self.prompts.items() if p.admitted and not p.last_sent]
+        moves: list[Input] = [("take",)] if self.inbox else []
+        moves += [("post",)] if self.posts else []
+        waiting = [s for s, p in self.prompts.items() if p.admitted and not p.last_sent]
+        return moves + [("publish", serial) for serial in waiting]
 
     def faults(self) -> list[Input]:
-        faults: list[Input] = [("fail", id) for id in self.prompts]
+        faults: list[Input] = [("fail", serial) for serial in self.prompts]
         if self._end.next_deadline() is not None:
             faults.append(("tick",))
         return faults
@@ -482,7 +493,8 @@ class OwnerSide(Side[OwnerEnd]):
 
     def ids(self) -> set[HandoffId]:
         """Those that anything here remembers."""
-        return self.prompts.keys() | self._end._handoffs.keys()
+        waiting = {event.id for event in self.inbox if isinstance(event, Opened | HandoffDropped)}
+        return {p.id for p in self.prompts.values()} | self._end._handoffs.keys() | waiting
 
     def at_rest(self) -> bool:
         return not self._end.num_open and not self.prompts and not self.exposed
@@ -491,11 +503,21 @@ class OwnerSide(Side[OwnerEnd]):
         return tuple(self.cells[page] for page in pages)
 
     def serves(self, pages: Sequence[int]) -> bool:
-        published = {page for pages in self.exposed.values() for page in pages}
-        return published.issuperset(pages)
+        return self._readable().issuperset(pages)
 
     def react(self, given: Input) -> list[Output]:
         """Changes this side and returns what crosses to the world outside."""
+        outputs = self._react(given)
+        # It never uses a serial twice. Here one is used again when nothing remembers it, which is
+        # the same and keeps the number of states finite.
+        under_way = {item.serial for item in (*self.inbox, *self.posts)}
+        used = self.prompts.keys() | self._end._ids.keys() | under_way
+        unused = next(serial for serial in itertools.count(1) if serial not in used)
+        if self._end._next_serial != unused:
+            self.end._next_serial = unused
+        return outputs
+
+    def _react(self, given: Input) -> list[Output]:
         match given:
             case ("up", stream, reader):
                 actions = self.end.stream_up(stream, reader, self.now)
@@ -503,10 +525,14 @@ class OwnerSide(Side[OwnerEnd]):
                 actions = self.end.stream_down(stream, "cut")
             case ("message", stream, message):
                 actions = self.end.received(stream, message, self.now)
-            case ("publish", id):
-                actions = self.end.command(self._next_chunk(id))
-            case ("fail", id):
-                actions = self.end.command(FailHandoff(id, "let go", retryable=True))
+            case ("publish", serial):
+                return self._posted(self._next_chunk(serial))
+            case ("fail", serial):
+                return self._posted(FailHandoff(serial, "let go", retryable=True))
+            case ("take",):
+                return self._take(self.inbox.pop(0))
+            case ("post",):
+                return self._outputs(self.end.command(self.posts.pop(0)))
             case ("tick",):
                 self.now = max(self.now, self.end.next_deadline() or self.now)
                 actions = self.end.tick(self.now)
@@ -516,6 +542,12 @@ class OwnerSide(Side[OwnerEnd]):
             case _:
                 raise AssertionError(given)
         return self._outputs(actions)
+
+    def _posted(self, command: Any) -> list[Output]:
+        if self.plan.late_owner:
+            self.posts.append(command)
+            return []
+        return self._outputs(self.end.command(command))
 
     def _outputs(self, actions: Sequence[Any]) -> list[Output]:
         outputs: list[Output] = []
@@ -530,48 +562,61 @@ class OwnerSide(Side[OwnerEnd]):
                     self.exposed[action.id] = before + tuple(action.pages.tolist())
                 case Withdraw():
                     self.exposed.pop(action.id, None)
-                case Opened():
-                    require(action.id not in self.prompts, "opened twice")
-                    self.prompts[action.id] = Prompt(
-                        len(action.token_ids),
-                        action.num_generated,
-                        False,
-                        False,
-                        0,
-                        (),
-                        0,
-                        False,
-                        int(action.request_id),
-                    )
-                case Granted():
-                    prompt = self.prompts[action.id]
-                    prefix = action.prefix_tokens
-                    self.prompts[action.id] = prompt._replace(
-                        granted=True, done=prefix, start=prefix
-                    )
-                    outputs += self._admit()
-                case HandoffDropped():
-                    require(action.id in self.prompts, "dropped twice, or never opened")
-                    require(action.id not in self.exposed, "pages let go while exposed")
-                    for page in self.prompts.pop(action.id).pages:
-                        self.cells[page] = FREE
-                    outputs += self._admit()
-                case _:
-                    raise AssertionError(action)
+                case event if self.plan.late_owner:
+                    self.inbox.append(event)
+                case event:
+                    outputs += self._take(event)
         return outputs
+
+    def _take(self, event: Any) -> list[Output]:
+        """One event, in the engine."""
+        match event:
+            case Opened():
+                require(event.serial not in self.prompts, "opened twice")
+                self.prompts[event.serial] = Prompt(
+                    event.id,
+                    len(event.token_ids),
+                    event.num_generated,
+                    False,
+                    False,
+                    0,
+                    (),
+                    0,
+                    False,
+                    int(event.request_id),
+                )
+                return []
+            case Granted():
+                prompt = self.prompts[event.serial]
+                prefix = event.prefix_tokens
+                self.prompts[event.serial] = prompt._replace(
+                    granted=True, done=prefix, start=prefix
+                )
+                return self._admit()
+            case HandoffDropped():
+                require(event.serial in self.prompts, "dropped twice, or never opened")
+                pages = self.prompts.pop(event.serial).pages
+                require(not self._readable() & set(pages), "pages let go while exposed")
+                for page in pages:
+                    self.cells[page] = FREE
+                return self._admit()
+        raise AssertionError(event)
+
+    def _readable(self) -> set[int]:
+        return {page for pages in self.exposed.values() for page in pages}
 
     def _admit(self) -> list[Output]:
         outputs: list[Output] = []
-        for id, prompt in list(self.prompts.items()):
+        for serial, prompt in list(self.prompts.items()):
             num_pages = -(-(prompt.num_tokens - prompt.start) // PAGE_SIZE)
             free = self._free(prompt)
             if prompt.granted and not prompt.admitted and len(free) >= num_pages:
                 pages = tuple(free[:num_pages])
                 for page in pages:
                     self.cells[page] = "computing"
-                self.prompts[id] = prompt._replace(admitted=True, pages=pages)
+                self.prompts[serial] = prompt._replace(admitted=True, pages=pages)
                 if self.plan.admits:
-                    outputs += self._outputs(self.end.command(Admit(id, prompt.num_tokens, 0)))
+                    outputs += self._posted(Admit(serial, prompt.num_tokens, 0))
         return outputs
 
     def _free(self, prompt: Prompt) -> list[int]:
@@ -579,15 +624,15 @@ class OwnerSide(Side[OwnerEnd]):
         num_pages = self.plan.owner_pages or BANK
         return [page for page in range(first, first + num_pages) if self.cells[page] == FREE]
 
-    def _next_chunk(self, id: HandoffId) -> Publish:
+    def _next_chunk(self, serial: int) -> Publish:
         """One page of the prompt is computed and published; the last comes with a token."""
-        prompt = self.prompts[id]
+        prompt = self.prompts[serial]
         end = min(prompt.num_tokens, (prompt.done // PAGE_SIZE + 1) * PAGE_SIZE)
         first = -(-(prompt.done - prompt.start) // PAGE_SIZE)
         pages = prompt.pages[first : first + (end > prompt.done)]
         for page in pages:
-            self.cells[page] = (id.instance, id.request, prompt.done // PAGE_SIZE)
+            self.cells[page] = (prompt.id.instance, prompt.id.request, prompt.done // PAGE_SIZE)
         last = end == prompt.num_tokens
-        self.prompts[id] = prompt._replace(done=end, last_sent=last)
+        self.prompts[serial] = prompt._replace(done=end, last_sent=last)
         token = prompt.num_generated if last else None
-        return Publish(id, prompt.done, end, np.array(pages, dtype=np.int32), last, token)
+        return Publish(serial, prompt.done, end, np.array(pages, dtype=np.int32), last, token)

@@ -29,6 +29,7 @@ PAGE_SIZE = 4
 READER = 101
 STREAM = 1
 ID = HandoffId(READER, 1, 1)
+SERIAL = 1  # of the first hand-off
 OTHER = HandoffId(READER, 2, 1)
 
 
@@ -37,7 +38,7 @@ def opening(id: HandoffId = ID, num_tokens: int = 7, budget_s: float = 100.0) ->
 
 
 def publish(start: int, end: int, pages: list[int], *, last: bool = False) -> Publish:
-    return Publish(ID, start, end, np.array(pages, np.int32), last, 42 if last else None)
+    return Publish(SERIAL, start, end, np.array(pages, np.int32), last, 42 if last else None)
 
 
 def kinds(actions: list[Any]) -> list[type]:
@@ -73,8 +74,8 @@ def test_a_handoff_goes_from_open_to_released(end: OwnerEnd) -> None:
     (opened,) = end.received(STREAM, opening(), 0.0)
     assert isinstance(opened, Opened)
     assert opened.token_ids.tolist() == list(range(7))
-    assert end.received(STREAM, Grant(ID, 0), 0.0) == [Granted(ID, 0)]
-    assert sent(end.command(Admit(ID, 7, 20))) == [Admitted(ID, 7, 20)]
+    assert end.received(STREAM, Grant(ID, 0), 0.0) == [Granted(SERIAL, 0)]
+    assert sent(end.command(Admit(SERIAL, 7, 20))) == [Admitted(ID, 7, 20)]
     exposed, told = end.command(publish(0, 4, [9]))
     assert isinstance(exposed, Expose)  # readable before the reader knows of it
     assert told == Send(STREAM, Ready(ID, 0, 4, (9,), False, None))
@@ -82,7 +83,7 @@ def test_a_handoff_goes_from_open_to_released(end: OwnerEnd) -> None:
     assert end.received(STREAM, Done(ID), 1.0) == [
         Send(STREAM, Released(ID, True)),
         Withdraw(ID),  # nobody reads them any more before the engine lets them go
-        HandoffDropped(ID, True, "the reader has everything"),
+        HandoffDropped(SERIAL, ID, True, "the reader has everything"),
     ]
     assert end.num_open == 0
 
@@ -97,7 +98,7 @@ def test_a_handoff_of_no_pages_is_held(end: OwnerEnd) -> None:
 # Rule 8. Seen failing with the look at `ranges` in _tell_or_keep removed.
 def test_nothing_is_ready_before_the_grant(end: OwnerEnd) -> None:
     end.received(STREAM, opening(), 0.0)
-    assert end.command(Admit(ID, 3, 0)) == []
+    assert end.command(Admit(SERIAL, 3, 0)) == []
     assert end.command(publish(4, 7, [5], last=True)) == []
     granted = end.received(STREAM, Grant(ID, 4), 0.0)
     assert kinds(granted) == [Granted, Send, Expose, Send]
@@ -120,25 +121,25 @@ def test_cancel_of_an_unknown_id_is_dropped(end: OwnerEnd) -> None:
 
 # Rule 2. Seen failing with the Failed removed.
 def test_letting_go_is_told(published: OwnerEnd) -> None:
-    assert published.command(FailHandoff(ID, "draining", True)) == [
+    assert published.command(FailHandoff(SERIAL, "draining", True)) == [
         Send(STREAM, Failed(ID, "draining", True)),
         Withdraw(ID),
-        HandoffDropped(ID, False, "draining"),
+        HandoffDropped(SERIAL, ID, False, "draining"),
     ]
 
 
 # Rule 4. Seen failing with the entry left on the books by _drop.
 def test_what_was_let_go_is_never_held_again(granted: OwnerEnd) -> None:
     granted.command(publish(0, 4, [9]))
-    granted.command(FailHandoff(ID, "draining", True))
+    granted.command(FailHandoff(SERIAL, "draining", True))
     assert granted.command(publish(4, 7, [5], last=True)) == []
-    assert granted.command(FailHandoff(ID, "twice", True)) == []
+    assert granted.command(FailHandoff(SERIAL, "twice", True)) == []
     assert sent(granted.received(STREAM, Done(ID), 0.0)) == [Released(ID, False)]
 
 
 def test_a_cancel_drops_it(published: OwnerEnd) -> None:
     dropped = published.received(STREAM, Cancel(ID, "client"), 0.0)
-    assert dropped == [Withdraw(ID), HandoffDropped(ID, False, "cancelled: client")]
+    assert dropped == [Withdraw(ID), HandoffDropped(SERIAL, ID, False, "cancelled: client")]
 
 
 def test_the_end_of_a_stream_drops_its_handoffs_alone(published: OwnerEnd) -> None:
@@ -147,7 +148,7 @@ def test_the_end_of_a_stream_drops_its_handoffs_alone(published: OwnerEnd) -> No
     published.received(2, opening(other), 0.0)
     assert published.stream_down(STREAM, "reset") == [
         Withdraw(ID),
-        HandoffDropped(ID, False, "reset"),
+        HandoffDropped(SERIAL, ID, False, "reset"),
     ]
     assert published.num_open == 1
     assert published.stream_down(STREAM, "again") == []
@@ -229,7 +230,7 @@ def test_the_budget_ends_it_in_any_state(end: OwnerEnd) -> None:
     assert end.tick(0.5) == [
         Send(STREAM, Failed(ID, "the request's time is used up", False)),
         Withdraw(ID),
-        HandoffDropped(ID, False, "the request's time is used up"),
+        HandoffDropped(SERIAL, ID, False, "the request's time is used up"),
     ]
 
 

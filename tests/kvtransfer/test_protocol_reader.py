@@ -36,7 +36,7 @@ from kvtransfer.protocol.actions import CloseLink, EndStream, OpenLink, Send, St
 from kvtransfer.protocol.reader_end import LINK_S, ReaderEnd
 
 PAGE_SIZE = 4
-POOL = 16  # pages of the owner
+POOL = 512  # pages of the owner
 READER = 101
 OWNER = 11
 STREAM = 1
@@ -231,6 +231,23 @@ def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted: ReaderEnd) -
     assert granted.link_closed(STREAM, "closed", 2.0) == [ReadsEnded(ID)]
 
 
+# Seen failing without the look at the address: the pair with the owner itself ends.
+def test_an_instance_that_is_paired_at_another_address_is_refused(granted: ReaderEnd) -> None:
+    (end,) = granted.stream_up(2, OWNER, "thief:1", POOL, 1.0)
+    assert isinstance(end, EndStream) and end.stream == 2 and end.refused
+    assert "host:1" in end.reason
+    assert granted.num_open == 1
+
+
+@pytest.mark.parametrize("admitted", [Admitted(ID, 8, 0), Admitted(ID, 7, POOL * PAGE_SIZE + 1)])
+def test_more_tokens_than_there_are_are_not_waited_for(
+    granted: ReaderEnd, admitted: Admitted
+) -> None:
+    """Seen failing without the checks: the owner is waited for until the budget is spent."""
+    actions = granted.received(STREAM, admitted, 0.0)
+    assert any(isinstance(action, EndStream) and action.refused for action in actions)
+
+
 # Rule 5. Seen failing with the loop in stream_up removed.
 def test_a_second_stream_of_an_owner_ends_the_first(granted: ReaderEnd) -> None:
     actions = granted.stream_up(2, OWNER, "host:1", POOL, 1.0)
@@ -383,16 +400,16 @@ class TestDeadlines:
         assert sent(actions) == [Cancel(ID, "the owner made no progress")]
 
     def test_an_owner_with_a_long_queue_has_longer(self, end: ReaderEnd) -> None:
-        end.received(STREAM, Admitted(ID, 1000, 1000), 0.0)
+        end.received(STREAM, Admitted(ID, 7, 1993), 0.0)
         assert end.next_deadline() == 50.0
 
     def test_an_owner_that_was_fast_has_less_time(self, end: ReaderEnd) -> None:
-        end.received(STREAM, Admitted(ID, 1000, 1000), 0.0)
+        end.received(STREAM, Admitted(ID, 7, 1993), 0.0)
         end.received(STREAM, FIRST, 0.0)
         end.received(STREAM, LAST, 0.2)
         end.command(opening(OTHER), 1.0)
         end.command(grant(OTHER), 1.0)
-        end.received(STREAM, Admitted(OTHER, 1000, 1000), 1.0)
+        end.received(STREAM, Admitted(OTHER, 7, 1993), 1.0)
         assert end.next_deadline() == pytest.approx(41.2)
 
     def test_the_budget_ends_it_for_every_owner(self, end: ReaderEnd) -> None:

@@ -63,6 +63,9 @@ def _without_collector() -> Iterator[None]:
             Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000, id="events-cross-commands"
         ),
         pytest.param(
+            Plan((7,), (0,), late_owner=True), PATIENT, 1, 13_000, id="commands-cross-events"
+        ),
+        pytest.param(
             Plan((3, 3), TWO, only_faults=("link breaks", "read is late", "cancel")),
             PATIENT,
             2,

@@ -82,6 +82,7 @@ class Rig:
 
     def __init__(self, config: TransferConfig, backends: dict[str, Any], **hello: Any) -> None:
         self.pump = Pump()
+        self.serials: dict[HandoffId, int] = {}  # of what was opened, at the owner
         self.source = Memory(NUM_PAGES, PAGE_BYTES)
         self.source.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
         self.landing = Memory(NUM_PAGES, PAGE_BYTES)
@@ -137,6 +138,7 @@ class Rig:
         tokens = np.arange(7, dtype=np.int32)
         self.reader.post(OpenHandoff(id, OWNER, tokens, 0, sampling, budget_s, "name"))
         opened = self.owner.next(Opened)
+        self.serials[id] = opened.serial
         assert opened.id == id and opened.token_ids.tolist() == list(range(7))
 
     def grant(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:
@@ -144,10 +146,10 @@ class Rig:
         assert self.owner.next(Granted).prefix_tokens == 0
 
     def publish_first(self, id: HandoffId = ID) -> None:
-        self.owner.post(Publish(id, 0, 4, np.array([9], np.int32), False, None))
+        self.owner.post(Publish(self.serials[id], 0, 4, np.array([9], np.int32), False, None))
 
     def publish_last(self, id: HandoffId = ID) -> None:
-        self.owner.post(Publish(id, 4, 7, np.array([5], np.int32), True, 42))
+        self.owner.post(Publish(self.serials[id], 4, 7, np.array([5], np.int32), True, 42))
 
     def landed(self, *pages: int) -> bool:
         """Whether the landing pages 1, 2, ... hold these pages of the source."""
@@ -269,8 +271,8 @@ def test_a_cancel_frees_the_owner_at_once_and_the_reader_after_its_read(rig: Rig
 def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig: Rig) -> None:
     rig.open()
     rig.grant()
-    rig.owner.post(Admit(ID, 7, 0))
-    rig.owner.post(FailHandoff(ID, "out of pages", False))
+    rig.owner.post(Admit(rig.serials[ID], 7, 0))
+    rig.owner.post(FailHandoff(rig.serials[ID], "out of pages", False))
     rig.owner.next(HandoffDropped)
     rig.reader.next(object)  # admitted
     assert rig.reader.next(Lost) == Lost(ID, "out of pages", False)
@@ -441,7 +443,7 @@ def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_
     sampling = SamplingParams(max_tokens=8, seed=3)
     publisher.received(7, Open(ID, tuple(range(7)), 0, sampling, 9.0, ""), 0.0)
     publisher.received(7, Grant(ID, 0), 0.0)
-    publisher.command(Publish(ID, 0, 4, np.array([9], np.int32), False, None), 0.0)
+    publisher.command(Publish(1, 0, 4, np.array([9], np.int32), False, None), 0.0)
     publisher.received(7, Done(ID), 0.0)  # before its last Ready
     assert diary.asked == ["admit 7", "publish 7 [9]", "withdraw 7 [9]", "dismiss 7"]
     for sock in (frames, theirs):

@@ -55,7 +55,7 @@ samplings = st.builds(
     top_p=some(0.125, 1),
     top_k=st.one_of(st.just(-1), st.integers(1, 2**31 - 1)),
     min_p=some(0, 1),
-    stop_token_ids=st.lists(u32, max_size=16).map(tuple),
+    stop_token_ids=st.lists(i31, max_size=16).map(tuple),
     ignore_eos=st.booleans(),
     frequency_penalty=some(-2, 2),
     presence_penalty=some(-2, 2),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
+from common import serve_protocol
 from protos import decode_pb2, decode_pb2_grpc, sampling_pb2
 
 
@@ -15,9 +16,10 @@ def submit(
     max_tokens: int = 4,
     request_id: str = "",
     budget_s: float = 60.0,
+    stop_token_ids: "list[int] | None" = None,
     **fields: object,
 ) -> decode_pb2.ToNode:
-    sampling = sampling_pb2.Sampling(max_tokens=max_tokens, seed=1)
+    sampling = sampling_pb2.Sampling(max_tokens=max_tokens, seed=1, stop_token_ids=stop_token_ids)
     one = decode_pb2.Submit(
         request=request,
         request_id=request_id or f"r{request}",
@@ -32,14 +34,16 @@ def submit(
 class RouterEnd:
     """One Serve stream. Use as a context manager: leaving cancels it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, version: int = serve_protocol.VERSION) -> None:
         self._channel = grpc.insecure_channel(address)
         self._upward: queue.Queue[decode_pb2.ToNode | None] = queue.Queue()
+        self._upward.put(decode_pb2.ToNode(protocol_version=version))
         self.call = decode_pb2_grpc.DecodeNodeStub(self._channel).Serve(
             iter(self._upward.get, None)
         )
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, tuple[int, str, int]] = {}  # reason, error, code
+        self.version = 0  # as the node told it
         self.statuses: list[decode_pb2.Status] = []
         self.num_steps = 0
         self.cached_tokens: dict[int, int] = {}
@@ -92,6 +96,7 @@ class RouterEnd:
         yield from self.call
 
     def _take(self, message: decode_pb2.FromNode) -> None:
+        self.version = self.version or message.protocol_version
         if message.HasField("status"):
             self.statuses.append(message.status)
             return

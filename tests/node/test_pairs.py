@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -21,6 +22,7 @@ from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameConnection, socket_pair
+from common.sampling import SamplingParams
 from kvtransfer import wire
 from kvtransfer.front_messages import (
     LocalHello,
@@ -32,7 +34,7 @@ from kvtransfer.front_messages import (
     PairOpened,
     PairSend,
 )
-from kvtransfer.messages import Beat, Cancel, Done, Grant, HandoffId, Ready
+from kvtransfer.messages import Beat, Cancel, Done, Grant, HandoffId, Open, Ready
 from kvtransfer.pair_dialer import DialTimes, PairDialer
 from kvtransfer.pair_service import PairService
 from kvtransfer.pair_streams import PairStreams
@@ -50,6 +52,7 @@ OWNER = Hello(
     "0.0.0.0:50100",
 )
 ID = HandoffId(7, 1, 1)
+SAMPLING = SamplingParams(max_tokens=1, seed=1)
 QUICK = DialTimes(first_s=0.02, longest_s=0.1, refused_s=0.3, hello_s=0.5)
 
 
@@ -77,6 +80,11 @@ class Transfer:
 
     def say(self, message: msgspec.Struct) -> None:
         self._connection.send(message)
+
+    def read(self, on: bool) -> None:
+        """Whether it takes what comes; as it does at first."""
+        transport = self._connection._transport
+        transport.resume_reading() if on else transport.pause_reading()
 
     def die(self) -> None:
         self._connection.close()
@@ -380,6 +388,47 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
         assert (await end_of(call))[0] is Code.UNAVAILABLE
+
+
+async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_other(pair):
+    """Seen failing without `room` in PairStreams._forward: "the transfer thread is gone"."""
+    long = wire.to_proto(
+        Open(ID, tuple(range(2**27, 2**27 + 200_000)), 0, SAMPLING, 60.0, "flood"), as_reader=True
+    )
+    async with bare_call(pair.address) as flood, bare_call(pair.address) as other:
+        await flood.write(HELLO)
+        flooding = (await pair.owner.hear(PairOpened)).stream
+        await other.write(
+            wire.to_proto(msgspec.structs.replace(READER, instance=8), as_reader=True)
+        )
+        steady = (await pair.owner.hear(PairOpened)).stream
+        pair.owner.read(False)
+        num_written = 0
+
+        async def write() -> None:
+            nonlocal num_written
+            for _ in range(140):  # 140 MB
+                await flood.write(long)
+                num_written += 1
+
+        writing = asyncio.ensure_future(write())
+        await settled(lambda: num_written)
+        assert num_written < 70
+        await other.write(wire.to_proto(Beat(1, 0), as_reader=True))
+        pair.owner.read(True)
+        streams = [(await pair.owner.hear(PairMessage)).stream for _ in range(141)]
+        assert streams.count(flooding) == 140
+        assert streams.index(steady) < 20
+        await writing
+    assert not pair.owner.running.done()
+
+
+async def settled(number: Callable[[], int]) -> None:
+    """Until a number that grows has not grown for a while."""
+    before = -1
+    while number() != before:
+        before = number()
+        await asyncio.sleep(0.5)
 
 
 # Who they are ------------------------------------------------------------------------------------

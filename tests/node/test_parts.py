@@ -95,7 +95,7 @@ async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():
     wire = Wire()
     heard: list[str] = []
 
-    def take(said: str) -> None:
+    async def take(said: str) -> None:
         heard.append(said)
         if said == "bad":
             raise ProtocolViolation(said)

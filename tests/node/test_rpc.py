@@ -133,6 +133,26 @@ def test_nothing_else_is_an_address(address):
         rpc.check_address(address)
 
 
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_malformed_bytes_to_the_health_service_are_refused_without_a_line(method, caplog):
+    """Seen failing (UNKNOWN, and a traceback each) with the service as grpcio registers it."""
+    server = rpc.make_server(rpc.NODE_SERVER_OPTIONS)
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await rpc.add_health_and_reflection(server, ()).tell(True)
+    await server.start()
+    path = f"/grpc.health.v1.Health/{method}"
+    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
+        call = (
+            channel.unary_unary(path)(b"\xff\xff\xff", timeout=5)
+            if method == "Check"
+            else channel.unary_stream(path)(b"\xff\xff\xff", timeout=5).read()
+        )
+        code, _ = await failure(call)
+    await rpc.stop(server, 0.0)
+    assert code is Code.INVALID_ARGUMENT
+    assert not caplog.records
+
+
 async def test_a_message_of_too_many_fields_is_refused(served):
     _, channel = served
     call = channel.unary_unary("/baton.v1.Router/Tokenize")

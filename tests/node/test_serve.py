@@ -5,7 +5,8 @@ import queue
 import grpc
 import pytest
 
-from decode_node.serve import MAX_TOKENS
+from common import serve_protocol
+from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS
 from protos import decode_pb2, decode_pb2_grpc
 from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
@@ -112,8 +113,9 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
     [
         (submit(1, []), "token_ids is empty"),
         (submit(1, [3, 2**31]), "token_ids has 2147483648"),
-        (submit(1, [3] * (MAX_TOKENS + 1)), "token_ids has 1048577 ids"),
+        (submit(1, [3] * (MAX_TOKENS + 1)), "1048577 tokens leave no room in a context of 1048576"),
         (submit(1, [3], 0), "sampling.max_tokens"),
+        (submit(1, [3], stop_token_ids=[2**32 - 1]), "stop_token_ids"),
         (submit(1, [3], num_generated=1), "num_generated"),
         (submit(1, [3], budget_s=float("nan")), "budget_s"),
         (submit(1, [3], budget_s=0.0), "budget_s"),
@@ -142,18 +144,63 @@ def test_a_bad_submit_ends_that_request_and_not_the_stream(address, bad, sentenc
 
 
 @pytest.mark.parametrize(
-    "bad",
+    "bad, sentence",
     [
-        decode_pb2.ToNode(),
-        decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=["dns:///x"])),
+        (
+            decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=["dns:///x"])),
+            "host:port",
+        ),
+        (
+            decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=["h:1"] * 1025)),
+            "1025 prefill_addresses",
+        ),
+        (decode_pb2.ToNode(submits=[decode_pb2.Submit()] * (MAX_SUBMITS + 1)), "257 submits"),
+        (decode_pb2.ToNode(cancels=range(MAX_CANCELS + 1)), "4097 cancels"),
     ],
-    ids=["empty message", "peer that is no host and port"],
+    ids=["peer that is no host and port", "too many peers", "too many submits", "cancels"],
 )
-def test_a_message_that_means_nothing_ends_the_stream_with_a_sentence(address, bad):
+def test_a_message_that_says_what_cannot_be_ends_the_stream_with_a_sentence(address, bad, sentence):
     with RouterEnd(address) as router:
         router.send(bad)
         assert router.wait_until_over() is INVALID_ARGUMENT
-        assert "Serve" in router.call.details() or "host:port" in router.call.details()
+        assert sentence in router.call.details()
+
+
+def test_what_a_newer_router_says_besides_is_ignored(address):
+    newer = b"\xa2\x06\x03new"  # field 100
+    with RouterEnd(address) as router:
+        router.send(decode_pb2.ToNode(), decode_pb2.ToNode.FromString(newer))
+        router.send(submit(1, [7], 2))
+        router.wait_for_end(1)
+        assert router.tokens == {1: [7, 7]}
+
+
+@pytest.mark.parametrize("version", [0, serve_protocol.VERSION + 1])
+def test_a_router_of_another_version_is_refused_with_both_versions(address, version):
+    with RouterEnd(address, version) as router:
+        assert router.wait_until_over() is grpc.StatusCode.FAILED_PRECONDITION
+        details = router.call.details()
+        assert f"version {serve_protocol.VERSION} of Serve, the router version {version}" in details
+
+
+def test_both_ends_tell_their_version_first(address):
+    with RouterEnd(address) as router:
+        router.wait_for(lambda: router.statuses)
+        assert router.version == serve_protocol.VERSION
+
+
+# Seen failing with one message and one line for each refusal.
+def test_refusals_cost_one_message_and_few_lines(node, address):
+    lines = node.output.count("refused")
+    with RouterEnd(address) as router:
+        empty = [decode_pb2.Submit(request=number) for number in range(MAX_SUBMITS)]
+        for _ in range(20):
+            router.ends.clear()
+            steps = router.num_steps
+            router.send(decode_pb2.ToNode(submits=empty))
+            router.wait_for_end(*range(MAX_SUBMITS))
+            assert router.num_steps == steps + 1
+    assert node.output.count("refused") - lines <= 12
 
 
 def test_a_string_that_is_not_utf8_is_an_invalid_argument(address):
@@ -185,7 +232,7 @@ def test_peers_are_the_union_of_all_routers_and_outlive_the_last_one(node, addre
 
 
 def test_a_router_that_does_not_read_is_cut_off_and_its_requests_end(address, node):
-    cut_off = node.output.count("cut_off=True")
+    cut_off = node.output.count("router cut off")
     with grpc.insecure_channel(address) as channel, RouterEnd(address) as other:
         other.send(submit(1, [9], 100_000))
         other.wait_for(lambda: other.tokens)
@@ -193,12 +240,13 @@ def test_a_router_that_does_not_read_is_cut_off_and_its_requests_end(address, no
         ended: queue.Queue[None] = queue.Queue()
 
         def upward():
+            yield decode_pb2.ToNode(protocol_version=serve_protocol.VERSION)
             yield from (submit(i, [1] * 8, 100_000, request_id=f"deaf{i}") for i in range(1, 300))
             yield from iter(ended.get, None)
 
         # A call whose responses nobody iterates: flow control stops the node's writes.
         call = decode_pb2_grpc.DecodeNodeStub(channel).Serve(upward())
-        eventually(lambda: node.output.count("cut_off=True") > cut_off, timeout_s=30)
+        eventually(lambda: node.output.count("router cut off") > cut_off, timeout_s=30)
         eventually(lambda: running(address) == 1)
         said = len(other.tokens[1])
         other.wait_for(lambda: len(other.tokens[1]) > said + 2)

@@ -175,7 +175,10 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
     async def stuck(events: node_pb2.CacheEvents) -> None:
         await asyncio.Event().wait()
 
-    slow, fast = asyncio.create_task(feed.watch(stuck)), asyncio.create_task(feed.watch(write))
+    slow, fast = (
+        asyncio.create_task(feed.watch("a", stuck)),
+        asyncio.create_task(feed.watch("b", write)),
+    )
     await asyncio.sleep(0)
     assert engine.sent == [WatchCache(1, True), WatchCache(2, True)]
     feed.changed(change(first=0, count=5))  # before they have been told what it is that changes
@@ -190,6 +193,29 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
     fast.cancel()
     await asyncio.gather(fast, return_exceptions=True)
     assert engine.sent[-1] == WatchCache(2, False)
+
+
+# Seen failing with newcomers refused: the two who come last are.
+async def test_a_host_that_watches_much_keeps_nobody_out():
+    feed = CacheFeed(Engine())  # type: ignore[arg-type]
+
+    async def write(_: node_pb2.CacheEvents) -> None:
+        pass
+
+    def watch(host: str) -> "asyncio.Task[None]":
+        return asyncio.create_task(feed.watch(host, write))
+
+    router = watch("router")
+    await asyncio.sleep(0)
+    greedy = [watch("greedy") for _ in range(100)]
+    late = watch("late router")
+    done, _ = await asyncio.wait({router, late, *greedy}, timeout=0.5)
+    assert done == set(greedy[:38])
+    for task in done:
+        assert isinstance(task.exception(), Overloaded)
+    for task in (router, late, *greedy):
+        task.cancel()
+    await asyncio.wait({router, late, *greedy})
 
 
 class Cache:

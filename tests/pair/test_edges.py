@@ -4,7 +4,9 @@ import pytest
 
 from common.engine.request import FinishReason
 from common.namespace import SHARED, namespace_of
+from kvtransfer import wire
 from kvtransfer.messages import Admitted, Cancel, Done, Grant, Open, Ready
+from protos import kvtransfer_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig
@@ -179,3 +181,35 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
         assert before.tokens == known.greedy(PROMPT, 8)
         assert after.reason is FinishReason.ERROR and after.ended.error_code == 14
         rig.until(lambda: decode.router.drained, "the node has drained")
+
+
+# Seen failing without the count of tokens in PrefillRole: both are taken.
+def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
+    prompts = PROMPT[:48], PROMPT[16:64]
+    with PairRig(known.loaded, scheduler={"max_waiting_tokens": 60}) as rig:
+        asked = [rig.ask(prompt) for prompt in prompts]
+        rig.run()
+        for one, prompt in zip(asked, prompts, strict=True):
+            assert one.tokens == known.greedy(prompt, 8)
+        assert rig.prefill[0].count("refused/overloaded") == 1
+        rig.until_free()
+        assert rig.prefill[0].count("handoffs_held") == 1
+
+
+# Seen failing without the look at the vocabulary in DecodeRole: its request ends with an error.
+def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(known, monkeypatch):
+    honest, lies = wire._ready_proto, iter([2**31 - 1])
+
+    def lying(ready: Ready) -> kvtransfer_pb2.Ready:
+        message = honest(ready)
+        if message.last:
+            message.first_token = next(lies, message.first_token)
+        return message
+
+    monkeypatch.setattr(wire, "_ready_proto", lying)
+    with PairRig(known.loaded) as rig:
+        asked = rig.ask(PROMPT[:48])
+        rig.run()
+        assert asked.tokens == known.greedy(PROMPT[:48], 8)
+        assert rig.decode[0].count("handoffs_lost") == 1
+        rig.until_free()

@@ -61,7 +61,13 @@ async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_a
 
 @pytest.mark.parametrize(
     "nonsense",
-    [{"page_size": SIZE, "stored": PAGES}, {"page_size": 0, "cleared": True, "stored": PAGES}],
+    [
+        {"page_size": SIZE, "stored": PAGES},
+        {"page_size": 0, "cleared": True, "stored": PAGES},
+        {"page_size": SIZE, "cleared": True, "stored": range(1 << 17)},
+        {"page_size": SIZE, "cleared": True, "removed": range(1 << 17)},
+    ],
+    ids=["begins in the middle", "no page size", "too much comes", "too much goes"],
 )
 async def test_nonsense_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, object]

@@ -84,3 +84,18 @@ async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_ba
         assert not asking.fit(node.address)
         await asking.look()
         assert asking.fit(node.address)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"state": "excellent"}, {"model": "m" * (1 << 20)}],
+    ids=["a state that there is not", "a megabyte of itself"],
+)
+async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie: Any) -> None:
+    asking = Survey(tokenizer_hash="", on_change=lambda: None)
+    async with StubNode() as node, rpc.make_channel(node.address) as channel:
+        node.description.MergeFrom(type(node.description)(**lie))
+        asking.join("prefill", node.address, channel)
+        (report,) = await asking.look()
+        assert report.state in ("unhealthy", "unreachable")
+        assert not asking.fit(node.address)

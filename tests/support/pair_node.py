@@ -228,6 +228,7 @@ def prefill_node(
         page_size=common.page_size,
         limits=engine.limits,
         max_bootstrap=size.max_waiting,
+        max_waiting_tokens=config.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,
     )

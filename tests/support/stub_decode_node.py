@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import grpc.aio
 import uvloop
 
-from common import rpc
+from common import rpc, serve_protocol
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         super().__init__("decode", tokenizer_hash=tokenizer_hash, port=port)
         self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone)
         self.status.links.extend(links_to(paired))
+        self.version = serve_protocol.VERSION
         self.received: list[decode_pb2.ToNode] = []
         self.streams: list[asyncio.Queue[decode_pb2.FromNode]] = []
         # What `received` said, one by one: a Submit, or the number of a cancelled request.
@@ -121,7 +122,8 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
         outgoing: asyncio.Queue[decode_pb2.FromNode] = asyncio.Queue()
         self.streams.append(outgoing)
-        outgoing.put_nowait(decode_pb2.FromNode(status=self.status))
+        greeting = decode_pb2.FromNode(status=self.status, protocol_version=self.version)
+        outgoing.put_nowait(greeting)
         receiving = asyncio.create_task(self._receive(messages))
         try:
             while True:

@@ -161,7 +161,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         time.sleep(600)
     if model != "hang":
         ready = EngineReady(
-            "stub", {"model": "0"}, "1", start.config.engine.context_length or 64, 8, 16
+            "stub", {"model": "0"}, "1", start.config.engine.context_length or 1 << 20, 8, 16
         )
         start.channel.post(ready)
     try:

@@ -1,0 +1,59 @@
+"""Every interleaving of an owner's end with its engine, and with a reader that says anything.
+
+The reader keeps to no protocol: it opens, grants, ends and cancels an id in any order, again and
+again, and uses one that it has given up at once anew. Whatever it says ends its stream at most;
+what this node's engine says of a hand-off that is over, or is about to be, never meets another one.
+"""
+
+from common.config import TransferConfig
+from kvtransfer.messages import AnyMessage, Beat, Cancel, Done, Grant, HandoffId, Open, Released
+from tests.kvtransfer.sides import SAMPLING, Broken, Input, OwnerSide, Plan, require
+
+READER = 101
+STREAM = 1
+ID = HandoffId(READER, 1, 1)
+MOST_UNDER_WAY = 3  # events and commands between the engine and its transfer thread
+NUM_TOKENS = 5  # two chunks
+
+
+SAYINGS: tuple[AnyMessage, ...] = (
+    Open(ID, tuple(range(NUM_TOKENS)), 0, SAMPLING, 100.0, "0"),
+    Grant(ID, 0),
+    Grant(ID, 4),
+    Done(ID),
+    Cancel(ID, ""),
+    Beat(1, 0),
+    Released(ID, held=True),
+)
+
+
+def inputs(side: OwnerSide) -> list[Input]:
+    moves = [*side.moves(), *(("fail", serial) for serial in side.prompts)]
+    if len(side.inbox) + len(side.posts) >= MOST_UNDER_WAY:
+        return [move for move in moves if move[0] in ("take", "post")]
+    if STREAM not in side.streams():
+        return [*moves, ("up", STREAM, READER)]
+    return [*moves, *(("message", STREAM, message) for message in SAYINGS)]
+
+
+# Seen failing with the id's own number as the serial of its hand-off, and with commands looked up
+# by id: "cannot publish".
+def test_nothing_that_a_reader_says_ends_its_owner() -> None:
+    plan = Plan((NUM_TOKENS,), (0,), owner_pages=4, admits=True, late_owner=True)
+    config = TransferConfig(heartbeat_s=1e6, missed_beats=1)
+    first = OwnerSide(plan, config, instance=11)
+    seen = {hash(first.key())}
+    pending = [first]
+    while pending:
+        side = pending.pop()
+        for given in inputs(side):
+            after = side.fork()
+            try:
+                after.react(given)
+            except Exception as error:
+                raise Broken(f"{error!r} after {given} in {side.key()}") from error
+            key = hash(after.key())
+            if key not in seen:
+                seen.add(key)
+                pending.append(after)
+    require(len(seen) > 9_000, f"{len(seen)} states only")

@@ -1,0 +1,191 @@
+"""Random messages of every service between programs: each is refused by a sentence, or taken.
+
+Numbers are drawn from the edges of what their consumers keep: int32, uint32, int64, NaN, infinity.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.config import TransferConfig
+from common.engine.request import Request
+from common.engine.table import RequestTable
+from common.errors import ServingError
+from common.node.ipc import encode_frame
+from common.node.messages import SubmitRequest
+from common.sampling import SamplingParams
+from common.timeline import from_proto, split_ttft
+from common.trace_context import UNTRACED
+from decode_node import serve
+from kvtransfer import wire
+from kvtransfer.front_messages import PairMessage
+from kvtransfer.messages import HandoffId, Open
+from kvtransfer.pairing import Hello, compare
+from kvtransfer.ports import GrantHandoff, OpenHandoff
+from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.protocol.reader_end import ReaderEnd
+from protos import decode_pb2, kvtransfer_pb2
+
+PAGE_SIZE = 16
+PEER = 7
+ID = HandoffId(PEER, 1, 1)
+SAMPLING = SamplingParams(max_tokens=4, seed=1)
+
+_UNSIGNED = st.sampled_from((0, 1, 2, 7, 16, 32, 2**31 - 1, 2**31, 2**32 - 1))
+_UNSIGNED_64 = st.one_of(_UNSIGNED, st.sampled_from((2**63 - 1, 2**63, 2**64 - 1)))
+_SIGNED = st.sampled_from((0, 1, -1, 7, 2**31 - 1, -(2**31)))
+_REAL = st.sampled_from((0.0, 0.5, 1.0, -1.0, 1e30, float("nan"), float("inf"), 1e-40, 60.0))
+_KINDS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_UINT32: _UNSIGNED,
+    FieldDescriptor.TYPE_UINT64: _UNSIGNED_64,
+    FieldDescriptor.TYPE_FIXED64: _UNSIGNED_64,
+    FieldDescriptor.TYPE_INT32: _SIGNED,
+    FieldDescriptor.TYPE_ENUM: _SIGNED,
+    FieldDescriptor.TYPE_FLOAT: _REAL,
+    FieldDescriptor.TYPE_DOUBLE: _REAL,
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_STRING: st.sampled_from(("", "x", "h:1", "ä" * 300, "\0", "tcp")),
+    FieldDescriptor.TYPE_BYTES: st.sampled_from((b"", b"\xff", b"x" * 70_000)),
+}
+
+
+@st.composite
+def messages(draw: st.DrawFn, kind: type[Message], usual: dict[str, Any] | None = None) -> Any:
+    """
+    Args:
+        usual: values by path, such as "open.id", that most messages have: beyond the first check
+            there are others.
+    """
+    message = kind()
+    _fill(draw, message, usual or {}, "")
+    return message
+
+
+def _fill(draw: st.DrawFn, message: Message, usual: dict[str, Any], path: str) -> None:
+    kinds = message.DESCRIPTOR.oneofs_by_name.get("message")
+    kind = draw(st.sampled_from(list(kinds.fields))) if kinds is not None else None
+    for field in message.DESCRIPTOR.fields:
+        if kinds is not None and field.containing_oneof is kinds and field is not kind:
+            continue
+        name = f"{path}.{field.name}" if path else field.name
+        if name in usual and draw(_MOSTLY):
+            value = usual[name]
+            if isinstance(value, Message):
+                getattr(message, field.name).CopyFrom(value)
+            elif field.is_repeated:
+                getattr(message, field.name).extend(value)
+            else:
+                setattr(message, field.name, value)
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name).update(draw(_MAPS))
+        elif field is not kind and not draw(_MOSTLY if field.message_type else st.booleans()):
+            continue
+        elif field.message_type is not None:
+            parts = getattr(message, field.name)
+            if field.is_repeated:
+                for _ in range(draw(st.integers(0, 2))):
+                    _fill(draw, parts.add(), usual, name)
+            else:
+                parts.SetInParent()
+                _fill(draw, parts, usual, name)
+        elif field.is_repeated:
+            getattr(message, field.name).extend(draw(st.lists(_KINDS[field.type], max_size=4)))
+        else:
+            setattr(message, field.name, draw(_KINDS[field.type]))
+
+
+_MOSTLY = st.sampled_from((True,) * 31 + (False,))
+_MAPS = st.dictionaries(st.sampled_from(("dtype", "x")), st.sampled_from(("", "y")), max_size=2)
+_ID = kvtransfer_pb2.HandoffId(instance=PEER, request=1, attempt=1)
+_BUDGET = {"budget_s": 60.0, "num_generated": 0, "token_ids": [1, 2, 3], "traceparent": ""}
+_SAMPLED = {"max_tokens": 4, "seed": 2**64 - 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+_REST = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+SUBMIT = {**_BUDGET, **{f"sampling.{k}": v for k, v in {**_SAMPLED, **_REST}.items()}}
+SUBMIT |= {"prefill_addresses": ["h:1"], "sampling.stop": ["x"]}
+OPEN = {f"open.{name}": value for name, value in SUBMIT.items() if name != "prefill_addresses"}
+KINDS = ("open", "grant", "done", "cancel", "admitted", "ready", "released", "failed")
+IDS = {f"{kind}.id": _ID for kind in KINDS}
+READY = {"ready.start": 0, "ready.end": 16, "ready.pages": [3], "ready.last": False}
+
+quick = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+
+
+def acquire(num_prompt: int, token_ids: "np.ndarray", sampling: SamplingParams) -> None:
+    """Into the engine's table: where a value that does not fit raises OverflowError."""
+    table = RequestTable(1, 64, PAGE_SIZE)
+    request = Request(1, (1, 2**64 - 1), "", token_ids, num_prompt, sampling, 1.0, 0.0)
+    assert table.acquire(request, (1,)) == 0
+
+
+@quick
+@given(messages(decode_pb2.Submit, SUBMIT))
+def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_pb2.Submit) -> None:
+    """Seen failing without the check of stop_token_ids: OverflowError in RequestTable."""
+    try:
+        record: SubmitRequest = serve._parsed(1, submit, UNTRACED)
+    except ServingError:
+        return
+    encode_frame(record)
+    tokens = np.frombuffer(record.token_ids, np.int32)
+    acquire(len(tokens) - record.num_generated, tokens, record.sampling)
+
+
+@quick
+@given(st.lists(messages(kvtransfer_pb2.FromReader, {**OPEN, **IDS}), max_size=6))
+def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
+    said: "list[kvtransfer_pb2.FromReader]",
+) -> None:
+    end = OwnerEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end.stream_up(1, PEER, 0.0)
+    for message in said:
+        try:
+            record = wire.parse(message)
+            if isinstance(record, Hello):
+                compare(Hello(1, 1, {"dtype": "y"}, (), record.regions, "here"), record)
+                continue
+        except ServingError:
+            continue
+        encode_frame(PairMessage(1, record))
+        if isinstance(record, Open):
+            tokens = np.array(record.token_ids, np.int32)
+            acquire(len(tokens) - record.num_generated, tokens, record.sampling)
+        end.received(1, record, 0.0)
+        end.tick(0.0)
+
+
+@quick
+@given(st.lists(messages(kvtransfer_pb2.FromOwner, {**READY, **IDS}), max_size=6))
+def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
+    said: "list[kvtransfer_pb2.FromOwner]",
+) -> None:
+    end = ReaderEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end.stream_up(1, PEER, "h:1", 2**31, 0.0)
+    end.link_up(1, "tcp", 1.0)
+    end.command(OpenHandoff(ID, PEER, np.arange(20, dtype=np.int32), 0, SAMPLING, 60.0, ""), 0.0)
+    end.command(GrantHandoff(ID, 0, np.arange(2, dtype=np.int32)), 0.0)
+    for message in said:
+        try:
+            record = wire.parse(message)
+        except ServingError:
+            continue
+        if isinstance(record, Hello):
+            continue
+        encode_frame(PairMessage(1, record))
+        end.received(1, record, 0.0)
+        end.tick(0.0)
+
+
+@quick
+@given(messages(decode_pb2.Timeline))
+def test_a_timeline_is_cut_to_what_can_be(message: decode_pb2.Timeline) -> None:
+    timeline = from_proto(message, 10.0)
+    assert all(0.0 <= row.start <= row.end <= 10.0 for row in timeline.intervals)
+    parts = split_ttft(message, tokenize_s=0.1, place_s=0.1, ttft_s=1.0)
+    assert sum(parts) == pytest.approx(1.0)
