@@ -232,6 +232,8 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
         await context.abort(error.status, str(error))
     except grpc.aio.BaseError:
         raise
+    except NotImplementedError:  # of generated code: a method that a library's servicer leaves out
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
     except Exception:
         log.exception("a call failed by a fault of this program")
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; see this program's log")

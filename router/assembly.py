@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc.aio
 
-from common import metrics, rpc, tls, tracing
+from common import allocator, metrics, rpc, tls, tracing
 from common.config import RouterConfig
 from common.identity import exposure
 from common.identity.program import identity_of
@@ -207,12 +207,13 @@ async def running(
             nodes = tasks.create_task(membership.run())
             readiness = tasks.create_task(_tell_readiness(cluster, changed, health, counts))
             keys = tasks.create_task(clients.keep_up())
+            trimming = tasks.create_task(allocator.keep_trimming())
             try:
                 yield Running(
                     port, http_port, http, health, admission, cluster, counts, nodes, readiness
                 )
             finally:
-                for task in (readiness, nodes, keys):
+                for task in (readiness, nodes, keys, trimming):
                     task.cancel()
                 await rpc.stop(server, _LAST_WORDS_S)
 

@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Callable
 
+from common import allocator
 from common.config import RouterConfig
 from router import model_files
 from router.assembly import running
@@ -26,6 +27,7 @@ async def serve(
         shares_ports: with the other processes of this router.
         on_up: called once it listens.
     """
+    allocator.hold_little()
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

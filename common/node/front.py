@@ -20,7 +20,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from common import logs, rpc, tls, tracing
+from common import allocator, logs, rpc, tls, tracing
 from common.config import NodeConfig
 from common.errors import ConfigError, EngineFault, NodeUnavailable, ServingError
 from common.identity.caller import node_name
@@ -107,6 +107,8 @@ def run_node(
         mode: shown by Describe.
     """
     logs.setup(role, config.front.log_level, config.front.log_format)
+
+    allocator.hold_little()
 
     async def run() -> int:
         return await _Node(config, role, mode, engine_module).run(parts)
@@ -213,7 +215,7 @@ class _Node:
     async def _background(self, engine: EngineProcess, health: rpc.Health) -> AsyncIterator[None]:
         """What runs beside the calls, to the very end: until then the engine's transfer thread
         must not find its front gone."""
-        work = [self._tell_health(health), self._watch(engine)]
+        work = [self._tell_health(health), self._watch(engine), allocator.keep_trimming()]
         work += [part() for part in self._parts.background]
         tasks = [asyncio.ensure_future(self._guarded(each)) for each in work]
         try:

@@ -176,3 +176,17 @@ async def test_an_error_is_cut_to_what_a_trailer_holds(served):
 def _varint(number: int) -> bytes:
     low = [number >> shift & 127 for shift in range(0, max(number.bit_length(), 1), 7)]
     return bytes([*(byte | 128 for byte in low[:-1]), low[-1]])
+
+
+async def test_a_method_that_the_library_leaves_out_is_no_fault(caplog):
+    """Health's List. Seen failing: INTERNAL, and a traceback."""
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    rpc.add_health_and_reflection(server, ())
+    await server.start()
+    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
+        list_all = channel.unary_unary("/grpc.health.v1.Health/List")
+        code, _ = await failure(list_all(b"", timeout=5))
+    await rpc.stop(server, 0.0)
+    assert code is Code.UNIMPLEMENTED
+    assert not caplog.records

@@ -237,6 +237,16 @@ class Cluster:
         return self._programs[0].address
 
     @property
+    def router_pid(self) -> int:
+        return self._router.pid
+
+    @property
+    def logs(self) -> dict[str, Path]:
+        """Of every program, by its name."""
+        children = [self._router, *(node.child for node in self.nodes)]
+        return {child.name: child.log for child in children if child.log is not None}
+
+    @property
     def nodes(self) -> list[Node]:
         return [*self.prefill, *self.decode]
 

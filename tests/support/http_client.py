@@ -54,9 +54,9 @@ class Wire:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         await self.send(request("POST", path, body, **headers))
 
-    async def response(self, *, to_head: bool = False) -> Response:
+    async def response(self, wait_s: float = WAIT_S, *, to_head: bool = False) -> Response:
         """The next whole answer. `to_head`: to a HEAD, so without its body."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(wait_s):
             status, headers = await self.head()
             if to_head:
                 return Response(status, headers, b"")

@@ -1,0 +1,66 @@
+"""`python -m tests.attack.arm NAME TARGET`: one arm of the attack, in a process of its own.
+
+It makes random moves, several at a time, until its time is over, and prints how often each was
+made and how many of them the other side ended. What a move finds out there decides nothing: whether
+the system has stood it is judged from outside (verdict.py).
+"""
+
+import asyncio
+import importlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import TypeAlias
+
+import grpc
+import msgspec
+
+from tests.attack.target import Target
+
+Move: TypeAlias = Callable[[Target, Random], Awaitable[None]]
+
+ARMS = ("http_bytes", "http_bodies", "grpc_calls", "data_port", "other_ports", "liars", "settings")
+MOVE_S = 10.0  # longest of one move
+_PAUSE_S = 0.02  # between two moves of a worker: an attack, not a race for the processor
+# What ends a move from the other side, which is all that a system can do about it.
+_ENDED = (OSError, EOFError, TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError)
+
+
+async def attack(
+    moves: Mapping[str, Move], target: Target, draw: Random, num_workers: int
+) -> Counter[str]:
+    """Makes moves until the target's time is over."""
+    counts: Counter[str] = Counter()
+    until = time.monotonic() + target.seconds
+
+    async def work() -> None:
+        while time.monotonic() < until:
+            name = draw.choice(list(moves))
+            counts[name] += 1
+            try:
+                async with asyncio.timeout(MOVE_S):
+                    await moves[name](target, Random(draw.getrandbits(64)))
+            except _ENDED:
+                counts[f"{name}, ended"] += 1
+            await asyncio.sleep(_PAUSE_S)
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(num_workers):
+            workers.create_task(work())
+    return counts
+
+
+def main(name: str, file: str) -> None:
+    os.nice(10)
+    target = Target.read(Path(file))
+    arm = importlib.import_module(f"tests.attack.arms.{name}")
+    counts = asyncio.run(attack(arm.MOVES, target, target.random(name), arm.NUM_WORKERS))
+    print(msgspec.json.encode(dict(sorted(counts.items()))).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

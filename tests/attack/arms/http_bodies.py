@@ -1,0 +1,103 @@
+"""Whole HTTP requests whose bodies are JSON, or nearly: too large, too deep, of other types."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from tests.attack.random_messages import mutated
+from tests.attack.target import Target, host_port
+
+NUM_WORKERS = 3
+
+_PATHS = ("/v1/completions", "/v1/chat/completions")
+_FIELDS = (
+    *("model", "prompt", "messages", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
+    *("stop", "stream", "stream_options", "seed", "logit_bias", "tools", "tool_choice", "logprobs"),
+    *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "user"),
+    *("response_format", "echo", "suffix", "best_of", "ignore_eos", "cache_salt", "timeout", "x"),
+)
+_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**32 - 1, 2**63, 10**400, 0.0, -0.5, 1e308, "", "a"),
+    *("a" * 3000, "\x00", "\ud83d\ude00" * 50, [], [1], ["a"], [[1], [2]], [["a"]], {}, {"a": 1}),
+    *([{"role": "user", "content": "hi"}], [{"role": "", "content": None}], [{}] * 50),
+    *({"include_usage": True}, [2**32 - 1], [-1], {"1": 1000}, "127", [0] * 2100, "max"),
+)
+
+
+async def odd_fields(target: Target, draw: Random) -> None:
+    body = {"prompt": "add 1 2 =", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    for _ in range(draw.randint(1, 5)):
+        body[draw.choice(_FIELDS)] = draw.choice(_VALUES)
+    await _post(target, draw.choice(_PATHS), json.dumps(body).encode())
+
+
+async def broken_json(target: Target, draw: Random) -> None:
+    body = json.dumps({"prompt": "add 1 2 =", "stop": ["a", "b"], "max_tokens": 4}).encode()
+    await _post(target, draw.choice(_PATHS), mutated(body, draw))
+
+
+async def heavy(target: Target, draw: Random) -> None:
+    """As much work as some megabytes can be."""
+    make = draw.choice(_HEAVY)
+    await _post(target, draw.choice(_PATHS), make(draw.choice((50_000, 1_000_000, 11_000_000))))
+
+
+MOVES = {"odd fields": odd_fields, "broken json": broken_json, "heavy bodies": heavy}
+
+
+def _long_prompt(size: int) -> bytes:
+    return b'{"prompt":"' + b"word and " * (size // 9) + b'"}'
+
+
+def _one_long_word(size: int) -> bytes:
+    return b'{"prompt":"' + b"a" * size + b'"}'
+
+
+def _lists(size: int) -> bytes:
+    return b'{"prompt":[' + b"[]," * (size // 3) + b"[]]}"
+
+
+def _token_ids(size: int) -> bytes:
+    return b'{"prompt":[' + b"1," * (size // 2) + b"1]}"
+
+
+def _messages(size: int) -> bytes:
+    return b'{"messages":[' + b"{}," * (size // 3) + b"{}]}"
+
+
+def _deep(size: int) -> bytes:
+    return b'{"tools":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}"
+
+
+def _tools(size: int) -> bytes:
+    return b'{"prompt":"a","tools":[' + b"{}," * (size // 3) + b"{}]}"
+
+
+def _bias(size: int) -> bytes:
+    pairs = ",".join(f'"{number}":1' for number in range(size // 12))
+    return b'{"prompt":"a","logit_bias":{' + pairs.encode() + b"}}"
+
+
+def _model(size: int) -> bytes:
+    return b'{"prompt":"a","model":"' + b"m" * size + b'"}'
+
+
+_HEAVY: tuple[Callable[[int], bytes], ...] = (
+    *(_long_prompt, _one_long_word, _lists, _token_ids, _messages, _deep, _tools, _bias, _model),
+)
+
+
+async def _post(target: Target, path: str, body: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*host_port(target.http))
+    key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+    try:
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{key}"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+        )
+        writer.write(body)
+        await reader.read()
+    finally:
+        writer.transport.abort()

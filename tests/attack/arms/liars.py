@@ -1,0 +1,321 @@
+"""Programs that belong to the cluster and lie: a router, a reader and an owner of pages, each with
+the right credentials and the right fingerprint, that say whatever comes to their minds.
+
+What no liar here does is to serve wrong bytes in right answers to reads: against a node that holds
+the cluster's secret and lies about what it has computed, nothing helps.
+"""
+
+import asyncio
+import itertools
+import mmap
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from common import rpc, serve_protocol
+from common.identity.by_token import ByToken
+from common.identity.caller import node_name
+from common.identity.guard import Guard
+from common.identity.program import identity_of
+from common.identity.refusals import uncounted
+from kvtransfer.backends.base import Owner, PagePool
+from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.pairing import PROTOCOL_VERSION
+from protos import decode_pb2, kvtransfer_pb2
+from protos.decode_pb2_grpc import DecodeNodeStub
+from protos.kvtransfer_pb2_grpc import (
+    KvTransferServicer,
+    KvTransferStub,
+    add_KvTransferServicer_to_server,
+)
+from tests.attack.random_messages import random_message
+from tests.attack.target import Target
+
+NUM_WORKERS = 2
+
+_DIFFERENCE = re.compile(r"(\S+) is ('.*?'|\d+) here and (?:unset|\d+) there\.")
+_NUM_PAGES = 512
+_PAGE_SIZE = 16
+
+
+async def router(target: Target, draw: Random) -> None:
+    """Submits, cancels and peers without sense."""
+    async with _as_router(target) as channel:
+        call = DecodeNodeStub(channel).Serve(timeout=6.0)  # type: ignore[no-untyped-call]
+        await call.write(_greeting())
+        for _ in range(draw.randint(1, 40)):
+            await call.write(random_message(decode_pb2.ToNode, draw))
+            await asyncio.sleep(draw.choice((0.0, 0.0, 0.05)))
+        call.cancel()
+
+
+async def heavy_router(target: Target, draw: Random) -> None:
+    """Requests as long as they may be, or none at all, by the thousand."""
+    empty = decode_pb2.Submit()
+    long = decode_pb2.Submit(request=1, token_ids=[1] * 100_000)
+    submit = draw.choice((empty, long, _submit(draw, [], num_tokens=7000)))
+    number = draw.choice((200, 100_000)) if submit is empty else 20
+    async with _as_router(target) as channel:
+        call = DecodeNodeStub(channel).Serve(timeout=6.0)  # type: ignore[no-untyped-call]
+        await call.write(_greeting())
+        await call.write(decode_pb2.ToNode(submits=[submit] * number))
+        await asyncio.sleep(draw.uniform(0.0, 3.0))
+        call.cancel()
+
+
+async def reader(target: Target, draw: Random) -> None:
+    """Opens hand-offs, and goes on with them as no reader would."""
+    hello = await _learned(target, draw)
+    async with _as_node(target, target.prefill, hello) as channel:
+        call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
+        await call.write(kvtransfer_pb2.FromReader(hello=hello))
+        await call.read()
+        for message in _of_a_reader(draw, hello.instance_id):
+            await call.write(message)
+            await asyncio.sleep(draw.choice((0.0, 0.0, 0.02)))
+        async with asyncio.timeout(draw.uniform(0.0, 3.0)):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        call.cancel()
+
+
+async def heavy_reader(target: Target, draw: Random) -> None:
+    """Opens prompts of a million tokens as fast as it can."""
+    hello = await _learned(target, draw)
+    async with _as_node(target, target.prefill, hello) as channel:
+        call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
+        await call.write(kvtransfer_pb2.FromReader(hello=hello))
+        await call.read()
+        for number in range(draw.choice((5, 40))):
+            await call.write(_open(draw, hello.instance_id, number, 1 << 20))
+        call.cancel()
+
+
+async def owner(target: Target, draw: Random) -> None:
+    """Named to the decode node by a router that lies too; answers hand-offs with anything."""
+    async with _lying(target, draw) as (liar, address), _as_router(target) as channel:
+        call = DecodeNodeStub(channel).Serve(timeout=8.0)  # type: ignore[no-untyped-call]
+        await call.write(_greeting(address))
+        async with asyncio.timeout(4.0):
+            await liar.paired.wait()
+        for _ in range(draw.randint(1, 20)):
+            await call.write(decode_pb2.ToNode(submits=[_submit(draw, [address])]))
+            await asyncio.sleep(draw.choice((0.0, 0.1)))
+        call.cancel()
+
+
+MOVES = {
+    "router": router,
+    "heavy router": heavy_router,
+    "reader": reader,
+    "heavy reader": heavy_reader,
+    "owner": owner,
+}
+
+
+class _LyingOwner(KvTransferServicer):
+    """Greets as an owner must, serves reads of rubbish, and has an answer to everything: now and
+    then the right one."""
+
+    def __init__(self, hello: kvtransfer_pb2.Hello, owner: Owner, draw: Random) -> None:
+        self._hello = hello
+        self._owner = owner
+        self._draw = draw
+        self._readers = itertools.count(1)
+        self.paired = asyncio.Event()
+
+    async def Pair(self, messages: AsyncIterator[kvtransfer_pb2.FromReader], context: Any) -> None:
+        await anext(messages)
+        reader = next(self._readers)
+        path = kvtransfer_pb2.DataPath(backend="tcp", description=self._owner.admit(reader))
+        self._owner.publish(reader, np.arange(_NUM_PAGES, dtype=np.int32))
+        hello = kvtransfer_pb2.Hello(paths=[path])
+        hello.MergeFrom(self._hello)
+        await context.write(kvtransfer_pb2.FromOwner(hello=hello))
+        self.paired.set()
+        ids = [kvtransfer_pb2.HandoffId(instance=1, request=1, attempt=1)]
+        opened: dict[int, int] = {}  # request: tokens
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "open":
+                    ids.append(message.open.id)
+                    opened[message.open.id.request] = len(message.open.token_ids)
+                case "grant" if self._draw.random() < 0.5:
+                    num_tokens = opened.get(message.grant.id.request, 1)
+                    await context.write(_plausible(message.grant, num_tokens))
+                case "done" if self._draw.random() < 0.8:
+                    released = kvtransfer_pb2.Released(id=message.done.id, held=True)
+                    await context.write(kvtransfer_pb2.FromOwner(released=released))
+            for _ in range(self._draw.randrange(2)):
+                await context.write(self._lie(ids))
+
+    def _lie(self, ids: Sequence[kvtransfer_pb2.HandoffId]) -> kvtransfer_pb2.FromOwner:
+        id = self._draw.choice(ids)
+        match self._draw.randrange(8):
+            case 0 | 1 | 2:
+                admitted = kvtransfer_pb2.Admitted(id=id, compute_tokens=self._draw.getrandbits(32))
+                return kvtransfer_pb2.FromOwner(admitted=admitted)
+            case 3 | 4:
+                failed = kvtransfer_pb2.Failed(id=id, reason="a lie", retryable=True)
+                return kvtransfer_pb2.FromOwner(failed=failed)
+            case 5 | 6:
+                beat = kvtransfer_pb2.Beat(sequence=self._draw.getrandbits(64))
+                return kvtransfer_pb2.FromOwner(beat=beat)
+        lie = random_message(kvtransfer_pb2.FromOwner, self._draw)
+        _name(lie, id)
+        return lie
+
+
+def _plausible(grant: kvtransfer_pb2.Grant, num_tokens: int) -> kvtransfer_pb2.FromOwner:
+    """All at once, as an owner that had all of it cached."""
+    num_pages = -(-(num_tokens - grant.prefix_tokens) // _PAGE_SIZE)
+    ready = kvtransfer_pb2.Ready(
+        id=grant.id,
+        start=grant.prefix_tokens,
+        end=num_tokens,
+        pages=range(num_pages),
+        last=True,
+        first_token=1,
+    )
+    return kvtransfer_pb2.FromOwner(ready=ready)
+
+
+def _of_a_reader(draw: Random, instance: int) -> list[kvtransfer_pb2.FromReader]:
+    """Most of them are what a reader may say, were it not for the order."""
+    return [_by_a_reader(draw, instance) for _ in range(draw.randint(1, 60))]
+
+
+def _by_a_reader(draw: Random, instance: int) -> kvtransfer_pb2.FromReader:
+    request, attempt = draw.randint(1, 4), draw.randint(1, 2)
+    id = kvtransfer_pb2.HandoffId(instance=instance, request=request, attempt=attempt)
+    match draw.choices(("open", "grant", "done", "cancel", "beat", "any"), (6, 6, 1, 2, 2, 1))[0]:
+        case "open":
+            return _open(draw, instance, request, draw.choice((1, 16, 33, 700)), attempt)
+        case "grant":
+            grant = kvtransfer_pb2.Grant(id=id, prefix_tokens=draw.choice((0, 0, 0, 16)))
+            return kvtransfer_pb2.FromReader(grant=grant)
+        case "done":
+            return kvtransfer_pb2.FromReader(done=kvtransfer_pb2.Done(id=id))
+        case "cancel":
+            return kvtransfer_pb2.FromReader(cancel=kvtransfer_pb2.Cancel(id=id, reason="a lie"))
+        case "beat":
+            beat = kvtransfer_pb2.Beat(sequence=draw.getrandbits(64), open_handoffs=7)
+            return kvtransfer_pb2.FromReader(beat=beat)
+    message = random_message(kvtransfer_pb2.FromReader, draw)
+    message.ClearField("hello")
+    _name(message, id)
+    return message
+
+
+def _name(
+    message: kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner, id: kvtransfer_pb2.HandoffId
+) -> None:
+    """Makes it speak of a hand-off that there is."""
+    kind = message.WhichOneof("message")
+    if kind not in (None, "hello", "beat"):
+        getattr(message, kind).id.CopyFrom(id)
+
+
+def _open(
+    draw: Random, instance: int, request: int, num_tokens: int, attempt: int = 1
+) -> kvtransfer_pb2.FromReader:
+    opened = kvtransfer_pb2.Open(
+        id=kvtransfer_pb2.HandoffId(instance=instance, request=request, attempt=attempt),
+        token_ids=[draw.randrange(500)] * num_tokens,
+        budget_s=5.0,
+        request_id="liar",
+    )
+    opened.sampling.max_tokens, opened.sampling.seed = 4, 1
+    return kvtransfer_pb2.FromReader(open=opened)
+
+
+def _greeting(*addresses: str) -> decode_pb2.ToNode:
+    peers = decode_pb2.Peers(prefill_addresses=addresses)
+    return decode_pb2.ToNode(protocol_version=serve_protocol.VERSION, peers=peers)
+
+
+def _submit(draw: Random, addresses: list[str], num_tokens: int = 100) -> decode_pb2.Submit:
+    submit = decode_pb2.Submit(
+        request=draw.getrandbits(40),
+        token_ids=[draw.randrange(500)] * num_tokens,
+        prefill_addresses=addresses,
+        budget_s=4.0,
+    )
+    submit.sampling.max_tokens, submit.sampling.seed = 4, 1
+    return submit
+
+
+async def _learned(target: Target, draw: Random) -> kvtransfer_pb2.Hello:
+    """A Hello that fits: a node refuses one that does not, and says what it should have said, as
+    much of it as a sentence holds."""
+    hello = kvtransfer_pb2.Hello(
+        instance_id=draw.getrandbits(64),
+        protocol_version=PROTOCOL_VERSION,
+        regions=[kvtransfer_pb2.Region(base=1 << 30, page_bytes=1, num_pages=_NUM_PAGES)],
+        address="127.0.0.1:1",
+    )
+    async with _as_node(target, target.prefill, hello) as channel:
+        while await _corrected(channel, hello):
+            pass
+    return hello
+
+
+async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> bool:
+    """Whether the node has found something wrong with it, which is right now."""
+    call = KvTransferStub(channel).Pair(timeout=5.0)  # type: ignore[no-untyped-call]
+    await call.write(kvtransfer_pb2.FromReader(hello=hello))
+    await call.done_writing()
+    differences = _DIFFERENCE.findall(await call.details() or "")
+    for field, value in differences:
+        if value.isdigit():
+            hello.regions[0].page_bytes = int(value)
+        else:
+            hello.fingerprint[field] = value.strip("'")
+    return bool(differences)
+
+
+@asynccontextmanager
+async def _as_router(target: Target) -> AsyncIterator[grpc.aio.Channel]:
+    identity = identity_of("router", "liar", target.secret_file)
+    async with rpc.make_channel(target.decode, None, identity) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def _as_node(
+    target: Target, address: str, hello: kvtransfer_pb2.Hello
+) -> AsyncIterator[grpc.aio.Channel]:
+    identity = identity_of("node", node_name(hello.instance_id), target.secret_file)
+    async with rpc.make_channel(address, None, identity) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def _lying(target: Target, draw: Random) -> AsyncIterator["tuple[_LyingOwner, str]"]:
+    """An owner of rubbish and its address."""
+    hello = await _learned(target, draw)
+    page_bytes = hello.regions[0].page_bytes
+    with mmap.mmap(-1, _NUM_PAGES * page_bytes) as memory:
+        base = np.frombuffer(memory, np.uint8).ctypes.data
+        hello.regions[0].base = base
+        owner = TcpBackend("127.0.0.1").serve(
+            PagePool(base, page_bytes, _NUM_PAGES, "cpu"), hello.instance_id
+        )
+        liar = _LyingOwner(hello, owner, draw)
+        identity = identity_of("node", node_name(hello.instance_id), target.secret_file)
+        assert identity is not None
+        server = rpc.make_server()
+        add = add_KvTransferServicer_to_server
+        rpc.add_service(server, add, liar, Guard(ByToken(identity), uncounted))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            yield liar, f"127.0.0.1:{port}"
+        finally:
+            await server.stop(None)
+            await asyncio.to_thread(owner.close)

@@ -1,0 +1,68 @@
+"""Bytes that are no gRPC on the gRPC ports, no HTTP on the metrics ports, and crowds on both."""
+
+import asyncio
+from random import Random
+
+from tests.attack.target import Target, host_port
+
+NUM_WORKERS = 3
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+
+async def nonsense(target: Target, draw: Random) -> None:
+    reader, writer = await asyncio.open_connection(*host_port(_any(target, draw)))
+    try:
+        writer.write(draw.randbytes(draw.choice((1, 9, 500, 60_000))))
+        await reader.read(4096)
+    finally:
+        writer.transport.abort()
+
+
+async def frames(target: Target, draw: Random) -> None:
+    """HTTP/2 that begins well: random frames after the preface."""
+    address = draw.choice((target.router, target.prefill, target.decode))
+    reader, writer = await asyncio.open_connection(*host_port(address))
+    try:
+        writer.write(_PREFACE + _SETTINGS)
+        for _ in range(draw.randint(1, 200)):
+            payload = draw.randbytes(draw.choice((0, 4, 5, 8, 300)))
+            head = len(payload).to_bytes(3, "big") + bytes(
+                (draw.randrange(11), draw.randrange(256))
+            )
+            writer.write(head + draw.choice((0, 1, 3, 5)).to_bytes(4, "big") + payload)
+        await reader.read(4096)
+    finally:
+        writer.transport.abort()
+
+
+async def crowd(target: Target, draw: Random) -> None:
+    host, port = host_port(_any(target, draw))
+    ends = await asyncio.gather(
+        *(asyncio.open_connection(host, port) for _ in range(60)), return_exceptions=True
+    )
+    try:
+        await asyncio.sleep(draw.uniform(0.5, 4.0))
+    finally:
+        for end in ends:
+            if not isinstance(end, BaseException):
+                end[1].transport.abort()
+
+
+async def half_a_scrape(target: Target, draw: Random) -> None:
+    _, writer = await asyncio.open_connection(*host_port(draw.choice(target.metrics)))
+    try:
+        writer.write(
+            b"GET /metrics HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * draw.choice((0, 9, 9000))
+        )
+        await asyncio.sleep(draw.uniform(0.0, 3.0))
+    finally:
+        writer.transport.abort()
+
+
+MOVES = {"nonsense": nonsense, "frames": frames, "crowd": crowd, "half a scrape": half_a_scrape}
+
+
+def _any(target: Target, draw: Random) -> str:
+    return draw.choice((target.router, target.prefill, target.decode, *target.metrics))

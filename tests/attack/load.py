@@ -1,0 +1,134 @@
+"""The load that the system serves while it is attacked: every answer is compared with the one that
+the same question had before.
+
+Questions go over both protocols, whole and streamed, greedy, so that there is one right answer.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Self
+
+import grpc.aio
+
+from common.demo.tasks import Exchange, recall, word_facts
+from protos.router_pb2 import GenerateRequest
+from protos.router_pb2_grpc import RouterStub
+from protos.sampling_pb2 import Sampling
+from tests.support.http_client import connected, sse_events
+
+_NUM_QUESTIONS = 24
+_MAX_TOKENS = 12
+_PATIENCE_S = 60.0
+
+
+@dataclass(slots=True)
+class Served:
+    """What the load has seen."""
+
+    num_right: int = 0
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of right answers
+
+    def also(self, more: "Served") -> None:
+        """Adds what came of a load after the attack; its times are another matter."""
+        self.num_right += more.num_right
+        self.wrong += more.wrong
+        self.failed += more.failed
+
+    def percentile(self, percent: int) -> float:
+        """Seconds of the whole answer."""
+        if len(self.seconds) < 2:
+            return self.seconds[0] if self.seconds else 0.0
+        return statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
+
+
+class Load:
+    """Asks one router as a client who has a key. Use as an async context manager."""
+
+    def __init__(self, router: str, http_port: int, draw: Random, api_key: str) -> None:
+        self._http_port = http_port
+        self._authorization = f"Bearer {api_key}"
+        self._channel = grpc.aio.insecure_channel(router)
+        self._stub: Any = RouterStub(self._channel)  # type: ignore[no-untyped-call]
+        self._questions = [_question(draw) for _ in range(_NUM_QUESTIONS)]
+        self._answers: dict[str, str] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def learn(self) -> None:
+        """Asks everything once, undisturbed. The demo model must be right about most of it, or a
+        wrong answer could not be told from a right one."""
+        for question in self._questions:
+            self._answers[question.prompt] = await self._over_grpc(question.prompt)
+        true = sum(self._answers[q.prompt].strip() == q.answer for q in self._questions)
+        assert true >= 0.9 * len(self._questions), f"{true} of {len(self._questions)} are true"
+
+    async def ask_for(self, seconds: float, num_clients: int) -> Served:
+        """Keeps so many clients asking."""
+        served = Served()
+        until = time.monotonic() + seconds
+
+        async def client(number: int) -> None:
+            draw = Random(number)
+            while time.monotonic() < until:
+                await self._ask(draw.choice(self._questions), draw, served)
+
+        async with asyncio.TaskGroup() as clients:
+            for number in range(num_clients):
+                clients.create_task(client(number))
+        return served
+
+    async def _ask(self, question: Exchange, draw: Random, served: Served) -> None:
+        ways = (self._over_grpc, self._over_http, self._streamed_over_http)
+        way = draw.choice(ways)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                answer = await way(question.prompt)
+        except Exception as error:  # noqa: BLE001 whatever it is, the verdict tells it
+            served.failed.append(f"{way.__name__}: {type(error).__name__}: {error}"[:300])
+            return
+        if answer == self._answers[question.prompt]:
+            served.num_right += 1
+            served.seconds.append(time.monotonic() - started)
+        else:
+            served.wrong.append(f"{question.prompt[-60:]!r}: {answer!r}")
+
+    async def _over_grpc(self, prompt: str) -> str:
+        request = GenerateRequest(
+            text=prompt, sampling=Sampling(max_tokens=_MAX_TOKENS, temperature=0.0)
+        )
+        shown = (("authorization", self._authorization),)
+        return "".join([piece.text async for piece in self._stub.Generate(request, metadata=shown)])
+
+    async def _over_http(self, prompt: str) -> str:
+        (choice,) = (await self._posted(prompt, stream=False))["choices"]
+        text: str = choice["text"]
+        return text
+
+    async def _streamed_over_http(self, prompt: str) -> str:
+        events: Sequence[Any] = await self._posted(prompt, stream=True)
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+
+    async def _posted(self, prompt: str, *, stream: bool) -> Any:
+        body = {"prompt": prompt, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": stream}
+        async with connected(self._http_port) as wire:
+            await wire.post("/v1/completions", body, authorization=self._authorization)
+            response = await wire.response(_PATIENCE_S)
+        assert response.status == 200, f"{response.status}: {response.body[:200]!r}"
+        return sse_events(response.body) if stream else response.json
+
+
+def _question(draw: Random) -> Exchange:
+    told = word_facts(draw, draw.choice((60, 200, 600)))
+    key = draw.choice(list(told))
+    return recall(told, key, told[key])

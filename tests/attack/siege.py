@@ -1,0 +1,233 @@
+"""A system of real processes that serves a checked load, while every arm attacks it at once."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import grpc.aio
+import msgspec
+
+from common import api_keys
+from common.api_keys import KeyEntry
+from common.demo import DIRECTORY
+from tests.attack.arm import ARMS
+from tests.attack.load import Load, Served
+from tests.attack.target import Target
+from tests.attack.verdict import Arm, Process, complaints, resident_bytes
+from tests.support.cluster import Cluster, children_of, free_ports
+from tests.support.programs import ROOT
+
+_WARM_UP_S = 4.0
+_NUM_CLIENTS = 2
+_ARM_END_S = 60.0  # beyond its time
+_CALM_S = 20.0  # until memory is judged, at the latest
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one siege has shown."""
+
+    seed: int
+    seconds: float
+    num_right: int
+    p50_s: float
+    p99_s: float
+    calm_p99_s: float  # of the same load, undisturbed
+    processes: list[Process]
+    moves: dict[str, dict[str, int]]  # by arm
+    complaints: list[str]
+
+
+async def siege(seed: int, seconds: float, directory: Path, arms: Sequence[str] = ARMS) -> Report:
+    """Starts a system, attacks it for so long, and judges it.
+
+    Args:
+        directory: for logs.
+    """
+    siege = _Siege(seed, seconds, directory, arms)
+    end = ""
+    try:
+        async with _cluster(directory, siege.metrics, siege.keys) as cluster:
+            await siege.hold(cluster)
+    except* (AssertionError, grpc.aio.AioRpcError, TimeoutError) as errors:
+        end = "; ".join(f"{type(error).__name__}: {error}" for error in errors.exceptions)
+    return siege.report(end)
+
+
+class _Keys:
+    """The API keys of the router's clients: of one who is served, and of one who attacks."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.innocent, self.hostile = api_keys.new_key(), api_keys.new_key()
+        entries = [
+            KeyEntry(name=name, sha256=api_keys.hashed(key))
+            for name, key in (("innocent", self.innocent), ("hostile", self.hostile))
+        ]
+        file.write_text("".join(map(api_keys.entry_text, entries)))
+
+
+class _Siege:
+    """One siege, from its plan to its report."""
+
+    def __init__(self, seed: int, seconds: float, directory: Path, arms: Sequence[str]) -> None:
+        self.metrics = list(free_ports(3))
+        self.keys = _Keys(directory / "keys.yaml")
+        self._seed = seed
+        self._seconds = seconds
+        self._directory = directory
+        self._arms = arms
+        self._calm = self._served = Served()
+        self._ended: list[Arm] = []
+        self._processes: list[Process] = []
+        self._logs: dict[str, Path] = {}
+
+    async def hold(self, cluster: Cluster) -> None:
+        """Raises whatever the system does wrong in a way that ends the siege."""
+        self._logs = cluster.logs
+        async with Load(
+            cluster.address, cluster.http_port, Random(self._seed), self.keys.innocent
+        ) as load:
+            await load.learn()
+            await self._under_load(cluster, load)
+
+    async def _under_load(self, cluster: Cluster, load: Load) -> None:
+        self._calm = await load.ask_for(_WARM_UP_S, _NUM_CLIENTS)
+        pids = _pids(cluster)
+        before = {name: resident_bytes(pid) for name, pid in pids.items()}
+        target = _target(cluster, self.metrics, self.keys.hostile, self._seed, self._seconds)
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(load.ask_for(self._seconds, _NUM_CLIENTS))
+            attacks = [
+                tasks.create_task(_run(name, target, self._directory)) for name in self._arms
+            ]
+        self._ended = [attack.result() for attack in attacks]
+        self._served = serving.result()
+        self._processes = [Process(name, before[name], resident_bytes(pids[name])) for name in pids]
+        await cluster.until_nothing_is_held(_CALM_S)
+        self._served.also(await load.ask_for(_WARM_UP_S, _NUM_CLIENTS))
+        self._processes = await _settled(pids, before)
+
+    def report(self, end: str) -> Report:
+        """
+        Args:
+            end: what ended the siege before its time, or came of ending the system.
+        """
+        wrong = complaints(self._processes, self._ended, self._served, self._logs, self._seconds)
+        return Report(
+            seed=self._seed,
+            seconds=self._seconds,
+            num_right=self._served.num_right,
+            p50_s=self._served.percentile(50),
+            p99_s=self._served.percentile(99),
+            calm_p99_s=self._calm.percentile(99),
+            processes=self._processes,
+            moves={arm.name: _counts(arm) for arm in self._ended},
+            complaints=[*wrong, *([end] if end else [])],
+        )
+
+
+@asynccontextmanager
+async def _cluster(directory: Path, metrics: Sequence[int], keys: _Keys) -> AsyncIterator[Cluster]:
+    router, prefill, decode = (f"--metrics-port={port}" for port in metrics)
+    async with Cluster(
+        DIRECTORY,
+        directory,
+        path="tcp",
+        router_flags=(router, f"--api-keys={keys.file}", "--max-requests=64"),
+        prefill_flags=(prefill,),
+        decode_flags=(decode,),
+    ) as cluster:
+        yield cluster
+
+
+def _target(
+    cluster: Cluster, metrics: Sequence[int], api_key: str, seed: int, seconds: float
+) -> Target:
+    assert cluster.secret_file is not None
+    (engine,) = children_of(cluster.prefill[0].child.pid)
+    return Target(
+        http=f"127.0.0.1:{cluster.http_port}",
+        router=cluster.address,
+        prefill=cluster.prefill[0].address,
+        decode=cluster.decode[0].address,
+        data=_listens(engine),
+        metrics=tuple(f"127.0.0.1:{port}" for port in metrics),
+        secret_file=cluster.secret_file,
+        api_key=api_key,
+        seed=seed,
+        seconds=seconds,
+    )
+
+
+def _pids(cluster: Cluster) -> dict[str, int]:
+    pids = {"router": cluster.router_pid}
+    for node in cluster.nodes:
+        (engine,) = children_of(node.child.pid)
+        pids |= {node.program.name: node.child.pid, f"{node.program.name} engine": engine}
+    return pids
+
+
+async def _run(name: str, target: Target, directory: Path) -> Arm:
+    file = directory / f"{name}.target.json"
+    target.write(file)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-X", "faulthandler", "-m", "tests.attack.arm", name, str(file)),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    ending = asyncio.ensure_future(process.communicate())
+    try:
+        await asyncio.wait({ending}, timeout=target.seconds + _ARM_END_S)
+        if not ending.done():
+            process.send_signal(signal.SIGABRT)  # says what it hangs in
+        output, _ = await ending
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode is not None
+    return Arm(name, process.returncode, output.decode(errors="replace"))
+
+
+async def _settled(pids: dict[str, int], before: dict[str, int]) -> list[Process]:
+    """Memory goes back in its own time: looks until none has grown, or the calm is over."""
+    end = time.monotonic() + _CALM_S
+    while True:
+        found = [Process(name, before[name], resident_bytes(pid)) for name, pid in pids.items()]
+        none_grown = not list(complaints(found, [], Served(), {}, 1.0))
+        if none_grown or time.monotonic() > end:
+            return found
+        await asyncio.sleep(1.0)
+
+
+def _counts(arm: Arm) -> dict[str, int]:
+    try:
+        counts: dict[str, int] = json.loads(arm.output.splitlines()[-1])
+    except (ValueError, IndexError):
+        return {}
+    return counts
+
+
+def _listens(pid: int) -> str:
+    """Where a process listens for TCP, of which there is one place."""
+    inodes = {
+        link.readlink().name.removeprefix("socket:[").removesuffix("]")
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.is_symlink() and str(link.readlink()).startswith("socket:")
+    }
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            host, port = fields[1].split(":")
+            found.append(f"{socket.inet_ntoa(bytes.fromhex(host)[::-1])}:{int(port, 16)}")
+    (place,) = found
+    return place

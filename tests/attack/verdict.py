@@ -1,0 +1,91 @@
+"""What must hold of a system that has been attacked. Judged from outside: processes, logs, memory,
+and what an innocent client was served meanwhile."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from tests.attack.load import Served
+
+MAX_GROWTH = 0.10  # of a process' memory, once the attack is over
+MIN_GROWTH_BYTES = 24 << 20  # which is no growth: an allocator's slack in a small process
+MAX_P99_S = 20.0  # of an innocent client's answer, with everything on two cores
+MAX_LOG_BYTES_PER_S = 20_000  # of one program
+_FAULT = re.compile(r"Traceback|uncaught exception|internal error|by a fault of this program")
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process of the system, before and after."""
+
+    name: str
+    before_bytes: int
+    after_bytes: int  # 0: it is gone
+
+    @property
+    def growth(self) -> float:
+        return self.after_bytes / self.before_bytes - 1.0
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """What became of one arm of the attack."""
+
+    name: str
+    exit_code: int
+    output: str
+
+
+def resident_bytes(pid: int) -> int:
+    """What the process holds of memory that is its alone; 0 of one that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    sizes = dict(line.split(":") for line in lines[1:])
+    return sum(
+        int(sizes[name].split()[0]) * 1024
+        for name in ("Private_Clean", "Private_Dirty")
+        if name in sizes
+    )
+
+
+def complaints(
+    processes: list[Process],
+    arms: list[Arm],
+    served: Served,
+    logs: Mapping[str, Path],
+    seconds: float,
+) -> Iterator[str]:
+    """Everything that should not be, one sentence each."""
+    for process in processes:
+        if not process.after_bytes:
+            yield f"{process.name} has died"
+        elif process.after_bytes - process.before_bytes > max(
+            MIN_GROWTH_BYTES, MAX_GROWTH * process.before_bytes
+        ):
+            yield (
+                f"{process.name} has grown from {process.before_bytes >> 20} "
+                f"to {process.after_bytes >> 20} MiB"
+            )
+    for arm in arms:
+        if arm.exit_code:
+            yield f"the arm {arm.name} itself has failed:\n{arm.output[-3000:]}"
+    for answer in served.wrong:
+        yield f"a wrong answer: {answer}"
+    for failure in served.failed:
+        yield f"a question was not answered: {failure}"
+    if served.percentile(99) > MAX_P99_S:
+        yield f"the 99th percentile of answers is {served.percentile(99):.1f} s"
+    for name, log in logs.items():
+        yield from _of_log(name, log, seconds)
+
+
+def _of_log(name: str, log: Path, seconds: float) -> Iterator[str]:
+    text = log.read_text(errors="replace")
+    faults = [line for line in text.splitlines() if _FAULT.search(line)]
+    if faults:
+        at = text.index(faults[0])
+        yield f"the log of {name} has {len(faults)} faults, the first one:\n{text[at : at + 3000]}"
+    if len(text) > MAX_LOG_BYTES_PER_S * seconds:
+        yield f"{name} has logged {len(text) / seconds / 1e3:.0f} kB a second"

@@ -1,0 +1,20 @@
+"""A minute of `make attack`: whatever strangers, clients and stolen nodes send, the system serves
+its other clients rightly, and nothing of it dies, leaks or is held."""
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from tests.attack.siege import siege
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+SECONDS = 45.0
+
+
+async def test_a_system_under_attack_serves_its_other_clients_rightly(tmp_path: Path):
+    seed = secrets.randbits(32)
+    report = await siege(seed, SECONDS, tmp_path)
+    assert report.complaints == [], f"seed {seed}"
+    assert report.num_right > 0
