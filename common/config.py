@@ -110,6 +110,9 @@ class TransferConfig(Record):
         "auto", description="data path; auto: nixl where a one-sided path is proved, else tcp"
     )
     data_host: str = Field("127.0.0.1", description="address that the tcp backend binds and tells")
+    data_port: Port = Field(
+        0, description="port there, of a prefill node; 0: any free one, which no firewall can name"
+    )
     encrypt: Literal["auto", "on", "off"] = Field(
         "auto",
         description="TLS for pages over tcp; auto: where front.tls has a certificate; on: always,"

@@ -25,7 +25,7 @@ def backends(config: TransferConfig, *, tls: bool) -> dict[str, Backend]:
     encrypted = tls if config.encrypt == "auto" else config.encrypt == "on"
     known: tuple[Backend, ...] = (
         NixlBackend(_WITHIN_A_HOST if config.encrypt == "on" else PATHS),
-        TcpBackend(config.data_host, encrypted=encrypted),
+        TcpBackend(config.data_host, data_port=config.data_port, encrypted=encrypted),
     )
     return {backend.name: backend for backend in known if config.path in ("auto", backend.name)}
 

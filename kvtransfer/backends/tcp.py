@@ -24,8 +24,9 @@ def memory_of(pool: PagePool) -> Memory:
 
 
 class TcpBackend:
-    """Binds owners to `data_host`, which is also the address that readers are told. With
-    `encrypted`, all bytes of pages are in TLS, and owners or readers without it are refused."""
+    """Binds owners to `data_host`, which is also the address that readers are told, and to
+    `data_port` (0: any free one, and then it may serve several pools at once). With `encrypted`,
+    all bytes of pages are in TLS, and owners or readers without it are refused."""
 
     name = "tcp"
 
@@ -34,15 +35,17 @@ class TcpBackend:
         data_host: str,
         memory_of: Callable[[PagePool], Memory] = memory_of,
         *,
+        data_port: int = 0,
         encrypted: bool = False,
     ) -> None:
         self._data_host = data_host
+        self._data_port = data_port
         self._memory_of = memory_of
         self._encrypted = encrypted
 
     def serve(self, pool: PagePool, instance: int) -> TcpOwner:
-        memory = self._memory_of(pool)
-        return TcpOwner(self._data_host, pool, memory, _tls() if self._encrypted else None)
+        memory, tls = self._memory_of(pool), _tls() if self._encrypted else None
+        return TcpOwner(self._data_host, self._data_port, pool, memory, tls)
 
     def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> TcpConnection:
         parsed = parse_description(self.name, description, Description)

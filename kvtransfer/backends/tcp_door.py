@@ -41,9 +41,11 @@ class _Stranger:
 
 
 class Door:
-    """Listens on an ephemeral port of `host` until it is shut."""
+    """Listens on `port` of `host` (0: any free one) until it is shut."""
 
-    def __init__(self, host: str, let_in: LetIn, *, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self, host: str, port: int, let_in: LetIn, *, patience_s: float = _PATIENCE_S
+    ) -> None:
         """
         Args:
             let_in: called on the door's thread with each connection that has introduced itself;
@@ -51,13 +53,13 @@ class Door:
             patience_s: so long a connection may take to introduce itself.
 
         Raises:
-            TransferError: the host cannot be bound.
+            TransferError: the host or the port cannot be bound.
         """
         self._let_in = let_in
         self._patience_s = patience_s
         self._shut = False
         self._strangers: dict[socket.socket, _Stranger] = {}  # in the order of their coming
-        self._listener = _listen(host)
+        self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -159,13 +161,13 @@ def _turned_away(stranger: _Stranger, reason: str) -> None:
     _log.warning("a data connection was turned away", peer=stranger.host, because=reason)
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise TransferError(f"tcp cannot listen on {host}: {error}") from None
+        raise TransferError(f"tcp cannot listen on {host}, port {port}: {error}") from None
     listener.setblocking(False)
     return listener

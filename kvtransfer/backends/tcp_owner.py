@@ -51,10 +51,12 @@ class _Answer:
 
 
 class TcpOwner:
-    """Listens on an ephemeral port of `host` until closed."""
+    """Listens on `port` of `host` (0: any free one) until closed."""
 
-    def __init__(self, host: str, pool: PagePool, memory: Memory, tls: OwnerTls | None) -> None:
-        """Raises TransferError where the host cannot be bound."""
+    def __init__(
+        self, host: str, port: int, pool: PagePool, memory: Memory, tls: OwnerTls | None
+    ) -> None:
+        """Raises TransferError where the host or the port cannot be bound."""
         self._host = host
         self._pool = pool
         self._memory = memory
@@ -62,7 +64,7 @@ class TcpOwner:
         self._max_pages = max_request_pages(pool.page_bytes)
         self._publications = Publications(pool.num_pages)
         self._readers = Readers()
-        self._door = Door(host, self._let_in)
+        self._door = Door(host, port, self._let_in)
         _log.info("tcp serves pages", host=host, port=self._door.port, encrypted=tls is not None)
 
     def admit(self, reader: int) -> bytes:

@@ -1,7 +1,6 @@
 """What each component is for."""
 
 import re
-from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import generate_latest
@@ -11,6 +10,7 @@ from common.metrics import NodeMetrics
 from common.node.messages import Moving
 from tests.deploy.conftest import COMPONENTS, OVERLAYS
 from tests.deploy.manifests import (
+    KUBERNETES,
     environment,
     named,
     named_ports,
@@ -53,7 +53,7 @@ def test_the_demo_model_is_written_where_every_program_looks(programs_of):
         assert {"name": "model", "mountPath": "/model"} in writer["volumeMounts"]
 
 
-@pytest.mark.parametrize("name", ["base with gpu", "multi-node-rdma"])
+@pytest.mark.parametrize("name", ["base with gpu", "multi-node-rdma", "multi-node-tls"])
 def test_every_node_has_a_gpu_and_no_node_is_content_without(programs_of, name):
     for program in _nodes(programs_of(name)):
         assert program.container["resources"]["limits"]["nvidia.com/gpu"] == 1
@@ -107,7 +107,10 @@ def test_a_pod_that_drains_waits_for_as_long_as_a_request_may_take(programs_of):
 # TLS --------------------------------------------------------------------------------------------
 
 
-TLS = ["base with tls", "base with tls and leader-worker-set", "base with tls and nvlink"]
+TLS = [
+    *("base with tls", "base with tls and leader-worker-set", "base with tls and nvlink"),
+    "multi-node-tls",
+]
 
 
 def _made(objects, program, path):
@@ -133,7 +136,7 @@ def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, 
     for program in programs_of(name):
         match program.config:
             case RouterConfig() as config:
-                calls, shows = config.tls_to_nodes, config.front.tls
+                calls, shows, may = config.tls_to_nodes, config.front.tls, {"client auth"}
                 service = named(objects, "Service", "router")["metadata"]
                 of_router = _made(objects, program, shows.cert)
                 assert {service["name"], f"{service['name']}.{service['namespace']}"} <= set(
@@ -143,13 +146,18 @@ def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, 
                 # With what is shown to clients nobody is let in by a node.
                 assert "client auth" not in of_router["usages"]
             case config:
-                calls = config.front.tls
+                calls, may = config.front.tls, {"server auth", "client auth"}
                 assert calls.ca  # whoever calls must show a certificate
-        for path in (calls.cert, calls.key, calls.ca):
-            of_node = _made(objects, program, path)
-            assert {"server auth", "client auth"} <= set(of_node["usages"])
+        of_caller = _made(objects, program, calls.cert)
+        assert _made(objects, program, calls.key) == of_caller
+        assert set(of_caller["usages"]) == {"digital signature"} | may
+        # By this alone it is known where there is no cluster secret, and as nothing else.
+        role = "router" if program.role == "router" else "node"
+        assert of_caller["uris"] == [f"urn:baton:{role}"]
         if program.role != "prefill":  # which calls nobody
-            assert calls.server_name in of_node["dnsNames"]
+            of_node = named(objects, "Certificate", "baton-node")["spec"]
+            assert [calls.server_name] == of_node["dnsNames"]
+            assert role == "node" or not of_caller.get("dnsNames")
 
 
 @pytest.mark.parametrize("name", TLS)
@@ -171,6 +179,35 @@ def test_services_do_not_call_tls_plain(render, name):
     for service in of_kind(render(name), "Service"):
         for port in service["spec"]["ports"]:
             assert port.get("appProtocol") in (None, "https")
+
+
+def test_with_tls_between_hosts_no_page_crosses_the_network_in_the_clear(programs_of):
+    for program in _nodes(programs_of("multi-node-tls")):
+        config = program.config
+        assert config.front.tls.cert and config.transfer.encrypt in ("auto", "on")
+        # What RDMA carries is not encrypted: pods without a port of it have none.
+        assert not [key for key in program.container["resources"]["limits"] if "rdma" in key]
+
+
+# Clients ----------------------------------------------------------------------------------------
+
+
+def test_a_router_has_its_api_keys_from_a_secret_that_users_make(programs_of):
+    (router,) = [p for p in programs_of("base with api-keys") if p.role == "router"]
+    file = router.config.clients.api_keys
+    (mount,) = [m for m in router.container["volumeMounts"] if m["mountPath"] == str(file.parent)]
+    (volume,) = [v for v in router.workload.spec["volumes"] if v["name"] == mount["name"]]
+    assert volume["secret"] == {"secretName": "baton-api-keys", "defaultMode": 0o440}
+    command = (KUBERNETES / "components" / "api-keys" / "kustomization.yaml").read_text()
+    assert f"secret generic baton-api-keys --from-file={file.name}\n" in command
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_overlay_but_the_one_for_a_look_around_asks_clients_for_keys(programs_of, name):
+    for program in programs_of(name):
+        match program.config:
+            case RouterConfig(clients=clients):
+                assert (clients.api_keys is None) == (name == "dev-cpu")
 
 
 # Monitoring and autoscaling ---------------------------------------------------------------------
@@ -227,65 +264,6 @@ def test_applying_the_manifests_anew_does_not_undo_the_scaling(render):
     for scaled in of_kind(objects, "ScaledObject"):
         target = named(objects, "StatefulSet", scaled["metadata"]["name"])
         assert "replicas" not in target["spec"]
-
-
-# Network ----------------------------------------------------------------------------------------
-
-
-def _peers(policy):
-    for rule in policy["spec"].get("ingress", ()):
-        for peer in rule["from"]:
-            yield peer, [port["port"] for port in rule.get("ports", ())]
-
-
-@pytest.mark.parametrize("name", ["base with network-policy", "multi-node-rdma"])
-def test_a_policy_lets_nobody_but_baton_reach_a_node(render, name):
-    objects = render(name)
-    for workload in workloads(objects):
-        mine = [
-            policy
-            for policy in of_kind(objects, "NetworkPolicy")
-            if selects(policy["spec"]["podSelector"]["matchLabels"], workload.labels)
-        ]
-        types = {kind for policy in mine for kind in policy["spec"]["policyTypes"]}
-        assert types == {"Ingress", "Egress"}
-        let_in = [entry for policy in mine for entry in _peers(policy)]
-        # Baton's own pods on any port: the data path takes a free one.
-        ours = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "baton"}}}
-        assert (ours, []) in let_in
-        assert selects(ours["podSelector"]["matchLabels"], workload.labels)
-        others = {port for peer, ports in let_in if peer != ours for port in ports}
-        assert all(ports for peer, ports in let_in if peer != ours)
-        names = dict(named_ports(workload.containers))
-        if "http" in names:
-            assert {"http", "grpc", "router-metrics"} <= others
-        else:
-            assert all(port.endswith("-metrics") for port in others)
-        assert {port for port in names if port.endswith("-metrics")} <= others
-
-
-@pytest.mark.parametrize("name", ["base with network-policy", "multi-node-rdma"])
-def test_baton_reaches_baton_dns_and_the_collector_of_spans_alone(render, programs_of, name):
-    rules = [
-        rule
-        for policy in of_kind(render(name), "NetworkPolicy")
-        for rule in policy["spec"].get("egress", ())
-    ]
-    reached = set()
-    for rule in rules:
-        (peer,) = rule["to"]
-        match peer:
-            case {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}:
-                assert "podSelector" not in peer
-                reached |= {(namespace, port["port"]) for port in rule["ports"]}
-            case _:
-                assert set(peer) == {"podSelector"}
-    programs = programs_of("base with tracing")
-    (endpoint,) = {program.config.front.otlp_endpoint for program in programs}
-    collector = urlsplit(endpoint)
-    _, namespace = collector.hostname.split(".")
-    assert reached == {("kube-system", 53), (namespace, collector.port)}
-    assert len(rules) == 3
 
 
 # The tests' own -----------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ from tests.deploy.manifests import settings
 from tests.support.programs import ROOT
 
 FILE = ROOT / "deploy" / "compose.yaml"
+PUBLIC = FILE.with_name("compose.public.yaml")
 PROFILES = ("cpu", "gpu")
 ENDING_S = 10
 # Every key in use: a misspelt one is no longer among them.
 TOP = {"name", "services", "volumes"}
 KEYS = {
     *("image", "build", "command", "entrypoint", "environment", "profiles", "restart", "init"),
-    *("depends_on", "healthcheck", "volumes", "tmpfs", "ports", "networks", "pid", "deploy"),
+    *("depends_on", "healthcheck", "volumes", "tmpfs", "ports", "networks", "pid", "ipc", "deploy"),
     *("read_only", "cap_drop", "security_opt", "mem_limit", "stop_grace_period"),
 }
 
@@ -115,6 +116,44 @@ def test_only_this_machine_reaches_the_router(programs):
             assert not ports
 
 
+class _Loader(yaml.SafeLoader):
+    """Knows compose's tag for what replaces a list, where it would be added to it."""
+
+
+_Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
+
+
+def _public(**variables):
+    """The router's part of the second file, with its variables filled in, which may be without a
+    default: compose stops then."""
+
+    def value(match):
+        name, kind, text = match.groups()
+        if name not in variables and kind == ":?":
+            raise KeyError(name)
+        return variables.get(name, text)
+
+    text = re.sub(r"\$\{(\w+)(:[-?])([^}]*)\}", value, PUBLIC.read_text())
+    compose = yaml.load(text, _Loader)
+    assert compose.keys() == {"services"} and compose["services"].keys() == {"router"}
+    return compose["services"]["router"]
+
+
+def test_other_machines_reach_the_router_with_api_keys_alone(programs):
+    (router,) = [program for program in programs if isinstance(program.config, RouterConfig)]
+    assert "!override" in PUBLIC.read_text()
+    with pytest.raises(KeyError, match="API_KEYS"):
+        _public(PUBLISH="192.0.2.7")
+    added = _public(API_KEYS="/srv/keys")
+    assert added.keys() == {"environment", "volumes", "ports"}
+    config = settings("router", [], router.service["environment"] | added["environment"])
+    assert added["volumes"] == [f"/srv/keys:{config.clients.api_keys.parent}:ro"]
+    ports = {config.http_port, config.front.port}
+    assert set(added["ports"]) == {f"0.0.0.0:{port}:{port}" for port in ports}
+    elsewhere = _public(API_KEYS="/srv/keys", PUBLISH="192.0.2.7")
+    assert set(elsewhere["ports"]) == {f"192.0.2.7:{port}:{port}" for port in ports}
+
+
 def test_the_health_check_asks_whether_the_router_is_ready(programs):
     (router,) = [program for program in programs if program.role == "router"]
     (*_, code) = router.service["healthcheck"]["test"]
@@ -192,7 +231,8 @@ def test_a_model_of_the_users_own_is_served_by_all(profile):
 def test_nodes_on_gpus_share_their_processes_and_see_all_devices():
     prefill, decode = [p for p in _programs("gpu") if p.role != "router"]
     assert (prefill.config.engine.device, decode.config.engine.device) == ("cuda:0", "cuda:1")
-    assert decode.service["pid"] == f"service:{prefill.name}"
+    assert prefill.service["ipc"] == "shareable"
+    assert decode.service["pid"] == decode.service["ipc"] == f"service:{prefill.name}"
     for program in (prefill, decode):
         (devices,) = program.service["deploy"]["resources"]["reservations"]["devices"]
         assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}

@@ -9,6 +9,7 @@ from jsonschema import ValidationError
 from tests.deploy import manifests, schemas
 from tests.deploy.conftest import OVERLAYS
 from tests.deploy.manifests import KUBERNETES, named, num_bytes, of_kind, selects, workloads
+from tests.support.programs import ROOT
 
 
 def test_every_object_is_what_kubernetes_takes(objects):
@@ -105,6 +106,24 @@ def test_an_overlay_has_a_router_and_nodes_of_both_kinds(programs_of, name):
     assert {program.role for program in programs_of(name)} == {"router", "prefill", "decode"}
 
 
+def test_no_file_has_the_content_of_a_secret(objects):
+    assert not of_kind(objects, "Secret")
+    for file in KUBERNETES.glob("**/kustomization.yaml"):
+        assert "secretGenerator" not in yaml.safe_load(file.read_text())
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/kubernetes.md"])
+def test_a_look_around_takes_two_commands(file):
+    apply, secret = (
+        "kubectl apply -k deploy/kubernetes/overlays/dev-cpu\n",
+        "baton secret | kubectl -n baton create secret generic baton-cluster"
+        " --from-file=secret=/dev/stdin\n",
+    )
+    assert secret in (KUBERNETES / "base" / "kustomization.yaml").read_text()
+    # The namespace is among what is applied, and pods wait for the Secret.
+    assert apply + secret in (ROOT / file).read_text()
+
+
 # References -------------------------------------------------------------------------------------
 
 
@@ -138,7 +157,7 @@ def test_ports_of_services_are_ports_of_their_pods(objects):
 def test_mounts_and_volumes_belong_together(objects):
     configs = {each["metadata"]["name"] for each in of_kind(objects, "ConfigMap")}
     secrets = {each["spec"]["secretName"] for each in of_kind(objects, "Certificate")}
-    secrets.add("baton-cluster")  # which users make
+    secrets |= {"baton-cluster", "baton-api-keys"}  # which users make
     for workload in workloads(objects):
         volumes = {volume["name"]: volume for volume in workload.spec["volumes"]}
         containers = [*workload.containers, *workload.spec.get("initContainers", ())]

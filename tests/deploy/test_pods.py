@@ -36,8 +36,13 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
         match program.config:
             case RouterConfig(http_port=http_port):
                 expected |= {"http": http_port, "grpc": front.port}
-            case _:
+            case PrefillConfig(transfer=transfer):
                 expected |= {program.role: front.port}
+                if transfer.path != "nixl":  # with which pages are not served over tcp
+                    expected["prefill-data"] = transfer.data_port
+            case DecodeConfig():
+                expected |= {program.role: front.port}
+        assert 0 not in expected.values()
         assert ports == expected
 
 

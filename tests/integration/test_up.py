@@ -108,13 +108,13 @@ def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run,
 # "What listens" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
 # each engine, one of them on all interfaces.
 def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run, model):
-    (metrics,) = free_ports(1)
-    up = run(f"--model={model}", f"--metrics-port={metrics}")
+    metrics, pages = free_ports(2)
+    up = run(f"--model={model}", f"--metrics-port={metrics}", f"--transfer.data-port={pages}")
     children = _serving(up)
     _answered(up.line_with("curl http"))  # by now a path between the nodes has been proved
     found = {name: sockets_of(pid) for name, pid in children.items()}
     # Of the engines: where prefill nodes serve pages over `tcp`, and what UCX names by itself.
-    (agent, data) = OpenSocket("unix", ANY, 0), OpenSocket("tcp", "127.0.0.1", ANY)
+    (agent, data) = OpenSocket("unix", ANY, 0), OpenSocket("tcp", "127.0.0.1", pages)
     assert found.pop("prefill_node.engine") == [data, agent]
     assert found.pop("decode_node.engine") == [agent]
     for number, (name, flags) in enumerate(

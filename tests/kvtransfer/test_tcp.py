@@ -24,6 +24,7 @@ from kvtransfer.backends.tcp_wire import (
 )
 from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp
 from kvtransfer.messages import HandoffId
+from tests.support.cluster import free_ports
 from tests.support.data_children import CANARY, READER, Memory, make_backend, scattered
 from tests.support.data_ends import Ends, changed, introduced, introduction, wait_for
 
@@ -320,6 +321,27 @@ def test_a_closed_owner_serves_nobody_and_gives_its_port_back(name: str) -> None
 def test_an_address_that_is_not_ours_cannot_be_served() -> None:
     with pytest.raises(TransferError, match=r"192\.0\.2\.1"):
         TcpBackend("192.0.2.1").serve(Memory(8, 4096).pool, 1)
+
+
+def test_an_owner_serves_on_the_port_asked_for_and_says_where_it_is_taken() -> None:
+    (port,) = free_ports(1)
+    backend, memory, target = (
+        TcpBackend("127.0.0.1", data_port=port),
+        Memory(8, 4096, fill=7),
+        Memory(8, 4096),
+    )
+    owner = backend.serve(memory.pool, 1)
+    with pytest.raises(TransferError, match=rf"127\.0\.0\.1, port {port}: .*in use"):
+        backend.serve(Memory(8, 4096).pool, 2)
+    owner.publish(READER, ALL[:8])
+    description = owner.admit(READER)
+    assert msgspec.msgpack.decode(description, type=Description).port == port
+    connection = backend.connect(description, memory.remote, target.pool)
+    connection.copy(ALL[:8], ALL[:8])
+    owner.close()
+    connection.close()
+    assert (target.pages == 7).all()
+    backend.serve(memory.pool, 3).close()  # at once, as an engine that starts anew does
 
 
 def test_pages_cross_over_ipv6_as_well() -> None:

@@ -70,7 +70,7 @@ class Patient:
 
     def __init__(self) -> None:
         self.let_in: queue.Queue[tuple[socket.socket, str, bytes]] = queue.Queue()
-        self.door = Door("127.0.0.1", lambda *who: self.let_in.put(who), patience_s=3600.0)
+        self.door = Door("127.0.0.1", 0, lambda *who: self.let_in.put(who), patience_s=3600.0)
 
 
 @pytest.fixture

@@ -1,0 +1,161 @@
+"""Who reaches which port of a pod, by network policies: those whom the guide names alone.
+
+The guide's table "Who reaches which port" is the rule, which policies are held against.
+"""
+
+import copy
+import re
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from tests.deploy.conftest import GUIDE, OVERLAYS
+from tests.deploy.manifests import KUBERNETES, named_ports, of_kind, selects, workloads
+
+# The guide's example too, because users begin with it.
+GUARDED = [*OVERLAYS, "the guide's example"]
+
+
+def _namespace(**labels):
+    return {"namespaceSelector": {"matchLabels": labels}}
+
+
+def _pods(label):
+    return {"podSelector": {"matchLabels": {label: "true"}}}
+
+
+MONITORING = _namespace(**{"kubernetes.io/metadata.name": "monitoring"})
+DNS = _namespace(**{"kubernetes.io/metadata.name": "kube-system"})
+# The guide's words, as policies say them.
+WHO = {
+    "clients": [_pods("baton-client"), _namespace(**{"baton-client": "true"})],
+    "routers": [_pods("baton-router")],
+    "decode nodes": [_pods("baton-decode")],
+    "Prometheus": [MONITORING],
+    "only its own host": [],  # which policies let in without a rule
+}
+
+
+def _documented():
+    """By the name of a port: its number, and the peers that are let in."""
+    table = GUIDE.read_text().split("### Who reaches which port\n")[1].split("\n### ")[0]
+    found = {}
+    for ports, who in re.findall(r"^\| (`.+?) \|.*\| (.+) \|$", table, re.M):
+        peers = [peer for word in who.split(", ") for peer in WHO[word]]
+        for name, number in re.findall(r"`([a-z-]+)` ([0-9]+)", ports):
+            assert name not in found
+            found[name] = int(number), peers
+    return found
+
+
+def _rules(objects, workload, direction):
+    """The peers and the ports' numbers of every rule for these pods: "ingress" or "egress"."""
+    for policy in of_kind(objects, "NetworkPolicy"):
+        if selects(policy["spec"]["podSelector"]["matchLabels"], workload.labels):
+            for rule in policy["spec"].get(direction, ()):
+                peers = rule["from" if direction == "ingress" else "to"]
+                ports = rule.get("ports")
+                assert peers and ports, f"{policy['metadata']['name']}: a rule without a port"
+                assert all(port.keys() <= {"port", "protocol"} for port in ports)  # no ranges
+                numbers = [port["port"] for port in ports]
+                assert all(type(number) is int for number in numbers)  # names are all ports to some
+                yield peers, numbers
+
+
+def _check(objects):
+    """Fails where a pod hears others than the guide says, on any of its ports, or on others."""
+    documented = _documented()
+    for workload in workloads(objects):
+        policies = [
+            policy["spec"]
+            for policy in of_kind(objects, "NetworkPolicy")
+            if selects(policy["spec"]["podSelector"]["matchLabels"], workload.labels)
+        ]
+        types = {kind for policy in policies for kind in policy["policyTypes"]}
+        assert types == {"Ingress", "Egress"}, f"{workload.name}: not all is refused by default"
+        rules = list(_rules(objects, workload, "ingress"))
+        for _, ports in rules:
+            assert {number for number, _ in documented.values()} >= set(ports)
+        for name, number in named_ports(workload.containers):
+            assert name in documented, f"the guide says of port {name} nothing"
+            let_in = [peer for peers, ports in rules if number in ports for peer in peers]
+            assert (number, _sorted(let_in)) == (documented[name][0], _sorted(documented[name][1]))
+
+
+def _sorted(peers):
+    return sorted(peers, key=repr)
+
+
+# Seen failing: with a rule without ports, with decode nodes let in to decode nodes, with routers
+# let in to pages, and with the component taken from an overlay.
+@pytest.mark.parametrize("name", GUARDED)
+def test_each_port_hears_those_whom_the_guide_names_and_nobody_else(render, name):
+    _check(render(name))
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_port_that_a_pod_gets_without_a_word_of_it_is_found(render, name):
+    for i, workload in enumerate(workloads(render(name))):
+        objects = copy.deepcopy(render(name))
+        container = workloads(objects)[i].containers[-1]
+        container["ports"].append({"name": "debug", "containerPort": 6000})
+        with pytest.raises(AssertionError, match="of port debug nothing"):
+            _check(objects)
+        assert workload.containers[-1]["ports"] != container["ports"]
+
+
+def test_every_kind_of_port_in_the_guide_is_one_that_there_is(render):
+    names = {
+        name
+        for rendering in (*GUARDED, "base with tls")
+        for workload in workloads(render(rendering))
+        for name, _ in named_ports(workload.containers)
+    }
+    assert names == _documented().keys()
+
+
+def _ports_between(rules, labels):
+    """Those that the rules name for pods of this namespace with these labels."""
+    return {
+        port
+        for peers, ports in rules
+        for peer in peers
+        if "podSelector" in peer and selects(peer["podSelector"]["matchLabels"], labels)
+        for port in ports
+    }
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_pod_may_call_those_who_hear_it_and_no_other_pod(render, name):
+    objects = render(name)
+    for caller in workloads(objects):
+        for callee in workloads(objects):
+            numbers = {number for _, number in named_ports(callee.containers)}
+            may_call = _ports_between(_rules(objects, caller, "egress"), callee.labels)
+            is_heard = _ports_between(_rules(objects, callee, "ingress"), caller.labels)
+            assert may_call & numbers == is_heard & numbers
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_pod_reaches_dns_and_the_collector_of_spans_and_nothing_else_outside(
+    render, programs_of, name
+):
+    (endpoint,) = {p.config.front.otlp_endpoint for p in programs_of("base with tracing")}
+    collector = urlsplit(endpoint)
+    assert collector.hostname.split(".")[1:] == ["monitoring"]
+    for workload in workloads(render(name)):
+        reached = [
+            (peer, ports)
+            for peers, ports in _rules(render(name), workload, "egress")
+            for peer in peers
+            if peer.keys() != {"podSelector"}
+        ]
+        assert _sorted(reached) == _sorted([(DNS, [53, 53]), (MONITORING, [collector.port])])
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_overlay_has_network_policies(name):
+    """Read without kustomize."""
+    file = KUBERNETES / "overlays" / name / "kustomization.yaml"
+    assert "../../components/network-policy" in yaml.safe_load(file.read_text())["components"]
