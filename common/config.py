@@ -150,6 +150,11 @@ class TlsConfig(Record):
             raise ValueError("cert and key go together")
         return self
 
+    @property
+    def mutual(self) -> bool:
+        """Each side shows a certificate, and checks the other's."""
+        return self.cert is not None and self.ca is not None
+
 
 class FrontConfig(Record):
     """Where a program listens."""

@@ -53,7 +53,7 @@ class Throttle:
 
 
 class ThrottledLog:
-    """A logger whose lines are throttled, each sentence a kind of its own."""
+    """A logger whose lines are throttled, each sentence at each level a kind of its own."""
 
     def __init__(self, log: logging.Logger, throttle: Throttle) -> None:
         self._log = log
@@ -68,7 +68,7 @@ class ThrottledLog:
     def _write(self, level: int, sentence: str, fields: Mapping[str, object]) -> None:
         if not self._log.isEnabledFor(level):
             return
-        more = self._throttle.allowed(sentence)
+        more = self._throttle.allowed(f"{level} {sentence}")
         if more is not None:
             self._log.log(level, f"{sentence} %s", kv(**fields, **more))
 

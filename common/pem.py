@@ -1,8 +1,4 @@
-"""What PEM files hold: whether a certificate, its key and its authority are good for TLS.
-
-Imported by common/tls.py only where there is such a file: the library that reads them takes longer
-to load than a program's own modules.
-"""
+"""What PEM files hold: whether a certificate, its key and its authority are good for TLS."""
 
 from datetime import UTC, datetime
 from pathlib import Path

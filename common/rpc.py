@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,14 +23,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from common import tls
-from common.errors import ConfigError, InvalidRequest, ServingError
+from common.errors import ConfigError, InvalidRequest, Overloaded, ServingError
 from common.identity.caller import ANYBODY, Caller
 from common.identity.guard import Guard
+from common.identity.identity import Identity
+from common.identity.signing_channel import SigningChannel
 from common.tls_channel import TlsChannel
 from common.wire_fields import MAX_FIELDS, FieldCounter
-
-if TYPE_CHECKING:
-    from common.identity.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +68,16 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
-# A node is called by routers, other nodes and operators, each over one connection with few calls.
+# A node is called by routers, other nodes, operators and probes, each over one connection with few
+# calls.
+# gRPC counts connections in all, and not by host: a stranger's may be many, and none for long.
 NODE_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_concurrent_streams", 64),  # of one connection
-    ("grpc.max_allowed_incoming_connections", 1024),
-    ("grpc.max_connection_idle_ms", 60_000),  # without a call
+    ("grpc.max_allowed_incoming_connections", 8192),  # 17 KB each; see `descriptors.py`
+    ("grpc.max_connection_idle_ms", 10_000),  # without a call
 )
+
+MAX_HEALTH_WATCHERS = 64  # they need not say who they are, and keep their connections
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
@@ -202,7 +205,7 @@ def check_address(address: str) -> str:
 def make_channel(
     address: str,
     certificates: tls.Certificates | None = None,
-    identity: "Identity | None" = None,
+    identity: Identity | None = None,
 ) -> grpc.aio.Channel:
     """A channel of its own connection to host:port. The caller closes it.
 
@@ -215,11 +218,7 @@ def make_channel(
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     else:
         channel = TlsChannel(address, certificates, CHANNEL_OPTIONS)
-    if identity is None:
-        return channel
-    from common.identity.signing_channel import SigningChannel  # only here: see tokens.py
-
-    return SigningChannel(channel, identity)
+    return channel if identity is None else SigningChannel(channel, identity)
 
 
 @asynccontextmanager
@@ -376,12 +375,30 @@ def add_health_and_reflection(
     Args:
         guard: of reflection; health is for everybody.
     """
-    servicer = health.aio.HealthServicer()
+    servicer = _HealthServicer()
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, servicer)
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add_service(server, add, reflection.aio.ReflectionServicer(names), guard)
     return Health(servicer, services)
+
+
+class _HealthServicer(health.aio.HealthServicer):
+    """With few watchers. Probes only check, and are never refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_watchers = 0
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        """RESOURCE_EXHAUSTED to one too many."""
+        if self._num_watchers >= MAX_HEALTH_WATCHERS:
+            raise Overloaded(f"{MAX_HEALTH_WATCHERS} watch the health of this program already")
+        self._num_watchers += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._num_watchers -= 1
 
 
 class Health:
@@ -416,7 +433,7 @@ async def serving_health(
     if port is None:
         yield
         return
-    server = make_server(shares_port=shares_port)
+    server = make_server(NODE_SERVER_OPTIONS, shares_port=shares_port)
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, health.servicer)
     bind(server, host, port, shares_port=shares_port)
     await server.start()

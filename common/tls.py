@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from common import pem
 from common.config import TlsConfig
 from common.errors import ConfigError
 from common.logs import kv
@@ -55,8 +56,6 @@ class Certificates:
         return self._files.current()
 
     def _read(self) -> Pems:
-        from common import pem  # only here: see there
-
         cert, key, ca = self.config.cert, self.config.key, self.config.ca
         try:
             pems = Pems(cert=_content(cert), key=_content(key), ca=_content(ca))
@@ -75,31 +74,25 @@ def certificates(config: TlsConfig, knob: str) -> Certificates | None:
 
 
 def kind(certificates: Certificates | None) -> str:
-    """For people: "off", "on", or "mutual", where callers too must show a certificate."""
+    """For people: "off", "on", or "mutual"."""
     if certificates is None:
         return "off"
-    return "mutual" if certificates.config.ca else "on"
+    return "mutual" if certificates.config.mutual else "on"
 
 
 def names_and_end(pems: Pems) -> tuple[list[str], datetime]:
     """For whom the certificate that is shown was made, and until when it is good."""
-    from common import pem
-
     return pem.names_and_end(pems.cert)
 
 
 def shown_end(certificates: Certificates) -> float | None:
     """Unix time until which what is shown is good, with its chain; None: nothing is shown."""
-    from common import pem
-
     shown = certificates.current().cert
     return pem.chain_end(shown).timestamp() if shown else None
 
 
 def authority_end(certificates: Certificates) -> float | None:
     """Unix time until which others can be checked; None: they are not."""
-    from common import pem
-
     ca = certificates.current().ca
     return pem.authority_end(ca).timestamp() if ca else None
 

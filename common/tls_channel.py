@@ -6,18 +6,16 @@ one, and the old one lives as long as its calls. A connection that stands is nev
 
 import asyncio
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from common import tls
+from common.calling_channel import CallingChannel
 
 
-class TlsChannel(grpc.aio.Channel):
-    """For one event loop. The caller closes it."""
-
+class TlsChannel(CallingChannel):
     def __init__(
         self, address: str, certificates: tls.Certificates, options: Sequence[tuple[str, Any]]
     ) -> None:
@@ -38,46 +36,14 @@ class TlsChannel(grpc.aio.Channel):
         self._num_calls: dict[grpc.aio.Channel, int] = {self._inner: 0}  # of inner ones, old too
         self._closing: set[asyncio.Task[None]] = set()
 
-    def unary_unary(self, *method: Any, **how: Any) -> Any:
-        return self._method("unary_unary", method, how)
-
-    def unary_stream(self, *method: Any, **how: Any) -> Any:
-        return self._method("unary_stream", method, how)
-
-    def stream_unary(self, *method: Any, **how: Any) -> Any:
-        return self._method("stream_unary", method, how)
-
-    def stream_stream(self, *method: Any, **how: Any) -> Any:
-        return self._method("stream_stream", method, how)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
     async def close(self, grace: float | None = None) -> None:
         """As gRPC's: calls have `grace` seconds, and none without."""
         await asyncio.gather(*(each.close(grace) for each in list(self._num_calls)))
         await asyncio.gather(*self._closing)
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._newest().get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._newest().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._newest().channel_ready()
-
-    def _method(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
+    def calling(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
         def call(*arguments: Any, **settings: Any) -> Any:
-            inner = self._newest()
+            inner = self.current()
             made = getattr(inner, kind)(*method, **how)(*arguments, **settings)
             self._num_calls[inner] += 1
             made.add_done_callback(lambda _: self._done(inner))
@@ -89,7 +55,7 @@ class TlsChannel(grpc.aio.Channel):
         self._num_calls[inner] -= 1
         self._see_off(inner)
 
-    def _newest(self) -> grpc.aio.Channel:
+    def current(self) -> grpc.aio.Channel:
         pems = self._certificates.current()
         if pems is not self._used:
             old, self._used = self._inner, pems

@@ -32,7 +32,7 @@ from common.errors import (
     Overloaded,
     ServingError,
 )
-from common.logs import kv
+from common.log_throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.messages import (
     CancelSubmitted,
@@ -109,6 +109,7 @@ class DecodeRole:
         self._next_key = 1
         self._deadlines_due = 0.0
         self._counts = DecodeCounts()
+        self._log = ThrottledLog(log, Throttle(most=100))
 
     # Role ---------------------------------------------------------------------------------------
 
@@ -396,14 +397,12 @@ class DecodeRole:
         self._counts.lost()
         request = self._continued(transfer) if transfer else attempt.request
         attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
-        log.info(
-            "hand-off lost %s",
-            kv(
-                request_id=request.request_id,
-                **self._stamps[request.key].trace.log_fields,
-                owner=attempt.stamps.prefill,
-                because=event.reason,
-            ),
+        self._log.info(
+            "hand-off lost",
+            request_id=request.request_id,
+            **self._stamps[request.key].trace.log_fields,
+            owner=attempt.stamps.prefill,
+            because=event.reason,
         )
         if transfer is not None:
             self._transfer.remove(event.id)

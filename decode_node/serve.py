@@ -121,9 +121,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         message that says too much.
         """
         self._engine.check_ready()
-        if len(self._streams) >= MAX_STREAMS:
-            raise Overloaded(f"{MAX_STREAMS} routers are connected already")
         first = await self._first(messages)
+        if len(self._streams) >= MAX_STREAMS:  # now: others have come since the call began
+            raise Overloaded(f"{MAX_STREAMS} routers are connected already")
         number = next(self._numbers)
         self._streams[number] = stream = _RouterStream(number, self._engine.lane())
         self._metrics.stream_opened("router")
@@ -239,12 +239,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
 
     def _check_length(self, num_tokens: int, tokens_left: int) -> None:
         """Before anything is done about the tokens themselves."""
-        ready = self._supervision.ready
-        if ready is not None and num_tokens >= ready.context_length:
-            raise InvalidRequest(
-                f"token_ids: {num_tokens} tokens leave no room in a context of "
-                f"{ready.context_length}"
-            )
+        self._supervision.check_length(num_tokens)
         if num_tokens > tokens_left:
             raise InvalidRequest(
                 f"token_ids: more than {serve_protocol.MAX_TOKENS} tokens in one message"

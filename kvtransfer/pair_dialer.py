@@ -25,7 +25,7 @@ from common.errors import (
     ServingError,
     Unauthenticated,
 )
-from common.logs import kv
+from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics
 from kvtransfer import wire
 from kvtransfer.pair_streams import PairStreams
@@ -81,6 +81,7 @@ class PairDialer:
         self._metrics = metrics
         self._make_channel = make_channel
         self._times = times or DialTimes()
+        self._log = ThrottledLog(log, Throttle())
         self._wanted: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
@@ -118,11 +119,8 @@ class PairDialer:
             if over.reason != told:
                 told = over.reason
                 # A node that starts or restarts is no cause for alarm; one that differs is.
-                log.log(
-                    logging.WARNING if over.refused else logging.INFO,
-                    "not paired %s",
-                    kv(owner=address, refused=over.refused, because=over.reason),
-                )
+                write = self._log.warning if over.refused else self._log.info
+                write("not paired", owner=address, refused=over.refused, because=over.reason)
             if over.lived_s > self._times.longest_s:
                 backoff_s = self._times.first_s
             delay_s = self._times.refused_s if over.refused else backoff_s

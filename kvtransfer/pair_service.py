@@ -2,16 +2,24 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from common import rpc
-from common.errors import DeadlineExceeded, Forbidden, NodeUnavailable, ProtocolViolation
+from common.errors import (
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    NodeUnavailable,
+    ProtocolViolation,
+)
 from common.identity.caller import Caller, node_name
 from common.identity.guard import Guard
 from kvtransfer import wire
-from kvtransfer.pair_streams import PairStreams
+from kvtransfer.messages import Failed
+from kvtransfer.pair_streams import PairStream, PairStreams
 from kvtransfer.pairing import Hello
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
@@ -23,14 +31,21 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
 
     Args:
         check_ready: raises NodeUnavailable until the engine can pair.
+        check_length: raises InvalidRequest where so many tokens can never be served.
         hello_s: longest wait for a reader's Hello.
     """
 
     def __init__(
-        self, streams: PairStreams, check_ready: Callable[[], None], *, hello_s: float = HELLO_S
+        self,
+        streams: PairStreams,
+        check_ready: Callable[[], None],
+        check_length: Callable[[int], None],
+        *,
+        hello_s: float = HELLO_S,
     ) -> None:
         self._streams = streams
         self._check_ready = check_ready
+        self._check_length = check_length
         self._hello_s = hello_s
         self._draining = False
 
@@ -53,11 +68,23 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         hello = await self._first(messages)
         _check_instance(hello, context.caller)
         with self._streams.opened(hello, as_reader=False) as stream:
-            await stream.outgoing.converse(context.write, messages, stream.take)
+            await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
 
     def drain(self) -> None:
         """Takes no new stream from now on; hand-offs on open ones finish."""
         self._draining = True
+
+    async def _take(self, stream: PairStream, message: kvtransfer_pb2.FromReader) -> None:
+        """An Open of more than can be served is answered here: its tokens are never touched."""
+        if message.HasField("open"):
+            try:
+                self._check_length(len(message.open.token_ids))
+            except InvalidRequest as error:
+                id = wire.id_of(message.open)
+                refusal = wire.to_proto(Failed(id, str(error), retryable=False), as_reader=False)
+                stream.outgoing.put(refusal)
+                return
+        await stream.take(message)
 
     async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromReader]) -> Hello:
         try:

@@ -22,7 +22,7 @@ from common.errors import (
     ProtocolViolation,
     ServingError,
 )
-from common.logs import kv
+from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
 from common.node.lanes import Lane
@@ -93,6 +93,7 @@ class PairStreams:
         )
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
         self._streams: dict[int, PairStream] = {}
 
@@ -129,7 +130,7 @@ class PairStreams:
         self._streams[stream.number] = stream
         self._metrics.stream_opened("pair")
         self._send(PairOpened(stream.number, hello, as_reader))
-        log.info("pair stream %s", kv(stream=stream.number, peer=hello.address, reader=as_reader))
+        self._log.info("pair stream", stream=stream.number, peer=hello.address, reader=as_reader)
         try:
             yield stream
         except Exception as error:
@@ -141,9 +142,11 @@ class PairStreams:
             if stream.outgoing.cut_off:
                 self._metrics.cut_off()
             self._send(PairClosed(stream.number, stream.reason))
-            log.info(
-                "pair stream over %s",
-                kv(stream=stream.number, peer=hello.address, because=stream.reason),
+            self._log.info(
+                "pair stream over",
+                stream=stream.number,
+                peer=hello.address,
+                because=stream.reason,
             )
 
     def close_all(self, error: ServingError) -> None:

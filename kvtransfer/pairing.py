@@ -12,7 +12,6 @@ from kvtransfer.backends.base import PagePool
 
 PROTOCOL_VERSION = 2
 _MAX_SHOWN = 200  # characters of what a peer says
-_MAX_SENTENCE = 2000
 
 
 class DataPath(msgspec.Struct, frozen=True):
@@ -64,9 +63,8 @@ def compare(ours: Hello, theirs: Hello) -> None:
     """
     differences = " ".join(_differences(ours, theirs))
     if differences:
-        # It goes out as a gRPC status, which has to fit into a header.
         peer = theirs.address[:_MAX_SHOWN] or "the peer"
-        raise LayoutMismatch(f"{peer} cannot pair: {differences[:_MAX_SENTENCE]}")
+        raise LayoutMismatch(f"{peer} cannot pair: {differences}")
 
 
 def _differences(ours: Hello, theirs: Hello) -> Iterator[str]:

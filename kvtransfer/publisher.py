@@ -9,13 +9,14 @@ import msgspec
 
 from common.errors import LayoutMismatch
 from kvtransfer.backends.base import Ints, Owner
-from kvtransfer.messages import AnyMessage, HandoffId
+from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open
 from kvtransfer.pairing import DataPath, Hello, compare
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.transfer import Outlet
+from kvtransfer.untaken import MAX_TOKENS, Untaken
 
 CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled to be connected to
 
@@ -26,6 +27,8 @@ class Publisher:
     Args:
         hello: this node's, without paths.
         owners: by name of their backend, in the order in which readers should try them.
+        max_untaken_tokens: of one reader's Opens that the engine thread has not taken yet; one
+            too many is answered by Failed, retryable.
     """
 
     def __init__(
@@ -34,11 +37,14 @@ class Publisher:
         hello: Hello,
         owners: Mapping[str, Owner],
         outlet: Outlet[OwnerEvent],
+        *,
+        max_untaken_tokens: int = MAX_TOKENS,
     ) -> None:
         self._end = end
         self._hello = hello
         self._owners = owners
         self._outlet = outlet
+        self._untaken = Untaken(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._poll_at: float | None = None
 
@@ -60,7 +66,11 @@ class Publisher:
         self._dismiss(stream)
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
-        self._carry_out(self._end.received(stream, message, now))
+        match message:
+            case Open():
+                self._open(stream, message, now)
+            case _:
+                self._carry_out(self._end.received(stream, message, now))
 
     def command(self, command: OwnerCommand, now: float) -> None:
         self._carry_out(self._end.command(command))
@@ -79,6 +89,18 @@ class Publisher:
     def close(self) -> None:
         for owner in self._owners.values():
             owner.close()
+
+    def _open(self, stream: int, message: Open, now: float) -> None:
+        self._untaken.taken(self._outlet.num_taken)
+        num_tokens = len(message.token_ids)
+        if not self._untaken.fits(stream, num_tokens):
+            reason = "the engine has not taken what this reader has opened before"
+            self._outlet.send(stream, Failed(message.id, reason, retryable=True))
+            return
+        told = self._outlet.num_told
+        self._carry_out(self._end.received(stream, message, now))
+        if self._outlet.num_told > told:
+            self._untaken.add(self._outlet.num_told, stream, num_tokens)
 
     def _dismiss(self, stream: int) -> None:
         """What a reader was given for a stream ends with the stream."""

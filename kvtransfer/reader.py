@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from common.config import TransferConfig
 from common.errors import LayoutMismatch, TransferError
+from common.log_throttle import Throttle, ThrottledLog
 from common.logs import kv
 from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
 from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
@@ -73,6 +74,7 @@ class Reader:
         self._outlet = outlet
         self._wake = wake
         self._meter = meter
+        self._log = ThrottledLog(log, Throttle())
         self._paths: dict[Link, str] = {}  # of links that are up
         self._peers: dict[int, Hello] = {}  # by stream
         self._links: dict[int, Link] = {}  # by stream, which a closing link outlives
@@ -135,7 +137,7 @@ class Reader:
         stream = self._streams[event.link]
         match event:
             case LinkUp(_, path, gib_per_s):
-                log.info("link up %s", kv(stream=stream, path=path, gib_per_s=gib_per_s))
+                self._log.info("link up", stream=stream, path=path, gib_per_s=gib_per_s)
                 del self._opening[stream]
                 self._paths[event.link] = path
                 self._carry_out(self._end.link_up(stream, path, gib_per_s))
@@ -144,7 +146,7 @@ class Reader:
                 self._meter.ended(path, num_bytes, seconds, refused=bool(refused))
                 self._carry_out(self._end.read_ended(stream, refused, now))
             case LinkClosed(link, reason):
-                log.info("link closed %s", kv(stream=stream, because=reason))
+                self._log.info("link closed", stream=stream, because=reason)
                 del self._streams[link], self._links[stream]
                 self._paths.pop(link, None)
                 self._link_closed(stream, reason, now)

@@ -70,7 +70,9 @@ class Outlet(Generic[Event]):
 
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
         self._frames = frames
-        self.events: deque[Event] = deque()
+        self._events: deque[Event] = deque()
+        self.num_told = 0  # events, counted on the transfer thread
+        self.num_taken = 0  # of these, counted on the engine thread
 
     def local_hello(self, hello: Hello) -> None:
         self._frames.send(LocalHello(hello))
@@ -85,7 +87,18 @@ class Outlet(Generic[Event]):
         self._frames.send(PairEnd(stream, reason, refused))
 
     def tell(self, event: Event) -> None:
-        self.events.append(event)
+        self.num_told += 1
+        self._events.append(event)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take(self) -> list[Event]:
+        """What has been told and not taken yet. On the engine thread."""
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        self.num_taken += len(events)
+        return events
 
 
 class WakeUp:
@@ -154,8 +167,7 @@ class TransferThread(Generic[Command, Event]):
         """Raises whatever has ended the transfer thread: without it the engine is of no use."""
         if self._fault is not None:
             raise self._fault
-        events = self._outlet.events
-        return [events.popleft() for _ in range(len(events))]
+        return self._outlet.take()
 
     # On the transfer thread ---------------------------------------------------------------------
 
@@ -188,7 +200,7 @@ class TransferThread(Generic[Command, Event]):
         for _ in range(len(self._commands)):
             self._side.command(self._commands.popleft(), now)
         self._side.tick(now, engine_moves=self._engine_moves())
-        if self._outlet.events:
+        if self._outlet.has_events:
             self._wake_engine()
 
     def _sleep(self) -> None:

@@ -53,19 +53,19 @@ def parse(message: Proto) -> Hello | AnyMessage:
         case pb.Open():
             return _open(body)
         case pb.Grant():
-            return Grant(_id(body), body.prefix_tokens)
+            return Grant(id_of(body), body.prefix_tokens)
         case pb.Done():
-            return Done(_id(body))
+            return Done(id_of(body))
         case pb.Cancel():
-            return Cancel(_id(body), _text("reason", body.reason))
+            return Cancel(id_of(body), _text("reason", body.reason))
         case pb.Admitted():
-            return Admitted(_id(body), body.compute_tokens, body.queued_tokens)
+            return Admitted(id_of(body), body.compute_tokens, body.queued_tokens)
         case pb.Ready():
             return _ready(body)
         case pb.Released():
-            return Released(_id(body), body.held)
+            return Released(id_of(body), body.held)
         case pb.Failed():
-            return Failed(_id(body), _text("reason", body.reason), body.retryable)
+            return Failed(id_of(body), _text("reason", body.reason), body.retryable)
         case pb.Beat():
             return Beat(body.sequence, body.open_handoffs, body.connecting)
     raise ProtocolViolation(f"an unknown message {kind}")
@@ -105,7 +105,7 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
 # Parts ------------------------------------------------------------------------------------------
 
 
-def _id(
+def id_of(
     body: pb.Open
     | pb.Grant
     | pb.Done
@@ -115,6 +115,7 @@ def _id(
     | pb.Released
     | pb.Failed,
 ) -> HandoffId:
+    """Raises ProtocolViolation if it is none."""
     id = body.id
     if not id.attempt:
         raise ProtocolViolation("a hand-off id without its attempt")
@@ -186,7 +187,7 @@ def _open(body: pb.Open) -> Open:
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
     return Open(
-        id=_id(body),
+        id=id_of(body),
         token_ids=tuple(body.token_ids),
         num_generated=body.num_generated,
         sampling=sampling,
@@ -220,7 +221,7 @@ def _ready(body: pb.Ready) -> Ready:
     if first_token is not None and first_token > MAX_TOKEN_ID:
         raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
     return Ready(
-        id=_id(body),
+        id=id_of(body),
         start=body.start,
         end=body.end,
         pages=tuple(body.pages),

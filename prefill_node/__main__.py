@@ -13,7 +13,7 @@ from kvtransfer.pair_streams import PairStreams
 def parts(front: Front) -> NodeParts:
     """Readers call here; nothing else does."""
     streams = PairStreams(front.transfer_socket, front.metrics)
-    pairs = PairService(streams, front.engine.check_ready)
+    pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
     return NodeParts(
         services=(pairs.register,),
         background=(streams.run,),

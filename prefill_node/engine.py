@@ -37,7 +37,13 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
 
     def publisher(outlet: Outlet[OwnerEvent], _: Callable[[], None]) -> Publisher:
-        return Publisher(OwnerEnd(config.transfer, page_size=page_size), hello, owners, outlet)
+        return Publisher(
+            OwnerEnd(config.transfer, page_size=page_size),
+            hello,
+            owners,
+            outlet,
+            max_untaken_tokens=config.engine.scheduler.max_waiting_tokens,
+        )
 
     transfer: TransferThread[OwnerCommand, OwnerEvent] = TransferThread(
         frames,

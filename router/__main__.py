@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from common import logs
+from common import descriptors, logs
 from common.cli.settings import read, wrong
 from common.config import RouterConfig
 from common.errors import ConfigError
@@ -19,6 +19,7 @@ _PROGRAM = "baton router"
 def main(arguments: Sequence[str]) -> None:
     config = read(RouterConfig, _PROGRAM, arguments)
     logs.setup("router", config.front.log_level, config.front.log_format)
+    descriptors.allow_many()
     # One text at a time gains nothing from the library's thread pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

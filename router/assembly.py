@@ -24,7 +24,6 @@ from common.metrics.trust import TrustMetrics
 from protos import router_pb2, router_pb2_grpc
 from router.admission import SHUTTING_DOWN, Admission
 from router.cache_watch import CacheWatch
-from router.chat_template import ChatTemplate
 from router.clients.assembly import Clients, make_clients
 from router.clients.http_checks import HttpChecks
 from router.clients.rpc_guard import RpcGuard
@@ -35,7 +34,7 @@ from router.generation import Generator
 from router.http.server import HttpServer
 from router.http.shared import Limits as HttpLimits
 from router.http.shared import Shared
-from router.limits import MAX_FIELDS, Limits
+from router.limits import MAX_FIELDS
 from router.load import Load
 from router.membership import Membership
 from router.model_files import ModelFiles
@@ -44,13 +43,13 @@ from router.openai.operations import metrics_elsewhere
 from router.page import files as page
 from router.policy import HEED_PREFIXES, make_policy
 from router.prefix_index import PrefixIndex
-from router.prompts import Prompts
+from router.record import Records
 from router.requests_endpoint import PATH as REQUESTS_PATH
 from router.requests_endpoint import RequestsEndpoint
+from router.served_model import ServedModel, served_model
 from router.service import RouterService
 from router.survey import Survey
 from router.timelines import Timelines
-from router.tokenizer import RouterTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -100,59 +99,44 @@ async def running(
             or chat template cannot be used.
     """
     changed = asyncio.Event()  # something that readiness depends on
-    tokenizer = RouterTokenizer(model.tokenizer_json)
+    served = served_model(model)
     counts = RouterMetrics()
-    clients = make_clients(config, counts)
-    admission = Admission(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
-    counts.waiting_from(lambda: admission.num_waiting)
     certificates = tls.certificates(config.front.tls, "--front.tls")
     for_nodes = tls.certificates(config.tls_to_nodes, "--nodes-tls")
     _tell_ends(counts.trust, certificates, for_nodes)
     identity = identity_of("router", _name(), config.front.secret_file, counts.trust.refused)
-    mutual = "mutual" in (tls.kind(certificates), tls.kind(for_nodes))
-    asked = identity is not None or mutual
+    asked = identity is not None or config.front.tls.mutual or config.tls_to_nodes.mutual
     exposure.check(config.front.host, asked=asked, insecure=config.front.insecure)
+    clients = make_clients(config, counts)
+    admission = Admission(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
+    counts.waiting_from(lambda: admission.num_waiting)
     tracer = tracing.start(config.front, "baton-router", ratio=config.trace_ratio)
     async with AsyncExitStack() as resources:
         if tracer is not None:
             resources.callback(tracer.close)
         cluster, survey, membership = await _make_cluster(
             config,
-            tokenizer.hash,
+            served.tokenizer.hash,
             partial(rpc.make_channel, certificates=for_nodes, identity=identity),
             changed,
             counts,
         )
-        prompts, limits = _make_prompts(model, tokenizer)
         timelines = Timelines(counts, tracer)
         generator = Generator(
-            tokenizer,
-            prompts,
-            limits,
+            served,
             cluster,
             admission,
-            counts,
-            timelines,
+            Records(counts, timelines),
             budget_s=config.budget_s,
             tells_cached_tokens=not config.hide_cached_tokens,
         )
         why_not_ready = partial(_why_not_ready, admission, cluster)
         report = ClusterReport(survey, admission, _constants(config, model), why_not_ready)
-        service = RouterService(
-            clients.guard,
-            generator,
-            report,
-            tokenizer,
-            prompts,
-            limits,
-            model,
-            budget_s=config.budget_s,
-        )
-
+        service = RouterService(clients.guard, generator, report, served, budget_s=config.budget_s)
         guard = RpcGuard(clients.guard, for_operators=_FOR_OPERATORS)
         server = rpc.make_server(
             shares_port=shares_ports,
-            max_message_bytes=limits.message_bytes,
+            max_message_bytes=served.limits.message_bytes,
             interceptors=[guard],
         )
         names = rpc.add_service(
@@ -176,8 +160,7 @@ async def running(
         )
         http = _make_http(
             config,
-            model,
-            limits,
+            served,
             clients,
             generator,
             report,
@@ -265,19 +248,9 @@ async def _make_cluster(
     return cluster, survey, membership
 
 
-def _make_prompts(model: ModelFiles, tokenizer: RouterTokenizer) -> tuple[Prompts, Limits]:
-    """The parts that know text."""
-    template = (
-        ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
-    )
-    limits = Limits(model.context_length, model.vocabulary_size, tokenizer.longest_token_bytes)
-    return Prompts(tokenizer, template, limits), limits
-
-
 def _make_http(
     config: RouterConfig,
-    model: ModelFiles,
-    model_limits: Limits,
+    model: ServedModel,
     clients: Clients,
     generator: Generator,
     report: ClusterReport,
@@ -296,8 +269,8 @@ def _make_http(
         generator,
         counts,
         checks.begin,
-        model_name=_served_name(config, model),
-        context_length=model.context_length,
+        model_name=_served_name(config, model.files),
+        context_length=model.limits.context_length,
         why_not_ready=why_not_ready,
         others={
             **page.routes(),
@@ -309,19 +282,11 @@ def _make_http(
     )
     limits = HttpLimits(
         max_connections=config.max_requests + _SPARE_CONNECTIONS,
-        max_body_bytes=model_limits.body_bytes,
+        max_body_bytes=model.limits.body_bytes,
         unread_s=config.unread_s,
     )
     contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
-    shared = Shared(
-        limits,
-        routes,
-        problems.error_body,
-        counts,
-        checks.in_order,
-        checks.headers,
-        checks.closed,
-    )
+    shared = Shared(limits, routes, problems.error_body, counts, checks)
     return HttpServer(shared, contexts)
 
 

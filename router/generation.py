@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
-from common.metrics import RouterMetrics
 from router import validation
 from router.admission import Admission, new_request_id
 from router.answer import Answer, LastPiece, Piece
@@ -14,12 +13,9 @@ from router.choices import Prompt
 from router.clients.client import Client
 from router.cluster import Chosen, Cluster
 from router.detokenizer import Detokenizer
-from router.limits import Limits
-from router.prompts import Prompts
-from router.record import RequestRecord, refusals
-from router.timelines import Timelines
+from router.record import Records, RequestRecord
+from router.served_model import ServedModel
 from router.token_buffer import End
-from router.tokenizer import RouterTokenizer
 from router.validation import Job
 from router.wanted import Wanted
 from router.within import Within
@@ -35,13 +31,10 @@ class Generator:
 
     def __init__(
         self,
-        tokenizer: RouterTokenizer,
-        prompts: Prompts,
-        limits: Limits,
+        model: ServedModel,
         cluster: Cluster,
         admission: Admission,
-        metrics: RouterMetrics,
-        timelines: Timelines,
+        records: Records,
         *,
         budget_s: float,
         tells_cached_tokens: bool = True,
@@ -51,16 +44,12 @@ class Generator:
             budget_s: total time a request may take; one that asks for less gets less.
             tells_cached_tokens: whether clients learn how much of their prompt was cached.
         """
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._limits = limits
+        self._model = model
         self._cluster = cluster
         self._admission = admission
-        self._metrics = metrics
-        self._timelines = timelines
+        self._records = records
         self._budget_s = budget_s
         self._tells_cached_tokens = tells_cached_tokens
-        self._refusals = refusals()
 
     async def generate(
         self,
@@ -84,29 +73,29 @@ class Generator:
             ServingError: instead of the last piece.
         """
         request_id = wanted.request_id or new_request_id()
-        with self._record(request_id, client, traceparent) as record:
+        known_as = request_id[: validation.MAX_REQUEST_ID_CHARACTERS]  # an over-long one in logs
+        with self._records.begin(known_as, client, traceparent) as record:
             validation.check_request_id(request_id)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             with Within(budget_s) as deadline:
                 async with self._admission.admitted(request_id, client):
                     job = await validation.parse(
-                        wanted, request_id, self._prompts, self._limits, client.namespaces_of
+                        wanted,
+                        request_id,
+                        self._model.prompts,
+                        self._model.limits,
+                        client.namespaces_of,
                     )
                     client.usage.prompt(len(job.token_ids))
                     record.timeline.tokenised = time.monotonic()
                     await self._stream(job, deadline, write, offer, record)
 
-    def _record(self, request_id: str, client: Client, traceparent: str) -> RequestRecord:
-        known_as = request_id[: validation.MAX_REQUEST_ID_CHARACTERS]  # an over-long one in logs
-        return RequestRecord(
-            self._metrics, self._timelines, self._refusals, client, known_as, traceparent
-        )
-
     async def _stream(
         self, job: Job, deadline: float, write: Write, offer: Offer, record: RequestRecord
     ) -> None:
+        tokenizer = self._model.tokenizer
         answer = Answer(
-            Detokenizer(self._tokenizer, self._tokenizer.some_text),
+            Detokenizer(tokenizer, tokenizer.some_text),
             job.stop,
             num_prompt_tokens=len(job.token_ids),
             tells_cached_tokens=self._tells_cached_tokens,

@@ -10,7 +10,7 @@ from common.errors import InvalidRequest
 from router.chat_template import ChatTemplate
 from router.limits import MAX_MESSAGES, Limits, check_length, check_prompt
 from router.tokenizer import RouterTokenizer, num_bytes
-from router.wanted import Messages, Nothing, Prompt, Shared, Text, TokenIds
+from router.wanted import Messages, Nothing, Prompt, SharedPrompt, Text, TokenIds
 
 # Of text for each token of the context. What has more is rarely short enough; encoded whole it
 # could take a hundred times its bytes.
@@ -27,7 +27,7 @@ class Prompts:
         self._chat_template = chat_template
         self._limits = limits
 
-    async def checked(self, prompt: Prompt | Shared) -> Sequence[int]:
+    async def checked(self, prompt: Prompt | SharedPrompt) -> Sequence[int]:
         """Token ids that the model knows, and that leave room for an answer.
 
         Raises:
@@ -35,7 +35,7 @@ class Prompts:
             Overloaded: too much text waits to be tokenised.
         """
         match prompt:
-            case Shared():
+            case SharedPrompt():
                 async with prompt.turn:
                     if prompt.token_ids is None:
                         prompt.token_ids = await self.checked(prompt.prompt)

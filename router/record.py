@@ -16,32 +16,31 @@ from router.timelines import Timelines
 log = logging.getLogger(__name__)
 
 
-def refusals() -> ThrottledLog:
-    """What all records of one router tell refused requests to: any client can make many."""
-    return ThrottledLog(log, Throttle())
+class Records:
+    """Where what all records tell goes. For one event loop."""
 
+    def __init__(self, metrics: RouterMetrics, timelines: Timelines) -> None:
+        self.metrics = metrics
+        self.timelines = timelines
+        self.refusals = ThrottledLog(log, Throttle())  # any client can make many
 
-class RequestRecord:
-    """A context around one request: leaving it is the request's end."""
-
-    def __init__(
-        self,
-        metrics: RouterMetrics,
-        timelines: Timelines,
-        refusals: ThrottledLog,
-        client: Client,
-        request_id: str,
-        traceparent: str,
-    ) -> None:
+    def begin(self, request_id: str, client: Client, traceparent: str) -> "RequestRecord":
         """
         Args:
             traceparent: as the client sent it, or empty.
         """
-        self._refusals = refusals
-        self._metrics = metrics
-        self._timelines = timelines
+        return RequestRecord(self, request_id, client, traceparent)
+
+
+class RequestRecord:
+    """A context around one request, made by `Records.begin`: leaving it is the request's end."""
+
+    def __init__(self, records: Records, request_id: str, client: Client, traceparent: str) -> None:
+        self._metrics = records.metrics
+        self._timelines = records.timelines
+        self._refusals = records.refusals
         self._client = client
-        self.timeline = timelines.begin(request_id, traceparent)
+        self.timeline = self._timelines.begin(request_id, traceparent)
         self._arrived_at = self.timeline.arrived
         self._wrote_at = self._arrived_at
         self._accepted = False

@@ -16,10 +16,8 @@ from router.clients.guard import Guard
 from router.clients.rpc_guard import address, authorization
 from router.cluster_report import ClusterReport
 from router.generation import Generator
-from router.limits import Limits, check_context, check_vocabulary
-from router.model_files import ModelFiles
-from router.prompts import Prompts
-from router.tokenizer import RouterTokenizer
+from router.limits import check_context, check_vocabulary
+from router.served_model import ServedModel
 from router.wanted import from_prompt, from_request
 from router.within import Within
 
@@ -34,10 +32,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         guard: Guard,
         generator: Generator,
         report: ClusterReport,
-        tokenizer: RouterTokenizer,
-        prompts: Prompts,
-        limits: Limits,
-        model: ModelFiles,
+        model: ServedModel,
         *,
         budget_s: float,
     ) -> None:
@@ -48,9 +43,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._guard = guard
         self._generator = generator
         self._report = report
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._limits = limits
         self._model = model
         self._budget_s = budget_s
 
@@ -68,28 +60,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
         with self._begun(context), Within(self._budget_s):
-            token_ids = await self._prompts.encode(from_prompt(request))
+            token_ids = await self._model.prompts.encode(from_prompt(request))
         return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
         with self._begun(context), Within(self._budget_s):
-            check_context(request.token_ids, self._limits, "token_ids")
+            check_context(request.token_ids, self._model.limits, "token_ids")
             token_ids = list(request.token_ids)
-            check_vocabulary(token_ids, self._limits, "token_ids")
-            text = await self._tokenizer.decode_any(token_ids)
+            check_vocabulary(token_ids, self._model.limits, "token_ids")
+            text = await self._model.tokenizer.decode_any(token_ids)
         return router_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(
         self, request: router_pb2.GetModelRequest, context: Context
     ) -> router_pb2.GetModelResponse:
+        files = self._model.files
         return router_pb2.GetModelResponse(
-            name=self._model.name,
-            context_length=self._limits.context_length,
-            vocabulary_size=self._limits.vocabulary_size,
-            eos_token_ids=self._model.eos_token_ids,
-            has_chat_template=self._model.chat_template is not None,
+            name=files.name,
+            context_length=files.context_length,
+            vocabulary_size=files.vocabulary_size,
+            eos_token_ids=files.eos_token_ids,
+            has_chat_template=files.chat_template is not None,
         )
 
     async def GetCluster(

@@ -48,7 +48,7 @@ class Nothing(msgspec.Struct, frozen=True):
 Prompt: TypeAlias = Text | Messages | TokenIds | Nothing
 
 
-class Shared(msgspec.Struct):
+class SharedPrompt(msgspec.Struct):
     """One prompt of several choices, made into tokens by whichever comes to it first."""
 
     prompt: Prompt
@@ -59,7 +59,7 @@ class Shared(msgspec.Struct):
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """One answer."""
 
-    prompt: Prompt | Shared
+    prompt: Prompt | SharedPrompt
     sampling: SamplingParams
     stop: Sequence[str] = ()
     request_id: str = ""  # "": to be made

@@ -61,7 +61,7 @@ def node_findings(config: NodeConfig) -> Iterator[Finding]:
     yield from _model(config.engine)
     yield from _transfer(config.transfer)
     yield from _front(config.front)
-    yield _callers("node", config.front, mutual=config.front.tls.ca is not None)
+    yield _callers("node", config.front, mutual=config.front.tls.mutual)
 
 
 def router_findings(config: RouterConfig) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
     yield Finding("nodes", *_named(config))
     yield from _front(config.front)
     yield _port("HTTP port", config.front.host, config.http_port)
-    mutual = bool(config.front.tls.ca or config.tls_to_nodes.ca)
+    mutual = config.front.tls.mutual or config.tls_to_nodes.mutual
     yield _callers("router", config.front, mutual=mutual)
     if config.tls_to_nodes.ca is not None:
         yield from _tls("TLS to nodes", config.tls_to_nodes, "--nodes-tls")

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,6 +16,7 @@ from common import tls
 from common.cli import plan
 from common.config import TlsConfig
 from common.errors import ConfigError, InvalidRequest
+from common.identity.identity import Identity
 from common.identity.program import identity_of
 from common.identity.secret import VARIABLE
 from common.rpc import check_address, make_channel, raise_if_cancelled
@@ -25,9 +26,6 @@ KEY_VARIABLE = "BATON_API_KEY"
 Metadata = tuple[tuple[str, str], ...]
 
 _MAX_KEY_FILE_BYTES = 4096
-if TYPE_CHECKING:
-    from common.identity.identity import Identity
-
 DEFAULT_FILE = Path("var/secret")
 _POLL_S = 0.2
 _ANSWER_S = 5.0
@@ -121,7 +119,7 @@ def add_secret_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def identity(options: argparse.Namespace) -> "Identity | None":
+def identity(options: argparse.Namespace) -> Identity | None:
     """The operator's, of what `add_secret_flag` names; None where there is no secret.
 
     Raises:

@@ -132,6 +132,9 @@ def _content(file: Path) -> dict[str, Any]:
         raise SettingsError(f"--config: {file}: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config: {file}: {error}") from error
+    # What the library makes of values that are not what an explicit tag says, such as !!int "".
+    except (LookupError, AttributeError) as error:
+        raise SettingsError(f"--config: {file}: a value is not what its tag says") from error
     if not isinstance(content, dict | None):
         raise SettingsError(f"--config: {file} is not a mapping of knobs to values")
     if _size(content) > _MAX_FILE_BYTES:

@@ -1,7 +1,4 @@
-"""Callers known by the token of their call, which is good for one call; they get a proof back.
-
-Imported only where there is a secret, as tokens.py.
-"""
+"""Callers known by the token of their call, which is good for one call; they get a proof back."""
 
 import time
 from collections import OrderedDict
@@ -11,12 +8,13 @@ from common.identity.caller import Caller
 from common.identity.guard import Identified
 from common.identity.identity import Identity
 from common.identity.refusals import Refused
+from common.identity.roles import ROLES, Role
 from common.identity.tokens import LEEWAY_S, Token
 
 SHOWN = "authorization"  # metadata of a call: Bearer TOKEN
 BEARER = "Bearer "
 PROOF = "baton-proof"  # initial metadata of its answer
-_MAX_NONCES = 1 << 16  # beyond, the oldest are forgotten; who has no key adds none
+_MAX_NONCES = 1 << 16  # of one role; beyond, its oldest are forgotten; who has no key adds none
 
 
 class ByToken:
@@ -24,7 +22,8 @@ class ByToken:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._ends: OrderedDict[str, float] = OrderedDict()  # by nonce, of tokens that came
+        # By nonce, of tokens that came; apart, so that no role can have another's forgotten.
+        self._ends: dict[Role, OrderedDict[str, float]] = {role: OrderedDict() for role in ROLES}
 
     def __call__(self, method: str, context: Any) -> Identified:
         token, proof = self._identity.admit(method, _shown(context))
@@ -33,13 +32,14 @@ class ByToken:
 
     def _use(self, token: Token) -> None:
         now = time.time()
-        while self._ends and next(iter(self._ends.values())) + LEEWAY_S < now:
-            self._ends.popitem(last=False)
-        if token.nonce in self._ends:
+        ends = self._ends[token.role]
+        while ends and next(iter(ends.values())) + LEEWAY_S < now:
+            ends.popitem(last=False)
+        if token.nonce in ends:
             raise Refused("replayed", "the token has been used before, and is good for one call")
-        self._ends[token.nonce] = token.ends
-        if len(self._ends) > _MAX_NONCES:
-            self._ends.popitem(last=False)
+        ends[token.nonce] = token.ends
+        if len(ends) > _MAX_NONCES:
+            ends.popitem(last=False)
 
 
 def _shown(context: Any) -> str:

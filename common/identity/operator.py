@@ -1,7 +1,4 @@
-"""What an operator shows over HTTP, where a call has no token of its own.
-
-Imported only where there is a secret, as tokens.py.
-"""
+"""What an operator shows over HTTP, where a call has no token of its own."""
 
 import hmac
 

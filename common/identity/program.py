@@ -1,24 +1,22 @@
 """The identity of a program by its configuration, and the guard of what it serves."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common import tls
 from common.config import FrontConfig
 from common.identity import certificates as by_certificate
 from common.identity import exposure
+from common.identity.by_token import ByToken
 from common.identity.guard import Guard
+from common.identity.identity import Identity
 from common.identity.refusals import Count, uncounted
 from common.identity.roles import Role
 from common.identity.secret import keyrings
 
-if TYPE_CHECKING:
-    from common.identity.identity import Identity
-
 
 def identity_of(
     role: Role, name: str, secret_file: Path | None, count: Count = uncounted
-) -> "Identity | None":
+) -> Identity | None:
     """None where no secret is configured.
 
     Args:
@@ -29,16 +27,12 @@ def identity_of(
         ConfigError: the secret is of no use, or there is none in it for `role`.
     """
     found = keyrings(secret_file, role)
-    if found is None:
-        return None
-    from common.identity.identity import Identity  # only here: see tokens.py
-
-    return Identity(role, name, found, count)
+    return None if found is None else Identity(role, name, found, count)
 
 
 def guard_of(
     front: FrontConfig,
-    identity: "Identity | None",
+    identity: Identity | None,
     certificates: tls.Certificates | None,
     count: Count,
 ) -> Guard | None:
@@ -48,10 +42,8 @@ def guard_of(
     Raises:
         ConfigError: others could too, and nobody has said that it is meant so.
     """
-    mutual = tls.kind(certificates) == "mutual"
+    mutual = certificates is not None and certificates.config.mutual
     exposure.check(front.host, asked=identity is not None or mutual, insecure=front.insecure)
     if identity is not None:
-        from common.identity.by_token import ByToken  # only here: see tokens.py
-
         return Guard(ByToken(identity), count)
     return Guard(by_certificate.identify, count) if mutual else None

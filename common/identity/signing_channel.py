@@ -7,12 +7,12 @@ nothing is said to it.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
 
+from common.calling_channel import CallingChannel
 from common.identity.by_token import BEARER, PROOF, SHOWN
 from common.identity.identity import Identity
 from common.identity.refusals import Refused
@@ -20,9 +20,7 @@ from common.identity.roles import MAY_CALL
 from common.identity.tokens import Token
 
 
-class SigningChannel(grpc.aio.Channel):
-    """For one event loop. The caller closes it."""
-
+class SigningChannel(CallingChannel):
     def __init__(self, inner: grpc.aio.Channel, identity: Identity) -> None:
         """
         Args:
@@ -31,48 +29,18 @@ class SigningChannel(grpc.aio.Channel):
         self._inner = inner
         self._identity = identity
 
-    def unary_unary(self, *method: Any, **how: Any) -> Any:
-        return self._method("unary_unary", method, how, _ProvedUnary)
-
-    def unary_stream(self, *method: Any, **how: Any) -> Any:
-        return self._method("unary_stream", method, how, _ProvedStream)
-
-    def stream_unary(self, *method: Any, **how: Any) -> Any:
-        return self._method("stream_unary", method, how, _ProvedUnary)
-
-    def stream_stream(self, *method: Any, **how: Any) -> Any:
-        return self._method("stream_stream", method, how, _ProvedStream)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
     async def close(self, grace: float | None = None) -> None:
         await self._inner.close(grace)
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.get_state(try_to_connect)
+    def current(self) -> grpc.aio.Channel:
+        return self._inner
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._inner.channel_ready()
-
-    def _method(
-        self, kind: str, method: tuple[Any, ...], how: dict[str, Any], proved: Callable[..., Any]
-    ) -> Any:
+    def calling(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
         made = getattr(self._inner, kind)(*method, **how)
         name = method[0]
         if name not in MAY_CALL:
             return made
+        proved = _ProvedUnary if kind.endswith("unary") else _ProvedStream
 
         def call(*arguments: Any, metadata: Any = (), **settings: Any) -> Any:
             token = self._identity.token(name)

@@ -1,13 +1,9 @@
-"""Tokens: who makes a call and which, signed with the key of a role (JWT, HS256), for a minute.
-
-Imported only where there is a secret: the library takes longer to load than a program's own
-modules.
-"""
+"""Tokens: who makes a call and which, signed with the key of a role (JWT, HS256), for a minute."""
 
 import secrets
 import time
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any
 
 import jwt
 
@@ -31,7 +27,7 @@ class Token:
     nonce: str
     ends: float  # Unix time
     secret: int  # which of the keyring's it is signed with, from the newest on
-    text: str
+    text: str = field(repr=False)
 
 
 def sign(
@@ -89,13 +85,16 @@ def verify(keyring: Keyring, text: str, audience: str) -> Token:
         except jwt.InvalidSignatureError:
             continue
         except jwt.InvalidTokenError as error:
-            _refuse(error, text, audience)
+            raise _refused(error, text, audience) from error
+        ends = float(claims["exp"])
+        if ends - float(claims["iat"]) > LIFETIME_S + LEEWAY_S:
+            raise Refused("malformed", f"the token is good for longer than {LIFETIME_S:.0f} s")
         return Token(
             role=role,
             name=claims["sub"],
             audience=audience,
             nonce=claims["jti"],
-            ends=claims["exp"],
+            ends=ends,
             secret=number,
             text=text,
         )
@@ -116,25 +115,32 @@ def _role(text: str) -> Role:
     raise Refused("malformed", "the token names no role that there is")
 
 
-def _refuse(error: jwt.InvalidTokenError, text: str, audience: str) -> NoReturn:
+def _refused(error: jwt.InvalidTokenError, text: str, audience: str) -> Refused:
+    match error:
+        # These three are found behind the signature: only there are the claims its maker's.
+        case jwt.ExpiredSignatureError():
+            return Refused(
+                "clock",
+                f"the token was made {time.time() - _made(text):.0f} s ago by the clock of its "
+                f"maker and is good for {LIFETIME_S:.0f} s: the clocks of the two hosts differ",
+            )
+        case jwt.ImmatureSignatureError():
+            return Refused(
+                "clock",
+                f"the token will be made in {_made(text) - time.time():.0f} s by the clock of "
+                "its maker: the clocks of the two hosts differ",
+            )
+        case jwt.InvalidAudienceError():
+            made_for = repr(_claims(text).get("aud"))[:100]
+            return Refused("call", f"the token was made for {made_for}, not for {audience!r}")
+    return Refused("malformed", f"the token is malformed: {error}")
+
+
+def _made(text: str) -> float:
+    return float(_claims(text)["iat"])
+
+
+def _claims(text: str) -> dict[str, Any]:
     """Of a token that is signed as it should be."""
     claims: dict[str, Any] = jwt.decode(text, options={"verify_signature": False})
-    match error:
-        case jwt.ExpiredSignatureError():
-            raise Refused(
-                "clock",
-                f"the token was made {time.time() - claims['iat']:.0f} s ago by the clock of its "
-                f"maker and is good for {LIFETIME_S:.0f} s: the clocks of the two hosts differ",
-            ) from error
-        case jwt.ImmatureSignatureError():
-            raise Refused(
-                "clock",
-                f"the token will be made in {claims['iat'] - time.time():.0f} s by the clock of "
-                "its maker: the clocks of the two hosts differ",
-            ) from error
-        case jwt.InvalidAudienceError():
-            made_for = repr(claims.get("aud"))[:100]
-            raise Refused(
-                "call", f"the token was made for {made_for}, not for {audience!r}"
-            ) from error
-    raise Refused("malformed", f"the token is malformed: {error}") from error
+    return claims

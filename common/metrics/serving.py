@@ -71,8 +71,14 @@ class _Server(WSGIServer):
         with self._lock:
             self._since[request] = time.monotonic()
             if len(self._since) > MAX_CONNECTIONS:
-                _end(next(iter(self._since)))
-        Thread(target=self._answer, args=(request, client_address), daemon=True).start()
+                oldest = next(iter(self._since))
+                del self._since[oldest]
+                _end(oldest)
+        thread = Thread(target=self._answer, args=(request, client_address), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # this process can start none now
+            self._over(request)
 
     def service_actions(self) -> None:
         """Twice a second, on the thread that accepts."""
@@ -86,8 +92,11 @@ class _Server(WSGIServer):
         # What a stranger can do to this code, it costs that connection and no line in the log.
         with contextlib.suppress(Exception):
             self.finish_request(request, client_address)
+        self._over(request)
+
+    def _over(self, request: Any) -> None:
         with self._lock:
-            del self._since[request]
+            self._since.pop(request, None)  # unless it has made room
         self.shutdown_request(request)
 
 

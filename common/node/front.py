@@ -20,7 +20,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from common import allocator, logs, rpc, tls, tracing
+from common import allocator, descriptors, logs, rpc, tls, tracing
 from common.config import NodeConfig
 from common.errors import ConfigError, EngineFault, NodeUnavailable, ServingError
 from common.identity.caller import node_name
@@ -107,7 +107,7 @@ def run_node(
         mode: shown by Describe.
     """
     logs.setup(role, config.front.log_level, config.front.log_format)
-
+    descriptors.allow_many()
     allocator.hold_little()
 
     async def run() -> int:

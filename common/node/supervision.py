@@ -3,6 +3,7 @@
 Knows no sockets and no processes; the time is passed in.
 """
 
+from common.errors import InvalidRequest
 from common.node.messages import EngineReady, Moving
 
 SILENCE_S = 3.0  # the engine reports twice a second while it turns
@@ -27,6 +28,15 @@ class Supervision:
     def started(self, ready: EngineReady, now: float) -> None:
         self.ready = ready
         self._moved_at = now
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises InvalidRequest, with the sentence of the engine's own check, where so many tokens
+        can never be served. For a front, before it has touched any. Nothing before `started`."""
+        if self.ready is not None and num_tokens >= self.ready.context_length:
+            raise InvalidRequest(
+                f"token_ids: {num_tokens} tokens leave no room in a context of "
+                f"{self.ready.context_length}"
+            )
 
     def moved(self, moving: Moving, now: float) -> None:
         self._moving = moving

@@ -66,7 +66,7 @@ class TcpConnection:
         self._stopped = False
         try:
             self._channel = _connect(description)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second of a host that has no such name
             raise TransferError(f"tcp to {self._peer}: {error}") from None
 
     def probe(self) -> float:

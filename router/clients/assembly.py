@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.config import RouterConfig
 from common.identity.exposure import is_loopback
+from common.identity.operator import OperatorCheck
 from common.identity.refusals import Refused
 from common.identity.secret import keyrings
 from common.logs import kv
@@ -61,8 +62,6 @@ def _is_operator(secret_file: Path | None) -> IsOperator:
     held = keyrings(secret_file, "router")
     if held is None:
         return lambda shown: False
-    from common.identity.operator import OperatorCheck  # only here: see there
-
     operator = OperatorCheck(held)
 
     def is_operator(shown: str) -> bool:

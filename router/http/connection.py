@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
         self._reader = RequestReader(
             max_head_bytes=self._shared.limits.max_head_bytes,
             max_body_bytes=self._shared.limits.max_body_bytes,
-            checks=self._shared.checks,
+            checks=self._shared.checks.in_order,
             peer=self._peer,
             on_taken=self._count_arriving,
         )
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._forget()
         self._shared.leave(self)
-        self._shared.on_closed(self._peer)
+        self._shared.checks.closed(self._peer)
         if self._place is not None:
             self._place.leave()
         if self._answering is not None:
@@ -161,7 +161,7 @@ class Connection(asyncio.Protocol):
             request,
             date=self._shared.date,
             keep_alive=request.keep_alive and not self._shared.draining,
-            headers=self._shared.headers(request),
+            headers=self._shared.checks.headers(request),
         )
         self._request, self._responder = request, responder
         handler = refusing(request.refused) if request.refused else self._shared.route(request)

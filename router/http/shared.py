@@ -65,6 +65,18 @@ class Member(Protocol):
         """Ends it at once."""
 
 
+class Checks(Protocol):
+    """What is asked of every request, and told in every answer, whatever its path."""
+
+    in_order: Sequence[Check]  # asked in this order, before the body is read
+
+    def headers(self, request: Request) -> Headers:
+        """Of the answer, besides its own."""
+
+    def closed(self, peer: str) -> None:
+        """A connection has ended; `peer` is the host:port of its client."""
+
+
 class Shared:
     """For one event loop."""
 
@@ -74,23 +86,13 @@ class Shared:
         route: Callable[[Request], Handler],
         error_body: ErrorBody,
         metrics: RouterMetrics,
-        checks: Sequence[Check] = (),
-        headers: Callable[[Request], Headers] = lambda request: (),
-        on_closed: Callable[[str], None] = lambda peer: None,
+        checks: Checks,
     ) -> None:
-        """
-        Args:
-            checks: asked in this order of every request, before its body is read.
-            headers: of every answer to a request, besides its own.
-            on_closed: told of each connection's end, by the host:port of its client.
-        """
         self.limits = limits
         self.route = route
         self.error_body = error_body
         self.metrics = metrics
         self.checks = checks
-        self.headers = headers
-        self.on_closed = on_closed
         self.room = Room(limits.max_connections)
         self.log = ThrottledLog(log, Throttle())  # of clients that are not served
         self.members: set[Member] = set()

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from common.sampling import SamplingParams
 from router.limits import MAX_CHOICES
 from router.openai.problems import Refusal
-from router.wanted import UNLIMITED, Prompt, Shared, any_seed
+from router.wanted import UNLIMITED, Prompt, SharedPrompt, any_seed
 
 # Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
 MAX_BYTES = 12 << 20
@@ -127,9 +127,9 @@ def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams
     ]
 
 
-def of_choices(prompt: Prompt, num_choices: int) -> Prompt | Shared:
+def of_choices(prompt: Prompt, num_choices: int) -> Prompt | SharedPrompt:
     """The prompt of so many choices, which is made into tokens once."""
-    return Shared(prompt) if num_choices > 1 else prompt
+    return SharedPrompt(prompt) if num_choices > 1 else prompt
 
 
 def stops(fields: Fields) -> Sequence[str]:

@@ -52,6 +52,16 @@ def test_it_says_by_what_callers_are_known(model, tmp_path):
     assert code == 0 and "by the cluster secret" in table
 
 
+def test_a_router_that_only_checks_nodes_is_known_to_nobody(model, tmp_path):
+    tls = Authority().write(tmp_path)
+    base = ("--role=router", f"--model={model}", "--decode=a:1", "--port=0", "--http-port=0")
+    checks = (*base, "--host=0.0.0.0", f"--nodes-tls.ca={tls.ca}")
+    code, table, _ = _check(*checks)
+    assert code == 1 and "is reached from other hosts" in table
+    code, table, _ = _check(*checks, f"--nodes-tls.cert={tls.cert}", f"--nodes-tls.key={tls.key}")
+    assert code == 0 and "by their certificates" in table
+
+
 def test_it_starts_nothing_and_leaves_the_port_free(model):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -79,6 +79,7 @@ def test_flags_reach_every_depth():
         ("engine: {dtype: " + "y" * 5000 + "}", "yyy..."),
         ("engine: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("engine: [model, m]", "--engine: "),
+        ("engine: !!bool m", "a value is not what its tag says"),
         ('engine: {model: "\\ud800"}', "surrogate"),
         ("{engine: {model: m}, front: {drain_s: .inf}}", "--front.drain-s: "),
     ],

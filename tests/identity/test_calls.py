@@ -2,7 +2,9 @@
 
 Seen failing, each without its line: the check of roles in Guard._admit, `_use` in ByToken, `leeway`
 and `audience` in tokens.verify, `_check` in _ProvedStream._prove and _ProvedUnary, the comparison
-of nonces in Identity.check_proof, parsing after and not before Guard's answer in rpc._guarded.
+of nonces in Identity.check_proof, the float of `exp` in tokens.verify and how long it may be, the
+claims of a token read only behind its signature, parsing after and not before Guard's answer in
+rpc._guarded.
 """
 
 import asyncio
@@ -280,6 +282,23 @@ def _bare() -> str:
     return jwt.encode({"sub": "x", "aud": DRAIN}, key, "HS256", headers={"kid": "operator"})
 
 
+def _lasting(seconds: float) -> str:
+    key = secret.parse(SECRET, "the test", "node").keys["operator"][0]
+    now = time.time()
+    claims = {"sub": "x", "aud": DRAIN, "jti": "n", "iat": now, "exp": now + seconds}
+    return jwt.encode(claims, key, "HS256", headers={"kid": "operator"})
+
+
+async def test_times_that_are_texts_harm_no_later_call(node):
+    key = secret.parse(SECRET, "the test", "node").keys["operator"][0]
+    now = int(time.time())
+    claims = {"sub": "x", "aud": DRAIN, "jti": "n", "iat": now, "exp": str(now + 60)}
+    text = jwt.encode(claims, key, "HS256", headers={"kid": "operator"})
+    assert await node.drained_with(bearer(text)) == (Code.OK, "")
+    token = identity("operator").token(DRAIN)
+    assert await node.drained_with(bearer(token.text)) == (Code.OK, "")
+
+
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -289,7 +308,9 @@ def _bare() -> str:
         (jwt.encode({}, "k" * 32, "HS256", headers={"kid": "root"}), "malformed"),
         (jwt.encode({}, "k" * 32, "HS256"), "malformed"),
         (_unsigned(), "malformed"),
+        (_unsigned().replace(".", ".AAAA", 1), "malformed"),  # nor are its claims any
         (_bare(), "malformed"),  # without an end
+        (_lasting(3600.0), "malformed"),
     ],
 )
 async def test_what_is_no_token_is_refused_and_harms_nobody(node, text, reason):

@@ -165,18 +165,7 @@ async def test_a_secret_is_replaced_under_load_and_the_old_one_is_worth_nothing(
         with pytest.raises(grpc.aio.AioRpcError, match="another secret"):
             await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=5)  # type: ignore[no-untyped-call]
     # A node that comes back joins with the new one.
-    (prefill,), (decode,) = cluster.prefill, cluster.decode
-    await cluster.kill(prefill)
-
-    async def paired() -> bool:
-        return bool((await decode.describe()).links)
-
-    async def alone() -> bool:
-        return not await paired()
-
-    await cluster.wait_until(alone, "the dead node is off the decode node's books")
-    await cluster.start_again(prefill)
-    await cluster.wait_until(paired, "the decode node has paired again", 60.0)
+    await cluster.replace_prefill()
     await _answers(cluster)
 
 

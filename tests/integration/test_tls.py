@@ -147,18 +147,7 @@ async def test_certificates_and_authority_are_replaced_without_a_restart(
     anew is, by programs that have begun with other certificates."""
     assert config.cert is not None
     Authority().write(config.cert.parent)
-    (prefill,), (decode,) = cluster.prefill, cluster.decode
-    await cluster.kill(prefill)
-
-    async def paired() -> bool:
-        return bool((await decode.describe()).links)
-
-    async def alone() -> bool:
-        return not await paired()
-
-    await cluster.wait_until(alone, "the dead node is off the decode node's books")
-    await cluster.start_again(prefill)
-    await cluster.wait_until(paired, "the decode node has paired again", 60.0)
+    await cluster.replace_prefill()
     await client.until_serving(
         cluster.address, "baton.v1.Router", tls.certificates(config, "the test's")
     )

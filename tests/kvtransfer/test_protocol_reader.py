@@ -243,7 +243,7 @@ def test_an_instance_that_is_paired_at_another_address_is_refused(granted: Reade
 def test_more_tokens_than_there_are_are_not_waited_for(
     granted: ReaderEnd, admitted: Admitted
 ) -> None:
-    """Seen failing without the checks: the owner is waited for until the budget is spent."""
+    """Seen failing without either check: the stream goes on, and the owner is waited for."""
     actions = granted.received(STREAM, admitted, 0.0)
     assert any(isinstance(action, EndStream) and action.refused for action in actions)
 

@@ -188,6 +188,17 @@ def test_a_reader_does_not_trust_whoever_listens_there() -> None:
         thread.join()
 
 
+# Seen failing, UnicodeError on the link's thread, with OSError alone caught by TcpConnection.
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "a\0b", "", "nowhere.invalid"])
+def test_a_host_that_there_is_not_is_no_path(host: str) -> None:
+    memory = Memory(8, PAGE_BYTES)
+    description = Description(host, 1, READER, bytes(KEY_BYTES), b"", 1)
+    with pytest.raises(TransferError, match="tcp to"):
+        TcpBackend("127.0.0.1").connect(
+            msgspec.msgpack.encode(description), memory.remote, memory.pool
+        )
+
+
 @pytest.mark.parametrize(
     "frame",
     [

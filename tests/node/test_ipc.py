@@ -10,6 +10,7 @@ import pytest
 
 from common.node.engine_process import EngineChannel
 from common.node.ipc import (
+    MAX_DRAIN_BYTES,
     MAX_FRAME_BYTES,
     Backlogged,
     FrameConnection,
@@ -233,3 +234,28 @@ def test_what_waits_for_a_slow_front_goes_out_while_the_engine_thread_sleeps(pai
         channel.wait(0.0)
     assert received == sent
     channel.close()
+
+
+class Torrent:
+    """A socket whose other end is always faster."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._frame = encode_frame(Note(1, bytes(1000)))
+
+    def setblocking(self, _: bool) -> None:
+        pass
+
+    def recv(self, most: int) -> bytes:
+        assert self.num_bytes < 64 << 20
+        data = self._frame * (most // len(self._frame))
+        self.num_bytes += len(data)
+        return data
+
+
+# Seen failing with no bound in FrameSocket.receive: it never returns.
+def test_a_peer_that_is_always_faster_does_not_keep_the_reader_in_one_call() -> None:
+    torrent = Torrent()
+    frames: FrameSocket[Note] = FrameSocket(torrent, Note)  # type: ignore[arg-type]
+    assert frames.receive()
+    assert torrent.num_bytes <= 2 * MAX_DRAIN_BYTES

@@ -1,4 +1,9 @@
-"""Streams that share the socket to an engine process that does not read."""
+"""Streams that share the socket to an engine process that does not read.
+
+Each seen failing: without either half of Lane._is_full, with everybody full while anything waits,
+without the fault of an engine that reads nothing, and without `_caught_up` set when the connection
+is closed.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

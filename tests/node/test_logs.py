@@ -55,6 +55,36 @@ def test_a_line_of_json_is_one_object_with_its_fields():
     }
 
 
+# Seen failing without the level of grpc._common: a line of its own, "Exception deserializing
+# message!", with a traceback.
+def test_an_answer_that_is_no_message_is_its_callers_to_tell_of_and_no_line():
+    code = """
+import asyncio, grpc
+from common import rpc
+from protos import router_pb2_grpc, router_pb2
+
+class Garbage(grpc.GenericRpcHandler):
+    def service(self, details):
+        async def answer(request, context):
+            return b"\\xff\\xff"
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+async def main():
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    server.add_generic_rpc_handlers((Garbage(),))
+    await server.start()
+    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        log.info("got %s", await stub.Tokenize(router_pb2.TokenizeRequest(text="a")))
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+    (record,) = records_of(code)
+    assert record["message"] == "got None"
+
+
 def test_what_clients_send_stays_in_its_field():
     code = "log.warning('refused %s', kv(because='x\\n{\"level\":\"error\"} %s', level='y' * 9999))"
     (record,) = records_of(code)

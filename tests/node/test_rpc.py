@@ -1,18 +1,23 @@
 """What every service of ours gives its callers: statuses, sentences, tolerance of bad bytes."""
 
 import asyncio
+import contextlib
+import resource
+import socket
 from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common import rpc
+from common import descriptors, rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, InvalidRequest, Overloaded
 from common.wire_fields import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
 
 Code = grpc.StatusCode
+WATCH = health_pb2.HealthCheckRequest()
 
 
 class Service(router_pb2_grpc.RouterServicer):
@@ -151,6 +156,65 @@ async def test_malformed_bytes_to_the_health_service_are_refused_without_a_line(
     await rpc.stop(server, 0.0)
     assert code is Code.INVALID_ARGUMENT
     assert not caplog.records
+
+
+@contextlib.asynccontextmanager
+async def of_a_node(*more):
+    """The address of a server with a node's options and more, and nothing but its health."""
+    server = rpc.make_server((*rpc.NODE_SERVER_OPTIONS, *more))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await rpc.add_health_and_reflection(server, ()).tell(True)
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await rpc.stop(server, 0.0)
+
+
+async def healthy(address: str) -> bool:
+    async with rpc.make_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True)
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+# Seen failing with a bound of 1024 connections: DEADLINE_EXCEEDED.
+async def test_a_stranger_with_a_thousand_idle_connections_keeps_nobody_out():
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors.allow_many()
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    async with of_a_node(("grpc.max_connection_idle_ms", 600_000)) as address:
+        host, port = address.split(":")
+        with contextlib.ExitStack() as exits:
+            for _ in range(1100):
+                idle = exits.enter_context(socket.create_connection((host, int(port)), 20))
+                idle.sendall(preface)
+                await asyncio.sleep(0)
+            assert await healthy(address)
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)
+
+
+# Seen failing without the bound (one more watches), and with places never given back.
+async def test_few_watch_the_health_of_a_node_and_probes_are_answered():
+    async with of_a_node() as address, rpc.make_channel(address) as channel:
+        async with rpc.make_channel(address) as other:
+            stubs = [health_pb2_grpc.HealthStub(each) for each in (channel, other)]
+            watching = [stubs[number % 2].Watch(WATCH) for number in range(rpc.MAX_HEALTH_WATCHERS)]
+            for call in watching:
+                await asyncio.wait_for(call.read(), 20)
+            code, _ = await failure(stubs[0].Watch(WATCH).read())
+            assert code is Code.RESOURCE_EXHAUSTED
+            assert await healthy(address)
+            watching[0].cancel()
+            async with asyncio.timeout(20):
+                while not await watches(stubs[0]):  # noqa: ASYNC110  (nobody sets an event)
+                    await asyncio.sleep(0.01)
+
+
+async def watches(stub) -> bool:
+    try:
+        await stub.Watch(WATCH).read()
+    except grpc.aio.AioRpcError:
+        return False
+    return True
 
 
 async def test_a_message_of_too_many_fields_is_refused(served):

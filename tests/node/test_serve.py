@@ -175,6 +175,7 @@ def test_what_a_newer_router_says_besides_is_ignored(address):
         assert router.tokens == {1: [7, 7]}
 
 
+# Seen failing without the look at the version in ServeService._first: the stream goes on.
 @pytest.mark.parametrize("version", [0, serve_protocol.VERSION + 1])
 def test_a_router_of_another_version_is_refused_with_both_versions(address, version):
     with RouterEnd(address, version) as router:
@@ -183,13 +184,14 @@ def test_a_router_of_another_version_is_refused_with_both_versions(address, vers
         assert f"version {serve_protocol.VERSION} of Serve, the router version {version}" in details
 
 
+# Seen failing with the version left out of the node's greeting.
 def test_both_ends_tell_their_version_first(address):
     with RouterEnd(address) as router:
         router.wait_for(lambda: router.statuses)
         assert router.version == serve_protocol.VERSION
 
 
-# Seen failing with one message and one line for each refusal.
+# Seen failing with a message for each refusal (256 for one), and with a line for each (5120).
 def test_refusals_cost_one_message_and_few_lines(node, address):
     lines = node.output.count("refused")
     with RouterEnd(address) as router:
@@ -200,7 +202,9 @@ def test_refusals_cost_one_message_and_few_lines(node, address):
             router.send(decode_pb2.ToNode(submits=empty))
             router.wait_for_end(*range(MAX_SUBMITS))
             assert router.num_steps == steps + 1
-    assert node.output.count("refused") - lines <= 12
+    assert (
+        node.output.count("refused") - lines <= 100
+    )  # ten in ten seconds, on however busy a machine
 
 
 def test_a_string_that_is_not_utf8_is_an_invalid_argument(address):

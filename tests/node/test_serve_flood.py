@@ -1,6 +1,13 @@
-"""A router that says more than its decode node's engine takes."""
+"""A router that says more than its decode node's engine takes, or nothing."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import pytest
 
 from common import rpc, serve_protocol
 from common.metrics import NodeMetrics
@@ -20,8 +27,17 @@ def long_submit(number: int) -> decode_pb2.ToNode:
     return submit(number, range(1 << 21, (1 << 21) + 100_000))
 
 
-# Seen failing with `room` taken out of ServeService._take: all of them are taken.
-async def test_a_router_that_says_more_than_the_engine_takes_waits_and_hinders_no_other():
+@dataclass
+class Rig:
+    port: int
+    engine: "FrameConnection[FrontMessage]"
+    heard: list[FrontMessage]
+    ended: list[str]
+
+
+@contextlib.asynccontextmanager
+async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
+    """A ServeService, whose engine's end is the test's."""
     ours, theirs = socket_pair()
     heard: list[FrontMessage] = []
     ended: list[str] = []
@@ -42,31 +58,60 @@ async def test_a_router_that_says_more_than_the_engine_takes_waits_and_hinders_n
         serves_alone=True,
         falls_back=False,
         on_peers=lambda _: None,
+        first_message_s=first_message_s,
     )
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
     serve.register(server)
     await server.start()
     try:
-        await _flood(port, engine, heard)
-        assert not ended
+        yield Rig(port, engine, heard, ended)
     finally:
         await rpc.stop(server, 0.0)
         link.close()
         engine.close()
 
 
-async def _flood(
-    port: int, engine: "FrameConnection[FrontMessage]", heard: "list[FrontMessage]"
-) -> None:
+# Seen failing without the deadline of ServeService._first: the call goes on.
+async def test_a_router_that_says_nothing_is_let_go():
+    async with serving(first_message_s=0.1) as rig:
+        async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
+            call = decode_pb2_grpc.DecodeNodeStub(channel).Serve()
+            assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert await call.details() == "no message on Serve within 0.1 s"
+
+
+# Seen failing with `room` taken out of ServeService._take: all of them are taken, 80 < 80.
+async def test_a_router_that_says_more_than_the_engine_takes_waits_and_hinders_no_other():
+    async with serving() as rig:
+        await _flood(rig)
+        assert not rig.ended
+
+
+# Seen failing with streams counted before their first message.
+async def test_streams_that_begin_together_are_counted_together(monkeypatch):
+    monkeypatch.setattr("decode_node.serve.MAX_STREAMS", 1)
+    async with serving() as rig, rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
+        stub = decode_pb2_grpc.DecodeNodeStub(channel)
+        one, other = stub.Serve(), stub.Serve()
+        for call in (one, other):
+            await call.initial_metadata()
+        await one.write(FIRST)
+        await one.read()
+        await other.write(FIRST)
+        with pytest.raises(grpc.aio.AioRpcError, match="connected already"):
+            await other.read()
+
+
+async def _flood(rig: Rig) -> None:
     num_written = 0
-    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
+    async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
         stub = decode_pb2_grpc.DecodeNodeStub(channel)
         loud, other = stub.Serve(), stub.Serve()
         for call in (loud, other):
             await call.write(FIRST)
             await call.read()
-        engine._transport.pause_reading()
+        rig.engine._transport.pause_reading()
 
         async def write() -> None:
             nonlocal num_written
@@ -83,11 +128,11 @@ async def _flood(
             assert num_written < NUM_MESSAGES
             await other.write(decode_pb2.ToNode(cancels=[7]))
             await asyncio.sleep(0.1)
-            engine._transport.resume_reading()
+            rig.engine._transport.resume_reading()
             async with asyncio.timeout(30):
                 await writing
-                while len(heard) < NUM_MESSAGES + 2:  # noqa: ASYNC110  (nobody sets an event)
+                while len(rig.heard) < NUM_MESSAGES + 2:  # noqa: ASYNC110  (nobody sets an event)
                     await asyncio.sleep(0.05)
         finally:
             writing.cancel()
-    assert heard.index(CancelSubmitted(2, 7)) < NUM_MESSAGES
+    assert rig.heard.index(CancelSubmitted(2, 7)) < NUM_MESSAGES

@@ -4,8 +4,6 @@ import asyncio
 import os
 import socket
 import ssl
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,7 +29,6 @@ from protos import router_pb2, router_pb2_grpc
 from tests.node.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.cluster import free_ports
-from tests.support.programs import ROOT
 
 EMPTY = TlsConfig()
 
@@ -258,15 +255,6 @@ def test_a_file_that_is_of_no_use_is_refused_by_name(authority, tmp_path, spoil,
         tls.certificates(config, "--front.tls")
     assert str(caught.value).startswith("--front.tls: ")
     assert "\n" not in str(caught.value)
-
-
-def test_no_program_without_tls_loads_the_library_that_reads_certificates():
-    code = "import router.__main__, prefill_node.__main__, decode_node.__main__, sys"
-    command = [sys.executable, "-c", f"{code}; print(*sys.modules)"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    names = done.stdout.split()
-    assert "common.tls" in names
-    assert not [name for name in names if name.startswith("cryptography")]
 
 
 def test_an_authority_that_ended_may_stand_beside_one_that_has_not(authority, tmp_path):

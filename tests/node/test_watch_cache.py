@@ -195,7 +195,8 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
     assert engine.sent[-1] == WatchCache(2, False)
 
 
-# Seen failing with newcomers refused: the two who come last are.
+# Seen failing with newcomers refused (the late router is one), and with the oldest of all going,
+# which is the first router.
 async def test_a_host_that_watches_much_keeps_nobody_out():
     feed = CacheFeed(Engine())  # type: ignore[arg-type]
 

@@ -196,7 +196,24 @@ def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
         assert rig.prefill[0].count("handoffs_held") == 1
 
 
-# Seen failing without the look at the vocabulary in DecodeRole: its request ends with an error.
+# Seen failing without the count of tokens in DecodeRole: the second is served.
+def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_later(known):
+    tight = [Size(num_pages=4)]
+    with PairRig(
+        known.loaded, prefill=[], decode=tight, scheduler={"max_waiting_tokens": 10}
+    ) as rig:
+        first, second = rig.ask(PROMPT[:48]), rig.ask(PROMPT[:40])
+        rig.run()
+        assert first.tokens == known.greedy(first.prompt, 8)
+        assert second.reason is FinishReason.ERROR and second.ended.error_code == 8
+        assert "48 tokens wait here already, of 74" in second.ended.error
+        third = rig.ask(PROMPT[:40])
+        rig.run()
+        assert third.tokens == known.greedy(third.prompt, 8)
+
+
+# Seen failing without the look at the vocabulary in DecodeRole: the client is told that token, and
+# its request ends.
 def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(known, monkeypatch):
     honest, lies = wire._ready_proto, iter([2**31 - 1])
 

@@ -17,23 +17,33 @@ from router.clients.client import by_address
 from router.cluster import Cluster
 from router.discovery import Discovery
 from router.generation import Generator
-from router.limits import Limits
 from router.load import Load
 from router.membership import Membership
+from router.model_files import ModelFiles
 from router.policy.round_robin import RoundRobin
 from router.prefix_index import PrefixIndex
-from router.prompts import Prompts
+from router.record import Records
+from router.served_model import served_model
 from router.survey import Survey
 from router.timelines import Timelines
 from router.token_buffer import End, TokenBuffer
-from router.tokenizer import RouterTokenizer
 from router.wanted import from_request
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode
 
 
 async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> None:
-    tokenizer = RouterTokenizer(byte_level_tokenizer().to_str().encode())
+    model = served_model(
+        ModelFiles(
+            name="m",
+            tokenizer_json=byte_level_tokenizer().to_str().encode(),
+            context_length=CONTEXT_LENGTH,
+            vocabulary_size=VOCABULARY_SIZE,
+            eos_token_ids=(),
+            chat_template=None,
+            special_tokens={},
+        )
+    )
     pieces: list[Piece | LastPiece] = []
     writing, may_write = asyncio.Event(), asyncio.Event()
 
@@ -45,7 +55,7 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
     async with StubDecodeNode() as node:
         discovery = Discovery([], [node.address])
         await discovery.start()
-        survey = Survey(tokenizer_hash=tokenizer.hash, on_change=lambda: cluster.refresh())
+        survey = Survey(tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh())
         cluster = Cluster(survey, RoundRobin(), Load(), on_change=lambda: None)
         membership = Membership(
             discovery,
@@ -56,15 +66,11 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
             budget_s=10.0,
         )
         metrics = RouterMetrics()
-        limits = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE, tokenizer.longest_token_bytes)
         generator = Generator(
-            tokenizer,
-            Prompts(tokenizer, None, limits),
-            limits,
+            model,
             cluster,
             Admission(1),
-            metrics,
-            Timelines(metrics, None),
+            Records(metrics, Timelines(metrics, None)),
             budget_s=10.0,
         )
         nodes = asyncio.create_task(membership.run())

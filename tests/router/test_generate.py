@@ -307,7 +307,8 @@ async def test_a_node_that_breaks_the_protocol_loses_its_stream_and_may_come_bac
         await collect(call)
 
 
-# Seen failing without the version's check, and with a stream ended by a kind it does not know.
+# Seen failing without the version's check (no stream ends), with no version told by the router, and
+# with a stream ended by a kind it does not know (6 moves).
 async def test_a_node_of_another_version_is_tried_again_later_and_says_nothing_until_then(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

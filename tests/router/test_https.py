@@ -16,6 +16,7 @@ from router.http.request import Request
 from router.http.responder import Responder
 from router.http.server import HttpServer
 from router.http.shared import Limits, Shared
+from tests.router.http_site import Checked
 from tests.support.certificates import Authority
 
 PATIENCE_S = 10.0
@@ -34,7 +35,7 @@ async def echo(request: Request, responder: Responder) -> None:
 async def serving(config, **limits):
     """A server that echoes, and its Shared."""
     given = {"max_connections": 8, **limits}
-    shared = Shared(Limits(**given), lambda _: echo, lambda *_: b"{}", RouterMetrics())
+    shared = Shared(Limits(**given), lambda _: echo, lambda *_: b"{}", RouterMetrics(), Checked())
     contexts = tls.server_contexts(tls.Certificates(config, "--front.tls"), "http/1.1")
     server = HttpServer(shared, contexts)
     port = await server.start("127.0.0.1", 0)

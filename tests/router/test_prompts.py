@@ -11,7 +11,7 @@ from router.chat_template import ChatTemplate
 from router.limits import Limits
 from router.prompts import Prompts
 from router.tokenizer import RouterTokenizer, num_bytes
-from router.wanted import Messages, Shared, Text, TokenIds, Turn
+from router.wanted import Messages, SharedPrompt, Text, TokenIds, Turn
 from tests.router.rig import byte_level_tokenizer, sentencepiece_like_tokenizer
 
 CONTEXT = 1000
@@ -99,7 +99,7 @@ async def test_of_too_many_token_ids_none_is_looked_at() -> None:
 
 async def test_a_prompt_of_several_choices_is_encoded_once() -> None:
     encoder = Encoder()
-    subject, shared = prompts(encoder), Shared(Text("x"))
+    subject, shared = prompts(encoder), SharedPrompt(Text("x"))
     answers = await asyncio.gather(*(subject.checked(shared) for _ in range(8)))
     assert answers == [[5] * 7] * 8
     assert encoder.num_encoded == 1
@@ -108,7 +108,7 @@ async def test_a_prompt_of_several_choices_is_encoded_once() -> None:
 async def test_a_choice_that_goes_away_leaves_the_encoding_to_another() -> None:
     encoder = Encoder()
     encoder.may_go_on.clear()
-    subject, shared = prompts(encoder), Shared(Text("x"))
+    subject, shared = prompts(encoder), SharedPrompt(Text("x"))
     first, second = (asyncio.create_task(subject.checked(shared)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()

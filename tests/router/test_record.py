@@ -5,7 +5,7 @@ import pytest
 from common.metrics import RouterMetrics
 from router import record
 from router.clients.client import by_address
-from router.record import RequestRecord, refusals
+from router.record import Records
 from router.timelines import Timelines
 
 
@@ -16,7 +16,7 @@ def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(
     monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
     metrics = RouterMetrics()
     client = by_address("10.0.0.1")
-    with RequestRecord(metrics, Timelines(metrics, None), refusals(), client, "one", "") as one:
+    with Records(metrics, Timelines(metrics, None)).begin("one", client, "") as one:
         one.accept(5, "a:1")
         clock[0] = 105.0
         one.write(3)

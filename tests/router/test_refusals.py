@@ -8,14 +8,17 @@ import pytest
 
 from common import rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, Overloaded
+from common.metrics import RouterMetrics
 from protos import router_pb2, router_pb2_grpc
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling
+from router.clients.guard import Guard
 from router.cluster_report import ClusterReport
 from router.generation import Generator
 from router.limits import MAX_FIELDS, Limits
 from router.model_files import ModelFiles
 from router.prompts import Prompts
+from router.served_model import ServedModel
 from router.service import RouterService
 from router.tokenizer import RouterTokenizer
 from router.wanted import Prompt
@@ -120,13 +123,17 @@ class Busy:
 
 async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
     busy = Busy()
+    guard = Guard(None, lambda shown: False, RouterMetrics(), operators_prove=False)
     service = RouterService(
+        guard,
         cast(Generator, None),
         cast(ClusterReport, None),
-        cast(RouterTokenizer, busy),
-        cast(Prompts, busy),
-        Limits(64, 320, longest_token_bytes=16),
-        cast(ModelFiles, None),
+        ServedModel(
+            cast(ModelFiles, None),
+            cast(RouterTokenizer, busy),
+            Limits(64, 320, longest_token_bytes=16),
+            cast(Prompts, busy),
+        ),
         budget_s=10.0,
     )
     server = rpc.make_server()

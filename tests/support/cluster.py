@@ -282,6 +282,22 @@ class Cluster:
         nodes[nodes.index(node)] = renewed = self._node(node.program)
         return renewed
 
+    async def replace_prefill(self) -> None:
+        """Of one prefill and one decode node: a new process on the killed prefill node's address,
+        with which the decode node pairs, once it has seen that the old one is gone."""
+        (prefill,), (decode,) = self.prefill, self.decode
+
+        async def paired() -> bool:
+            return bool((await decode.describe()).links)
+
+        async def alone() -> bool:
+            return not await paired()
+
+        await self.kill(prefill)
+        await self.wait_until(alone, "the dead node is off the decode node's books")
+        await self.start_again(prefill)
+        await self.wait_until(paired, "the decode node has paired again", 60.0)
+
     async def kill_router(self) -> None:
         self._router.send(signal.SIGKILL)
         await self._router.ended()

@@ -1,0 +1,60 @@
+"""A gRPC channel that is another one, or several, with something done about each call.
+
+Knows how callers use a channel; what is done about calls, and over which channel, is for whoever
+inherits it.
+"""
+
+from abc import abstractmethod
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+
+class CallingChannel(grpc.aio.Channel):
+    """For one event loop. The caller closes it."""
+
+    @abstractmethod
+    def current(self) -> grpc.aio.Channel:
+        """Over which a call would go now."""
+
+    @abstractmethod
+    def calling(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
+        """What makes calls of one method.
+
+        Args:
+            kind: "unary_unary" or one of the three others, which is given `method` and `how`.
+        """
+
+    def unary_unary(self, *method: Any, **how: Any) -> Any:
+        return self.calling("unary_unary", method, how)
+
+    def unary_stream(self, *method: Any, **how: Any) -> Any:
+        return self.calling("unary_stream", method, how)
+
+    def stream_unary(self, *method: Any, **how: Any) -> Any:
+        return self.calling("stream_unary", method, how)
+
+    def stream_stream(self, *method: Any, **how: Any) -> Any:
+        return self.calling("stream_stream", method, how)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.current().channel_ready()
