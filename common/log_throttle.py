@@ -65,12 +65,24 @@ class ThrottledLog:
     def warning(self, sentence: str, **fields: object) -> None:
         self._write(logging.WARNING, sentence, fields)
 
-    def _write(self, level: int, sentence: str, fields: Mapping[str, object]) -> None:
+    def error(
+        self, sentence: str, *, exc_info: BaseException | None = None, **fields: object
+    ) -> None:
+        """With the traceback of `exc_info`."""
+        self._write(logging.ERROR, sentence, fields, exc_info)
+
+    def _write(
+        self,
+        level: int,
+        sentence: str,
+        fields: Mapping[str, object],
+        exc_info: BaseException | None = None,
+    ) -> None:
         if not self._log.isEnabledFor(level):
             return
         more = self._throttle.allowed(f"{level} {sentence}")
         if more is not None:
-            self._log.log(level, f"{sentence} %s", kv(**fields, **more))
+            self._log.log(level, f"{sentence} %s", kv(**fields, **more), exc_info=exc_info)
 
 
 class _Interval:

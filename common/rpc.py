@@ -28,10 +28,12 @@ from common.identity.caller import ANYBODY, Caller
 from common.identity.guard import Guard
 from common.identity.identity import Identity
 from common.identity.signing_channel import SigningChannel
+from common.log_throttle import Throttle, ThrottledLog
 from common.tls_channel import TlsChannel
 from common.wire_fields import MAX_FIELDS, FieldCounter
 
 log = logging.getLogger(__name__)
+log_of_faults = ThrottledLog(log, Throttle())  # a bug that strangers can reach is no flood of lines
 
 S = TypeVar("S")
 
@@ -233,8 +235,8 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
         raise
     except NotImplementedError:  # of generated code: a method that a library's servicer leaves out
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
-    except Exception:
-        log.exception("a call failed by a fault of this program")
+    except Exception as error:
+        log_of_faults.error("a call failed by a fault of this program", exc_info=error)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; see this program's log")
 
 

@@ -17,7 +17,7 @@ from router.record import Records, RequestRecord
 from router.served_model import ServedModel
 from router.token_buffer import End
 from router.validation import Job
-from router.wanted import Wanted
+from router.wanted import Together, Wanted
 from router.within import Within
 
 _MAX_REPLAYS = 2  # of one request, each on another node if there is one
@@ -86,9 +86,17 @@ class Generator:
                         self._model.limits,
                         client.namespaces_of,
                     )
-                    client.usage.prompt(len(job.token_ids))
+                    await self._count(wanted.together, client)
                     record.timeline.tokenised = time.monotonic()
                     await self._stream(job, deadline, write, offer, record)
+
+    async def _count(self, together: Together, client: Client) -> None:
+        """Raises RateLimited, InvalidRequest: as Usage.prompts."""
+        async with together.turn:
+            if not together.counted:
+                checked = [await self._model.prompts.checked(each) for each in together.prompts]
+                client.usage.prompts(sum(map(len, checked)), together.num_answers)
+                together.counted = True
 
     async def _stream(
         self, job: Job, deadline: float, write: Write, offer: Offer, record: RequestRecord

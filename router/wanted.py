@@ -4,7 +4,7 @@ the length of lists that would have to be copied."""
 import asyncio
 import random
 from collections.abc import Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 import msgspec
 
@@ -49,17 +49,32 @@ Prompt: TypeAlias = Text | Messages | TokenIds | Nothing
 
 
 class SharedPrompt(msgspec.Struct):
-    """One prompt of several choices, made into tokens by whichever comes to it first."""
+    """A prompt, perhaps of several answers, made into tokens by whichever comes to it first."""
 
     prompt: Prompt
     token_ids: Sequence[int] | None = None  # None: not yet
     turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
 
+class Together(msgspec.Struct):
+    """What came as one request, whose prompts are counted as one by whichever of its answers comes
+    to it first."""
+
+    prompts: Sequence[SharedPrompt]
+    num_answers: int
+    counted: bool = False
+    turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], answers_to_each: int = 1) -> Self:
+        return cls([SharedPrompt(prompt) for prompt in prompts], len(prompts) * answers_to_each)
+
+
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """One answer."""
 
-    prompt: Prompt | SharedPrompt
+    prompt: SharedPrompt  # one of those that came together
+    together: Together
     sampling: SamplingParams
     stop: Sequence[str] = ()
     request_id: str = ""  # "": to be made
@@ -75,8 +90,10 @@ def any_seed() -> int:
 
 def from_request(request: GenerateRequest) -> Wanted:
     """What is asked for over gRPC."""
+    together = Together.of([from_prompt(request)])
     return Wanted(
-        prompt=from_prompt(request),
+        prompt=together.prompts[0],
+        together=together,
         sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
         stop=tuple(request.sampling.stop),
         request_id=request.request_id,

@@ -18,7 +18,7 @@ from common.config import TlsConfig
 from common.errors import ConfigError, InvalidRequest
 from common.identity.identity import Identity
 from common.identity.program import identity_of
-from common.identity.secret import VARIABLE
+from common.identity.secret import VARIABLE, unread
 from common.rpc import check_address, make_channel, raise_if_cancelled
 from protos import router_pb2, router_pb2_grpc
 
@@ -72,7 +72,7 @@ def credentials(options: argparse.Namespace) -> Metadata:
             with options.api_key_file.open("rb") as file:
                 key = file.read(_MAX_KEY_FILE_BYTES).decode("latin-1").strip()
         except OSError as error:
-            raise ConfigError(f"--api-key-file: {source}: {error.strerror}") from error
+            raise ConfigError(f"--api-key-file: {unread(options.api_key_file, error)}") from error
     elif not key:
         return ()
     if not (key.isascii() and key.isprintable() and key) or " " in key:

@@ -6,6 +6,7 @@ speak as an operator and as nobody else. Knows nothing of what is signed with th
 
 import base64
 import binascii
+import errno
 import hmac
 import os
 import secrets
@@ -23,6 +24,7 @@ MIN_CHARACTERS = 32
 _NUM_BYTES = 32  # of a new secret, and of a derived key
 _OPERATOR_KEY = "baton-operator-"
 _MAX_SECRETS = 8
+_NO_FILE = (errno.ENOENT, errno.ENAMETOOLONG)
 _MAX_FILE_BYTES = 4096
 
 
@@ -115,11 +117,20 @@ def _of_file(file: Path, role: Role) -> Keyring:
             raise ConfigError(f"{file} is longer than {_MAX_FILE_BYTES} bytes: no file of secrets")
         return parse(read.decode("ascii"), str(file), role)
     except OSError as error:
-        raise ConfigError(f"--secret-file: {file}: {error.strerror}") from error
+        raise ConfigError(f"--secret-file: {unread(file, error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--secret-file: {file} is no text of ASCII characters") from error
     except ConfigError as error:
         raise ConfigError(f"--secret-file: {error}") from error
+
+
+def unread(file: Path, error: OSError) -> str:
+    """Why a file that should hold a secret cannot be read. Where there is none, and what was said
+    to be its path could be the secret itself, that is not told."""
+    path = str(file)
+    if error.errno in _NO_FILE and len(path) >= MIN_CHARACTERS and "/" not in path:
+        return f"names no file by its {len(path)} characters: {error.strerror}"
+    return f"{path}: {error.strerror}"
 
 
 def _derived(secret: str, role: Role) -> bytes:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from common.errors import ConfigError
 
 MAX_CONNECTIONS = 16
+_OUT_OF_DESCRIPTORS_S = 0.05
 REQUEST_S = 5.0  # from the connection to the answer's last byte
 
 
@@ -65,6 +66,15 @@ class _Server(WSGIServer):
         self._since: dict[socket.socket, float] = {}  # of open connections, the oldest first
         self._lock = Lock()
         super().__init__((host, port), _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """On the thread that accepts, which asks again at once where this fails."""
+        try:
+            return super().get_request()
+        except OSError:
+            # It died in the backlog, or no descriptors are left for a moment.
+            time.sleep(_OUT_OF_DESCRIPTORS_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """On the thread that accepts."""

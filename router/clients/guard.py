@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from common.api_keys import KeyLimits
-from common.errors import Forbidden, RateLimited, ServingError, Unauthenticated
+from common.errors import Forbidden, InvalidRequest, RateLimited, ServingError, Unauthenticated
 from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from common.metrics.router import Stranger
@@ -92,6 +92,9 @@ class Guard:
             client.usage.begin(num_requests)
         except RateLimited:
             self._metrics.rejected("limited")
+            raise
+        except InvalidRequest:
+            self._metrics.rejected("invalid")
             raise
 
     def _known(self, authorization: str, address: str) -> Client:

@@ -5,14 +5,14 @@ In this order: who asks for this host by somebody else's name learns nothing els
 
 from collections.abc import Sequence
 
-from common.errors import ServingError
+from common.errors import RateLimited, ServingError
 from common.metrics import RouterMetrics
 from router.clients.client import Client
 from router.clients.cors import Cors, Headers
 from router.clients.guard import Guard
 from router.clients.hosts import HostCheck
 from router.clients.key_connections import KeyConnections
-from router.http.request import Check, Head, Refused, Request
+from router.http.request import Check, Head, Peer, Refused, Request
 from router.openai import problems
 
 _OPEN = frozenset({"/", "/health", "/ready"})
@@ -40,7 +40,7 @@ class HttpChecks:
             RateLimited, InvalidRequest: as Usage.begin.
         """
         shown = _text(request, b"authorization")
-        client = self._guard.client(shown, _host_of(request.peer))
+        client = self._guard.client(shown, request.peer.host)
         self._guard.begin(client, num_requests)
         return client
 
@@ -48,8 +48,8 @@ class HttpChecks:
         """What every answer to it has, besides its own."""
         return self._cors.headers(request.path, _text(request, b"origin"))
 
-    def closed(self, peer: str) -> None:
-        """A connection has."""
+    def closed(self, peer: Peer) -> None:
+        """The connection has."""
         self._connections.closed(peer)
 
     def _host(self, head: Head) -> Refused | None:
@@ -72,8 +72,8 @@ class HttpChecks:
         operators = head.path in _FOR_OPERATORS or head.path.startswith(_FOR_OPERATORS_BELOW)
         ask = self._guard.operator if operators else self._guard.client
         try:
-            client = ask(_text(head, b"authorization"), _host_of(head.peer))
-            self._connections.admit(client, head.peer)
+            client = ask(_text(head, b"authorization"), head.peer.host)
+            self._admit(client, head.peer)
             if head.method == "POST":
                 self._guard.begin(client, 0)
         except ServingError as error:
@@ -81,11 +81,14 @@ class HttpChecks:
             return Refused(refusal.status, refusal.body, refusal.headers)
         return None
 
+    def _admit(self, client: Client, connection: Peer) -> None:
+        """Raises RateLimited."""
+        try:
+            self._connections.admit(client, connection)
+        except RateLimited:
+            self._metrics.rejected("limited")
+            raise
+
 
 def _text(head: Head | Request, name: bytes) -> str:
     return head.headers.get(name, b"").decode("latin-1")
-
-
-def _host_of(peer: str) -> str:
-    """The host of host:port."""
-    return peer.rpartition(":")[0].strip("[]")

@@ -4,19 +4,18 @@ from collections import Counter
 
 from common.errors import RateLimited
 from router.clients.client import Client
+from router.http.request import Peer
 
 
 class KeyConnections:
     """For one event loop."""
 
     def __init__(self) -> None:
-        self._shown: dict[str, set[str]] = {}  # by connection, names of clients
+        self._shown: dict[Peer, set[str]] = {}  # by connection, names of clients
         self._open: Counter[str] = Counter()  # by name
 
-    def admit(self, client: Client, connection: str) -> None:
+    def admit(self, client: Client, connection: Peer) -> None:
         """
-        Args:
-            connection: host:port of its other end.
         Raises:
             RateLimited: as many others as allowed are open.
         """
@@ -30,7 +29,7 @@ class KeyConnections:
         self._shown[connection] = {*shown, client.name}
         self._open[client.name] += 1
 
-    def closed(self, connection: str) -> None:
+    def closed(self, connection: Peer) -> None:
         for name in self._shown.pop(connection, ()):
             self._open[name] -= 1
             if not self._open[name]:

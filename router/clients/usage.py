@@ -40,24 +40,29 @@ class Usage:
             RateLimited: one of the rates is used up. Nothing was counted then.
             InvalidRequest: so many are never allowed together.
         """
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(1)):
-            raise self._refused(f"{self._tokens.per_minute} tokens a minute", wait_s)
-        if self._requests is not None:
-            allowed = self._requests.per_minute
-            if num_requests > allowed:
-                raise InvalidRequest(
-                    f"these are {num_requests} requests at once; this key has {allowed} a minute"
-                )
-            if wait_s := self._requests.wait_s(max(num_requests, 1)):
-                raise self._refused(f"{allowed} requests a minute", wait_s)
-            self._requests.take(num_requests)
+        requests, tokens = self._requests, self._tokens
+        if requests is not None and num_requests > requests.per_minute:
+            raise InvalidRequest(
+                f"these are {num_requests} requests at once; "
+                f"this key has {requests.per_minute} a minute"
+            )
+        requests_s = _wait_s(requests, max(num_requests, 1))
+        if tokens is not None and (tokens_s := tokens.wait_s(1)):
+            raise self._refused(f"{tokens.per_minute} tokens a minute", max(tokens_s, requests_s))
+        if requests is not None:
+            if requests_s:
+                raise self._refused(f"{requests.per_minute} requests a minute", requests_s)
+            requests.take(num_requests)
         self.num_requests += num_requests
 
-    def prompt(self, num_tokens: int) -> None:
-        """Before a prompt is sent to a node.
+    def prompts(self, num_tokens: int, num_requests: int = 1) -> None:
+        """Before the prompts of requests that came together are sent to nodes.
 
+        Args:
+            num_tokens: of all of them.
+            num_requests: that were begun, and would be again.
         Raises:
-            RateLimited: there are not so many left. Nothing was counted then.
+            RateLimited: there are not so many tokens left. None was counted then.
             InvalidRequest: there are never so many.
         """
         if self._tokens is not None:
@@ -67,7 +72,8 @@ class Usage:
                     f"prompt has {num_tokens} tokens; this key has {allowed} a minute"
                 )
             if wait_s := self._tokens.wait_s(num_tokens):
-                raise self._refused(f"{allowed} tokens a minute", wait_s)
+                requests_s = _wait_s(self._requests, num_requests)
+                raise self._refused(f"{allowed} tokens a minute", max(wait_s, requests_s))
             self._tokens.take(num_tokens)
         self.num_prompt_tokens += num_tokens
 
@@ -92,3 +98,7 @@ class Usage:
     def _refused(self, limit: str, wait_s: float) -> RateLimited:
         self.num_refused += 1
         return RateLimited(f"this key has used up its {limit}", wait_s)
+
+
+def _wait_s(bucket: Bucket | None, number: int) -> float:
+    return 0.0 if bucket is None else bucket.wait_s(number)

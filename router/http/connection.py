@@ -6,19 +6,16 @@ is bounded by the request's own budget, and by how long its client may leave it 
 """
 
 import asyncio
-import logging
 import math
 from collections import deque
 from typing import cast
 
 from router.http.reader import RequestReader
-from router.http.request import BadRequest, Request
+from router.http.request import NOBODY, BadRequest, Request
 from router.http.responder import JSON, Responder
 from router.http.room import Place
 from router.http.routes import refusing
-from router.http.shared import Shared, peer_address, peer_host
-
-log = logging.getLogger(__name__)
+from router.http.shared import Shared, peer_of
 
 _MAX_UNSENT_BYTES = 64 << 10  # above it, whoever writes an answer waits
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -36,7 +33,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, shared: Shared) -> None:
         self.deadline = math.inf
         self._shared = shared
-        self._peer = ""
+        self._peer = NOBODY
         self._reader: RequestReader
         self._transport: asyncio.Transport
         self._writable = asyncio.Event()
@@ -56,7 +53,7 @@ class Connection(asyncio.Protocol):
             self._turn_away(408, f"no whole request within {self._shared.limits.receive_s:g} s")
             return
         if not self._writable.is_set():
-            self._shared.log.info("client cut off, it reads no answer", peer=self._peer)
+            self._shared.log.info("client cut off, it reads no answer", peer=self._peer.address)
         self.abort()
 
     def drain(self) -> None:
@@ -71,7 +68,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
-        self._peer = peer_address(transport)
+        self._peer = peer_of(transport)
         self._reader = RequestReader(
             max_head_bytes=self._shared.limits.max_head_bytes,
             max_body_bytes=self._shared.limits.max_body_bytes,
@@ -80,7 +77,7 @@ class Connection(asyncio.Protocol):
             on_taken=self._count_arriving,
         )
         self._shared.join(self)
-        self._place = self._shared.room.enter(peer_host(transport), self._close)
+        self._place = self._shared.room.enter(self._peer.host, self._close)
         if self._place is not None:
             self._next()
         elif len(self._shared.members) > 2 * self._shared.limits.max_connections:
@@ -175,7 +172,7 @@ class Connection(asyncio.Protocol):
         self._count_arriving()
         error = None if task.cancelled() else task.exception()
         if error is not None or not (responder.finished or self._transport.is_closing()):
-            log.error("a request was not answered to its end", exc_info=error)
+            self._shared.log.error("a request was not answered to its end", exc_info=error)
             if responder.status:
                 self.abort()
                 return
@@ -209,7 +206,7 @@ class Connection(asyncio.Protocol):
         """Nothing more can be read from this client: tells it why, unless it is being answered."""
         self._forget()
         self._shared.log.info(
-            "client turned away", peer=self._peer, status=status, because=sentence
+            "client turned away", peer=self._peer.address, status=status, because=sentence
         )
         if self._answering is not None:
             self._responder.keep_alive = False

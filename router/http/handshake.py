@@ -14,7 +14,7 @@ from typing import cast
 
 from router.http.connection import Connection
 from router.http.room import Place
-from router.http.shared import Shared, peer_address, peer_host
+from router.http.shared import Shared, peer_of
 
 
 class Handshake(asyncio.Protocol):
@@ -44,10 +44,11 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Takes the socket away from the transport, before anything is read: of what a loop does
         with a socket of somebody else's, it tells whether the handshake failed."""
-        self._place = self._shared.room.enter(peer_host(transport), self.abort)
+        peer = peer_of(transport)
+        self._place = self._shared.room.enter(peer.host, self.abort)
         if self._place is not None:
             descriptor = os.dup(transport.get_extra_info("socket").fileno())
-            self._peer = peer_address(transport)
+            self._peer = peer.address
             self._shared.join(self)
             self._shaking = asyncio.ensure_future(self._shake(socket.socket(fileno=descriptor)))
         cast(asyncio.Transport, transport).abort()

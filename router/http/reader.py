@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import httptools
 import msgspec
 
-from router.http.request import BadRequest, Check, Head, Refused, Request
+from router.http.request import BadRequest, Check, Head, Peer, Refused, Request
 
 # Of what is read at once where nothing tells how long a request is: a client that sends many
 # requests ahead makes few of them objects.
@@ -36,7 +36,7 @@ class RequestReader:
         max_head_bytes: int,
         max_body_bytes: int,
         checks: Sequence[Check],
-        peer: str,
+        peer: Peer,
         on_taken: Callable[[], None],
     ) -> None:
         """
@@ -44,7 +44,6 @@ class RequestReader:
             max_head_bytes: of request line, headers and trailers together.
             max_body_bytes: of a body, its chunks' framing included.
             checks: asked in this order as soon as a head is there; the first refusal counts.
-            peer: host:port of the client.
             on_taken: called when a request's body has been taken.
         """
         self._max_head_bytes = max_head_bytes

@@ -1,8 +1,21 @@
 """One request, and what it can get instead of an answer of its handler's."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """The other end of one connection. No two are equal, while addresses can be: a router that
+    listens on two of its own can be called from one port twice."""
+
+    host: str
+    address: str  # host:port
+
+
+NOBODY = Peer("", "")
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -11,7 +24,7 @@ class Head(msgspec.Struct, frozen=True):
     method: str
     path: str  # as sent, without the query
     headers: Mapping[bytes, bytes]  # names in lower case; of a repeated one the last
-    peer: str  # host:port of the client
+    peer: Peer
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -43,7 +56,7 @@ class Request:
         *,
         takes_chunks: bool,
         keep_alive: bool,
-        peer: str = "",
+        peer: Peer = NOBODY,
         refused: Refused | None = None,
         on_taken: Callable[[], None] = lambda: None,
     ) -> None:

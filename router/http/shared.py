@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from common.rpc import join_address
-from router.http.request import Check, Request
+from router.http.request import Check, Peer, Request
 from router.http.responder import Headers, Responder
 from router.http.room import Room
 
@@ -21,16 +21,10 @@ Handler: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
 
 
-def peer_host(transport: asyncio.BaseTransport) -> str:
-    """As peer_address, without the port."""
-    peer = transport.get_extra_info("peername")
-    return str(peer[0]) if peer else "gone"
-
-
-def peer_address(transport: asyncio.BaseTransport) -> str:
-    """host:port of the client; "gone" if it has closed the connection already."""
-    peer = transport.get_extra_info("peername")
-    return join_address(*peer[:2]) if peer else "gone"
+def peer_of(transport: asyncio.BaseTransport) -> Peer:
+    """The client, to be made once for each connection; "gone" if it has closed it already."""
+    name = transport.get_extra_info("peername")
+    return Peer(str(name[0]), join_address(*name[:2])) if name else Peer("gone", "gone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +67,8 @@ class Checks(Protocol):
     def headers(self, request: Request) -> Headers:
         """Of the answer, besides its own."""
 
-    def closed(self, peer: str) -> None:
-        """A connection has ended; `peer` is the host:port of its client."""
+    def closed(self, peer: Peer) -> None:
+        """The connection has ended."""
 
 
 class Shared:

@@ -12,12 +12,11 @@ from router.openai.fields import (
     Fields,
     Int32,
     check_multiplied,
-    of_choices,
+    choices,
     samplings,
-    stops,
 )
 from router.openai.problems import Refusal
-from router.wanted import Messages, Turn, Wanted
+from router.wanted import Messages, Turn
 
 
 class Part(msgspec.Struct):
@@ -112,12 +111,7 @@ class Chat:
         prompt = Messages(
             [_turn(number, message) for number, message in enumerate(fields.messages)]
         )
-        asked = of_choices(prompt, len(per_prompt))
-        stop = stops(fields)
-        wanted = [
-            Wanted(prompt=asked, sampling=one, stop=stop, cache_salt=fields.cache_salt)
-            for one in per_prompt
-        ]
+        wanted = choices(fields, [prompt], per_prompt)
         return Asked.from_fields(fields, wanted, len(per_prompt))
 
     def choice(self, index: int, text: str, finish_reason: str) -> Choice:

@@ -13,12 +13,11 @@ from router.openai.fields import (
     Fields,
     TokenId,
     check_multiplied,
-    of_choices,
+    choices,
     samplings,
-    stops,
 )
 from router.openai.problems import Refusal
-from router.wanted import Text, TokenIds, Wanted
+from router.wanted import Text, TokenIds
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -67,12 +66,7 @@ class Completions:
                 f"{MAX_CHOICES} choices",
                 param="prompt",
             )
-        stop = stops(fields)
-        wanted = [
-            Wanted(prompt=prompt, sampling=sampling, stop=stop, cache_salt=fields.cache_salt)
-            for prompt in [of_choices(prompt, len(per_prompt)) for prompt in prompts]
-            for sampling in per_prompt
-        ]
+        wanted = choices(fields, prompts, per_prompt)
         return Asked.from_fields(fields, wanted, len(per_prompt))
 
     def choice(self, index: int, text: str, finish_reason: str) -> Choice:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from common.sampling import SamplingParams
 from router.limits import MAX_CHOICES
 from router.openai.problems import Refusal
-from router.wanted import UNLIMITED, Prompt, SharedPrompt, any_seed
+from router.wanted import UNLIMITED, Prompt, Together, Wanted, any_seed
 
 # Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
 MAX_BYTES = 12 << 20
@@ -127,13 +127,27 @@ def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams
     ]
 
 
-def of_choices(prompt: Prompt, num_choices: int) -> Prompt | SharedPrompt:
-    """The prompt of so many choices, which is made into tokens once."""
-    return SharedPrompt(prompt) if num_choices > 1 else prompt
+def choices(
+    fields: Fields, prompts: Sequence[Prompt], per_prompt: Sequence[SamplingParams]
+) -> Sequence[Wanted]:
+    """What one request asks for, unchecked: of each prompt one choice for each of `per_prompt`,
+    which stand together."""
+    together = Together.of(prompts, len(per_prompt))
+    stop = _stops(fields)
+    return [
+        Wanted(
+            prompt=prompt,
+            together=together,
+            sampling=sampling,
+            stop=stop,
+            cache_salt=fields.cache_salt,
+        )
+        for prompt in together.prompts
+        for sampling in per_prompt
+    ]
 
 
-def stops(fields: Fields) -> Sequence[str]:
-    """The stop strings, unchecked."""
+def _stops(fields: Fields) -> Sequence[str]:
     if fields.stop is None:
         return ()
     return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)

@@ -35,10 +35,11 @@ class Served:
     seconds: list[float] = field(default_factory=list)  # of right answers
 
     def also(self, more: "Served") -> None:
-        """Adds what came of a load after the attack; its times are another matter."""
+        """Adds what came of another part of the load."""
         self.num_right += more.num_right
         self.wrong += more.wrong
         self.failed += more.failed
+        self.seconds += more.seconds
 
     def percentile(self, percent: int) -> float:
         """Seconds of the whole answer."""

@@ -1,11 +1,13 @@
 """A system of real processes that serves a checked load, while every arm attacks it at once."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +26,9 @@ from tests.attack.verdict import Arm, Process, complaints, resident_bytes
 from tests.support.cluster import Cluster, children_of, free_ports
 from tests.support.programs import ROOT
 
-_WARM_UP_S = 4.0
+_CALM_LOAD_S = 4.0
+_FIRST_PART = 0.25
+_LONGEST_FIRST_S = 60.0
 _NUM_CLIENTS = 2
 _ARM_END_S = 60.0  # beyond its time
 _CALM_S = 20.0  # until memory is judged, at the latest
@@ -40,7 +44,7 @@ class Report(msgspec.Struct, frozen=True):
     p99_s: float
     calm_p99_s: float  # of the same load, undisturbed
     processes: list[Process]
-    moves: dict[str, dict[str, int]]  # by arm
+    moves: dict[str, Counter[str]]  # by arm
     complaints: list[str]
 
 
@@ -83,7 +87,7 @@ class _Siege:
         self._seconds = seconds
         self._directory = directory
         self._arms = arms
-        self._calm = self._served = Served()
+        self._calm, self._served = Served(), Served()
         self._ended: list[Arm] = []
         self._processes: list[Process] = []
         self._logs: dict[str, Path] = {}
@@ -98,21 +102,28 @@ class _Siege:
             await self._under_load(cluster, load)
 
     async def _under_load(self, cluster: Cluster, load: Load) -> None:
-        self._calm = await load.ask_for(_WARM_UP_S, _NUM_CLIENTS)
+        self._calm = await load.ask_for(_CALM_LOAD_S, _NUM_CLIENTS)
+        first_s = min(_FIRST_PART * self._seconds, _LONGEST_FIRST_S)
+        # What a program has once needed for it, it may keep: memory is compared from here on.
+        await self._attack(cluster, load, "first", first_s)
         pids = _pids(cluster)
         before = {name: resident_bytes(pid) for name, pid in pids.items()}
-        target = _target(cluster, self.metrics, self.keys.hostile, self._seed, self._seconds)
+        await self._attack(cluster, load, "then", self._seconds - first_s)
+        self._processes = [Process(name, before[name], resident_bytes(pids[name])) for name in pids]
+        await cluster.until_nothing_is_held(_CALM_S)
+        self._served.also(await load.ask_for(_CALM_LOAD_S, _NUM_CLIENTS))
+        self._processes = await _settled(pids, before)
+
+    async def _attack(self, cluster: Cluster, load: Load, part: str, seconds: float) -> None:
+        seed = f"{self._seed}/{part}"
+        target = _target(cluster, self.metrics, self.keys.hostile, seed, seconds)
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(load.ask_for(self._seconds, _NUM_CLIENTS))
+            serving = tasks.create_task(load.ask_for(seconds, _NUM_CLIENTS))
             attacks = [
                 tasks.create_task(_run(name, target, self._directory)) for name in self._arms
             ]
-        self._ended = [attack.result() for attack in attacks]
-        self._served = serving.result()
-        self._processes = [Process(name, before[name], resident_bytes(pids[name])) for name in pids]
-        await cluster.until_nothing_is_held(_CALM_S)
-        self._served.also(await load.ask_for(_WARM_UP_S, _NUM_CLIENTS))
-        self._processes = await _settled(pids, before)
+        self._ended += [attack.result() for attack in attacks]
+        self._served.also(serving.result())
 
     def report(self, end: str) -> Report:
         """
@@ -128,7 +139,7 @@ class _Siege:
             p99_s=self._served.percentile(99),
             calm_p99_s=self._calm.percentile(99),
             processes=self._processes,
-            moves={arm.name: _counts(arm) for arm in self._ended},
+            moves=_moves(self._ended),
             complaints=[*wrong, *([end] if end else [])],
         )
 
@@ -148,7 +159,7 @@ async def _cluster(directory: Path, metrics: Sequence[int], keys: _Keys) -> Asyn
 
 
 def _target(
-    cluster: Cluster, metrics: Sequence[int], api_key: str, seed: int, seconds: float
+    cluster: Cluster, metrics: Sequence[int], api_key: str, seed: str, seconds: float
 ) -> Target:
     assert cluster.secret_file is not None
     (engine,) = children_of(cluster.prefill[0].child.pid)
@@ -208,12 +219,12 @@ async def _settled(pids: dict[str, int], before: dict[str, int]) -> list[Process
         await asyncio.sleep(1.0)
 
 
-def _counts(arm: Arm) -> dict[str, int]:
-    try:
-        counts: dict[str, int] = json.loads(arm.output.splitlines()[-1])
-    except (ValueError, IndexError):
-        return {}
-    return counts
+def _moves(ended: Sequence[Arm]) -> dict[str, Counter[str]]:
+    moves: dict[str, Counter[str]] = {}
+    for arm in ended:
+        with contextlib.suppress(ValueError, IndexError):  # it has failed, and said something else
+            moves.setdefault(arm.name, Counter()).update(json.loads(arm.output.splitlines()[-1]))
+    return moves
 
 
 def _listens(pid: int) -> str:

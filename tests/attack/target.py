@@ -19,7 +19,7 @@ class Target(msgspec.Struct, frozen=True):
     metrics: tuple[str, ...]
     secret_file: Path  # of the cluster, for arms that play a stolen node; no other arm uses it
     api_key: str  # of a client who has turned hostile
-    seed: int
+    seed: str
     seconds: float  # how long an arm goes on
 
     @classmethod

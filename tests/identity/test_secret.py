@@ -1,5 +1,7 @@
 """The cluster secret: where it comes from, what is none, and that no message tells it."""
 
+from pathlib import Path
+
 import pytest
 
 from common.errors import ConfigError
@@ -83,9 +85,24 @@ def test_what_is_no_secret_is_refused_in_a_sentence_that_does_not_tell_it(
         assert word not in said
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"--secret-file: .*gone: No such file"):
-        secret.keyrings(tmp_path / "gone", "node")
+# Seen failing with every path told that cannot be read.
+@pytest.mark.parametrize("length", [43, 300])
+def test_a_secret_in_place_of_its_file_is_not_told(length):
+    text = (new_secret() * 7)[:length]
+    with pytest.raises(ConfigError, match=f"names no file by its {length} characters") as caught:
+        secret.keyrings(Path(text), "node")
+    assert text not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["secret", "run/secrets/of-a-cluster-that-was-not-mounted"])
+def test_a_path_that_leads_nowhere_is_named(path):
+    with pytest.raises(ConfigError, match=f"--secret-file: {path}: No such file"):
+        secret.keyrings(Path(path), "node")
+
+
+def test_a_file_that_is_there_and_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"--secret-file: {tmp_path}: Is a directory"):
+        secret.keyrings(tmp_path, "node")
 
 
 def test_no_secret_is_in_what_is_printed_of_a_keyring():

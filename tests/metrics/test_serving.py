@@ -1,7 +1,10 @@
 """The metrics port, as strangers and scrapers find it."""
 
 import contextlib
+import errno
+import itertools
 import socket
+import socketserver
 import threading
 import time
 import urllib.request
@@ -101,6 +104,28 @@ def test_connections_that_no_thread_can_take_are_closed_and_forgotten(
                 assert refused.recv(1) == b""
     assert "hits_total 3.0" in scrape(port)
     assert capfd.readouterr().err == ""
+
+
+# Seen failing with nobody who pauses: the thread that accepts takes a core.
+def test_without_descriptors_connections_are_asked_for_now_and_then(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    often = threading.Event()
+
+    def accept(_: socketserver.TCPServer) -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 5:
+            often.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr(socketserver.TCPServer, "get_request", accept)
+        with socket.create_connection(("127.0.0.1", port), WAIT_S):
+            assert often.wait(WAIT_S)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert min(pauses) >= 0.04
+    assert "hits_total 3.0" in scrape(port)
 
 
 def test_a_port_that_is_taken_is_one_sentence(registry: CollectorRegistry, port: int) -> None:

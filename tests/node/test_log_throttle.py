@@ -82,6 +82,17 @@ def test_lines_below_the_level_cost_nothing_of_what_is_allowed(log, caplog):
     assert caplog.messages == [f"{SENTENCE} "]
 
 
+def test_faults_are_told_with_their_tracebacks_and_no_more_of_them(log, caplog):
+    for number in range(1000):
+        try:
+            raise KeyError(number)
+        except KeyError as error:
+            log.error("a call failed", exc_info=error)
+    assert len(caplog.records) == 3
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+    assert "Traceback" in caplog.text and "KeyError: 2" in caplog.text
+
+
 def test_threads_share_what_is_allowed(clock):
     throttle = Throttle(most=100, clock=clock)
     written: list[bool] = []

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import descriptors, rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, InvalidRequest, Overloaded
+from common.log_throttle import Throttle, ThrottledLog
 from common.wire_fields import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
 
@@ -80,6 +81,16 @@ async def test_errors_of_a_method_reach_the_caller_and_its_bugs_stay_private(ser
     assert code is Code.INTERNAL
     assert "secret" not in sentence
     assert "secret" in caplog.text
+
+
+# Seen failing with a plain logger: 30 tracebacks.
+async def test_a_bug_that_callers_reach_is_no_flood_of_lines(served, caplog, monkeypatch):
+    monkeypatch.setattr(rpc, "log_of_faults", ThrottledLog(rpc.log, Throttle(interval_s=1e6)))
+    stub = router_pb2_grpc.RouterStub(served[1])
+    for _ in range(30):
+        code, _ = await failure(stub.Tokenize(router_pb2.TokenizeRequest(text="bug")))
+        assert code is Code.INTERNAL
+    assert caplog.text.count("Traceback") == 10
 
 
 async def test_a_streaming_method_sends_what_it_had_before_its_error(served):
@@ -165,8 +176,10 @@ async def of_a_node(*more):
     port = rpc.bind(server, "127.0.0.1", 0)
     await rpc.add_health_and_reflection(server, ()).tell(True)
     await server.start()
-    yield f"127.0.0.1:{port}"
-    await rpc.stop(server, 0.0)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await rpc.stop(server, 0.0)
 
 
 async def healthy(address: str) -> bool:

@@ -202,9 +202,7 @@ def test_refusals_cost_one_message_and_few_lines(node, address):
             router.send(decode_pb2.ToNode(submits=empty))
             router.wait_for_end(*range(MAX_SUBMITS))
             assert router.num_steps == steps + 1
-    assert (
-        node.output.count("refused") - lines <= 100
-    )  # ten in ten seconds, on however busy a machine
+    assert node.output.count("refused") - lines <= 100  # ten in ten seconds, however busy it is
 
 
 def test_a_string_that_is_not_utf8_is_an_invalid_argument(address):

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from common.metrics import RouterMetrics
-from router.http.request import Check, Request
+from router.http.request import Check, Peer, Request
 from router.http.responder import Headers, Responder
 from router.http.routes import Routes
 from router.http.server import HttpServer
@@ -23,7 +23,7 @@ class Checked:
     def headers(self, request: Request) -> Headers:
         return ()
 
-    def closed(self, peer: str) -> None:
+    def closed(self, peer: Peer) -> None:
         pass
 
 

@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from router.http.reader import RequestReader
-from router.http.request import Head, Refused
+from router.http.request import NOBODY, Head, Refused
 from router.openai import problems
 from tests.router.http_site import site
 from tests.router.rig import eventually
@@ -46,7 +46,7 @@ async def test_of_a_stream_that_nobody_reads_little_is_held() -> None:
 
 def test_a_body_in_small_chunks_takes_no_more_memory_than_is_counted() -> None:
     reader = RequestReader(
-        max_head_bytes=10_000, max_body_bytes=10_000_000, checks=(), peer="", on_taken=print
+        max_head_bytes=10_000, max_body_bytes=10_000_000, checks=(), peer=NOBODY, on_taken=print
     )
     reader.feed(memoryview(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"))
     chunks = memoryview((b"40\r\n" + 64 * b"x" + b"\r\n") * 1000)
@@ -72,7 +72,7 @@ async def test_a_body_in_tiny_chunks_is_refused_before_it_is_much_work() -> None
 
 def test_of_many_requests_sent_at_once_few_are_read() -> None:
     reader = RequestReader(
-        max_head_bytes=10_000, max_body_bytes=10_000, checks=(), peer="", on_taken=print
+        max_head_bytes=10_000, max_body_bytes=10_000, checks=(), peer=NOBODY, on_taken=print
     )
     small = b"GET / HTTP/1.1\r\n\r\n"
     complete, rest = reader.feed(memoryview(small * 10_000))
@@ -174,7 +174,7 @@ async def test_who_reads_again_before_the_deadline_is_not_cut_off() -> None:
 def only_known(head: Head) -> Refused | None:
     if head.headers.get(b"authorization") == b"Bearer known":
         return None
-    body = problems.error_body(401, f"{head.peer} is not known at {head.path}")
+    body = problems.error_body(401, f"{head.peer.address} is not known at {head.path}")
     return Refused(401, body, (("www-authenticate", "Bearer"),))
 
 
