@@ -106,12 +106,14 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
         serve = DecodeNodeStub(channel).Serve()  # type: ignore[no-untyped-call]
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await serve.write(ToNode(peers=Peers(prefill_addresses=["127.0.0.1:9"])))
-        assert await serve.code() is grpc.StatusCode.UNAUTHENTICATED
+        # INTERNAL is grpcio's own word, here, for a write that meets the end of its call.
+        refused = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
+        assert await serve.code() in refused
     assert "127.0.0.1:9 " not in _log(decode)
     assert "a call was refused" in _log(decode) and "knows no cluster secret" in _log(decode)
     scrape = await asyncio.to_thread(scraped, metrics_port)
-    refused = value(scrape, "baton_identity_refused_total", side="caller", reason="missing")
-    assert refused >= 5
+    counted = value(scrape, "baton_identity_refused_total", side="caller", reason="missing")
+    assert counted >= 5
     await _answers(cluster)
 
 
