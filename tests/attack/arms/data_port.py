@@ -4,6 +4,8 @@ import asyncio
 import struct
 from random import Random
 
+from kvtransfer.backends.tcp_wire import INTRODUCTION, KEY_BYTES, MAGIC, REQUEST, Kind
+from tests.attack.crowds import crowd_at
 from tests.attack.target import Target, host_port
 
 NUM_WORKERS = 3
@@ -12,7 +14,6 @@ NUM_WORKERS = 3
 async def nonsense(target: Target, draw: Random) -> None:
     reader, writer = await asyncio.open_connection(*host_port(target.data))
     try:
-        await reader.read(20)
         for _ in range(draw.randint(1, 4)):
             writer.write(draw.randbytes(draw.choice((1, 7, 56, 4096))))
             await writer.drain()
@@ -26,25 +27,16 @@ async def false_proof(target: Target, draw: Random) -> None:
     """An introduction of the right form that proves nothing."""
     reader, writer = await asyncio.open_connection(*host_port(target.data))
     try:
-        await reader.readexactly(20)
-        writer.write(struct.pack("<Q", draw.getrandbits(64)) + draw.randbytes(16 + 32))
-        writer.write(struct.pack("<II", 0, 1) + struct.pack("<i", 0))
+        number, count = draw.choice((1, 2, draw.getrandbits(64))), draw.getrandbits(64)
+        writer.write(INTRODUCTION.pack(MAGIC, number, count, draw.randbytes(KEY_BYTES)))
+        writer.write(REQUEST.pack(Kind.POOL, 1) + struct.pack("<i", 0))
         await reader.read(4096)
     finally:
         writer.transport.abort()
 
 
 async def silent_crowd(target: Target, draw: Random) -> None:
-    crowd = await asyncio.gather(
-        *(asyncio.open_connection(*host_port(target.data)) for _ in range(150)),
-        return_exceptions=True,
-    )
-    try:
-        await asyncio.sleep(draw.uniform(0.5, 4.0))
-    finally:
-        for end in crowd:
-            if not isinstance(end, BaseException):
-                end[1].transport.abort()
+    await crowd_at(target.data, 150, draw.uniform(0.5, 4.0))
 
 
 MOVES = {"nonsense": nonsense, "false proof": false_proof, "silent crowd": silent_crowd}

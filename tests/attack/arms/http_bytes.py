@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 
+from tests.attack.crowds import crowd_at
 from tests.attack.random_messages import mutated
 from tests.attack.target import Target, host_port
 
@@ -109,16 +110,7 @@ async def unread_stream(target: Target, draw: Random) -> None:
 
 async def idle_crowd(target: Target, draw: Random) -> None:
     """Connections that say nothing at all."""
-    host, port = host_port(target.http)
-    crowd = await asyncio.gather(
-        *(asyncio.open_connection(host, port) for _ in range(60)), return_exceptions=True
-    )
-    try:
-        await asyncio.sleep(draw.uniform(0.5, 4.0))
-    finally:
-        for end in crowd:
-            if not isinstance(end, BaseException):
-                end[1].transport.abort()
+    await crowd_at(target.http, 60, draw.uniform(0.5, 4.0))
 
 
 MOVES = {

@@ -3,6 +3,7 @@
 import asyncio
 from random import Random
 
+from tests.attack.crowds import crowd_at
 from tests.attack.target import Target, host_port
 
 NUM_WORKERS = 3
@@ -38,16 +39,7 @@ async def frames(target: Target, draw: Random) -> None:
 
 
 async def crowd(target: Target, draw: Random) -> None:
-    host, port = host_port(_any(target, draw))
-    ends = await asyncio.gather(
-        *(asyncio.open_connection(host, port) for _ in range(60)), return_exceptions=True
-    )
-    try:
-        await asyncio.sleep(draw.uniform(0.5, 4.0))
-    finally:
-        for end in ends:
-            if not isinstance(end, BaseException):
-                end[1].transport.abort()
+    await crowd_at(_any(target, draw), 60, draw.uniform(0.5, 4.0))
 
 
 async def half_a_scrape(target: Target, draw: Random) -> None:
