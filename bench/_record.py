@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common.bench.facts import cpu_name, versions
+from loadtest.facts import cpu_name, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 _LOAD_AT_START = os.getloadavg()[0]  # of others: what runs here must be measured alone

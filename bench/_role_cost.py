@@ -15,14 +15,14 @@ import numpy as np
 
 from bench._record import percentiles
 from common.config import DecodeConfig, SchedulerConfig
-from common.engine.batch import BatchResult, ScheduleBatch
-from common.engine.cache_events import CacheEvents
-from common.engine.limits import RequestLimits
-from common.engine.pages import PageAllocator
-from common.engine.radix import RadixCache
-from common.engine.request import Ints, Request
-from common.engine.scheduler import Scheduler
-from common.engine.table import RequestTable
+from common.engine.memory.cache_events import CacheEvents
+from common.engine.memory.pages import PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import BatchResult, ScheduleBatch
+from common.engine.rows.limits import RequestLimits
+from common.engine.rows.request import Ints, Request
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.scheduler import Scheduler
 from common.node.desk import Desk
 from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest
 from common.node.outbox import Outbox

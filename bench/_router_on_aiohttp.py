@@ -12,11 +12,11 @@ from typing import Any
 
 from aiohttp import web
 
-from router import assembly
 from router.__main__ import main
-from router.http.request import Request
-from router.http.responder import EVENT_STREAM, JSON, Headers
-from router.http.shared import Shared
+from router.api.http.request import Request
+from router.api.http.responder import EVENT_STREAM, JSON, Headers
+from router.api.http.shared import Shared
+from router.process import assembly
 
 
 class Streamed(web.StreamResponse):

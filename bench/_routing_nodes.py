@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.engine.cache_events import CacheEvents
-from common.engine.pages import Holder, PageAllocator
-from common.engine.radix import RadixCache
+from common.engine.memory.cache_events import CacheEvents
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
 
 PAGE_SIZE = 16
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import grpc.aio
 
 from bench._record import ROOT
-from common.cli.children import Child
-from common.cli.client import until_serving
-from common.cli.plan import HOST, Program
+from cli.client import until_serving
+from cli.plan import HOST, Program
+from common.children import Child
 from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GetClusterRequest, GetModelRequest
 from protos.router_pb2_grpc import RouterStub

@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from common.engine.kv import KVLayout, KVPool
+from common.engine.memory.kv import KVLayout, KVPool
 from kernels.act_and_mul import Activation, act_and_mul
 from kernels.attention import paged_attention, plan_attention
 from kernels.bitmask import apply_bitmask

@@ -25,10 +25,10 @@ from typing import Any
 
 from bench import _record
 from bench._routing_nodes import PAGE_SIZE, Arrival, Costs, DecodeNode, PrefillNode
-from router.load import Load
 from router.policy import DecodeChoice, PrefillChoice, Prompt, make_policy
+from router.policy.load import Load
+from router.policy.prefix_index import PrefixIndex
 from router.policy.table import NAMES
-from router.prefix_index import PrefixIndex
 
 TRACES = ("groups", "dominated", "unique")
 VOCABULARY = 128_000

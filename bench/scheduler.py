@@ -20,14 +20,14 @@ import numpy as np
 
 from bench import _record
 from common.config import SchedulerConfig
-from common.engine.batch import BatchResult, ScheduleBatch
-from common.engine.forward import BatchBuilder
-from common.engine.loop import EventLoop
-from common.engine.pages import PageAllocator
-from common.engine.radix import RadixCache
-from common.engine.request import Request
-from common.engine.scheduler import Scheduler
-from common.engine.table import RequestTable
+from common.engine.loop.loop import EventLoop
+from common.engine.memory.pages import PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import BatchResult, ScheduleBatch
+from common.engine.rows.forward import BatchBuilder
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.scheduler import Scheduler
 from common.sampling import SamplingParams
 
 BATCH_SIZES = (1, 64, 256, 1024)

@@ -1,4 +1,4 @@
-"""Everything that can be configured, as typed records. How they are read: common/cli/settings.py.
+"""Everything that can be configured, as typed records. How they are read: common/settings.py.
 
 A class of the system takes the record of its own concern, never the whole.
 """

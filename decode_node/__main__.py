@@ -2,7 +2,7 @@
 
 import sys
 
-from common.cli import settings
+from common import settings
 from common.config import DecodeConfig
 from common.node.front import Front, NodeParts, run_node
 from decode_node.serve import ServeService

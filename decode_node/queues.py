@@ -8,7 +8,7 @@ from the grant on.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.engine.request import Ints, Request
+from common.engine.rows.request import Ints, Request
 from common.node.stamps import AttemptStamps
 from kvtransfer.messages import HandoffId
 

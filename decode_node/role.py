@@ -18,13 +18,13 @@ import numpy as np
 
 from common.config import DecodeConfig
 from common.distribution import Counted
-from common.engine.batch import BatchResult, ScheduleBatch
-from common.engine.held_tokens import HeldTokens
-from common.engine.limits import RequestLimits
-from common.engine.pages import Holder, PageAllocator
-from common.engine.radix import RadixCache
-from common.engine.request import Finish, FinishReason, Ints, Request, out_of_time
-from common.engine.scheduler import ChunkDone, Scheduler
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import BatchResult, ScheduleBatch
+from common.engine.rows.held_tokens import HeldTokens
+from common.engine.rows.limits import RequestLimits
+from common.engine.rows.request import Finish, FinishReason, Ints, Request, out_of_time
+from common.engine.schedule.scheduler import ChunkDone, Scheduler
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,

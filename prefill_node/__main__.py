@@ -2,7 +2,7 @@
 
 import sys
 
-from common.cli import settings
+from common import settings
 from common.config import PrefillConfig
 from common.node import spans
 from common.node.front import Front, NodeParts, run_node

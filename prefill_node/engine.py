@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from common.config import PrefillConfig
 from common.engine.build import build
-from common.engine.cache_events import CacheEvents
-from common.engine.clock import StepClock
 from common.engine.drive import drive, introduce
+from common.engine.loop.clock import StepClock
+from common.engine.memory.cache_events import CacheEvents
 from common.node.desk import Desk
 from common.node.engine_process import EngineStart, run_engine
 from common.node.ipc import FrameSocket

@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 
 from common.distribution import Counted
-from common.engine.batch import BatchResult, ScheduleBatch
-from common.engine.held_tokens import HeldTokens
-from common.engine.limits import RequestLimits
-from common.engine.pages import Holder, PageAllocator
-from common.engine.request import Finish, FinishReason, Ints, Request
-from common.engine.scheduler import ChunkDone, Scheduler
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.rows.batch import BatchResult, ScheduleBatch
+from common.engine.rows.held_tokens import HeldTokens
+from common.engine.rows.limits import RequestLimits
+from common.engine.rows.request import Finish, FinishReason, Ints, Request
+from common.engine.schedule.scheduler import ChunkDone, Scheduler
 from common.errors import InvalidRequest, Overloaded
 from common.log_throttle import Throttle, ThrottledLog
 from common.node.desk import Desk

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import uvloop
 
 from common import descriptors, logs
-from common.cli.settings import read, wrong
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router import processes
-from router.serving import serve
+from common.settings import read, wrong
+from router.process import processes
+from router.process.serving import serve
 
 _PROGRAM = "baton router"
 

@@ -6,19 +6,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
-from router import validation
-from router.admission import Admission, new_request_id
-from router.answer import Answer, LastPiece, Piece
-from router.choices import Prompt
 from router.clients.client import Client
-from router.cluster import Chosen, Cluster
-from router.detokenizer import Detokenizer
-from router.record import Records, RequestRecord
-from router.served_model import ServedModel
-from router.token_buffer import End
-from router.validation import Job
-from router.wanted import Together, Wanted
-from router.within import Within
+from router.cluster.cluster import Chosen, Cluster
+from router.policy.choices import Prompt
+from router.requests import validation
+from router.requests.admission import Admission, new_request_id
+from router.requests.answer import Answer, LastPiece, Piece
+from router.requests.record import Records, RequestRecord
+from router.requests.served_model import ServedModel
+from router.requests.token_buffer import End
+from router.requests.validation import Job
+from router.requests.wanted import Together, Wanted
+from router.requests.within import Within
+from router.text.detokenizer import Detokenizer
 
 _MAX_REPLAYS = 2  # of one request, each on another node if there is one
 

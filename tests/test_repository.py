@@ -74,7 +74,7 @@ def test_every_file_beside_the_code_is_part_of_the_package():
 
 
 def test_the_baton_command_loads_no_heavy_library():
-    code = "import sys, common.cli.main; print(*sys.modules)"
+    code = "import sys, cli.main; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()

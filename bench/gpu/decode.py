@@ -19,7 +19,7 @@ from bench.gpu.engine import PAGE_SIZE, DecodeEngine, Way, make_pool
 from bench.gpu.frame import Row, Tables, guarded, note
 from bench.gpu.models import SERVED, random_model
 from bench.gpu.setting import Setting
-from common.engine.kv import KVLayout, KVPool
+from common.engine.memory.kv import KVLayout, KVPool
 from common.engine.models import Model
 
 TABLES: Tables = {

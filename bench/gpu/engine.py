@@ -16,18 +16,18 @@ from torch import Tensor
 from bench.gpu.clock import Clock
 from bench.gpu.setting import Setting
 from common.config import SchedulerConfig
-from common.engine.batch import BatchResult, Launched, Runner, ScheduleBatch
-from common.engine.graphs import CudaRecorder, Graph, Recorder
-from common.engine.kv import HostPool, KVLayout, KVPool
-from common.engine.loop import EventLoop
+from common.engine.loop.loop import EventLoop
+from common.engine.memory.kv import HostPool, KVLayout, KVPool
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
 from common.engine.models import Model
-from common.engine.pages import Holder, PageAllocator
-from common.engine.radix import RadixCache
-from common.engine.request import Request
-from common.engine.runner import ModelRunner
-from common.engine.scheduler import Scheduler
-from common.engine.stream import Event, Stream, open_stream
-from common.engine.table import RequestTable
+from common.engine.rows.batch import BatchResult, Launched, Runner, ScheduleBatch
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from common.engine.run.graphs import CudaRecorder, Graph, Recorder
+from common.engine.run.runner import ModelRunner
+from common.engine.run.stream import Event, Stream, open_stream
+from common.engine.schedule.scheduler import Scheduler
 from common.sampling import SamplingParams
 
 PAGE_SIZE = 16

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from bench.gpu.engine import PAGE_SIZE, make_request
-from common.engine.batch import ForwardMode, ScheduleBatch
-from common.engine.forward import BatchBuilder, ForwardBatch
-from common.engine.kv import KVPool
+from common.engine.memory.kv import KVPool
 from common.engine.models import Model
-from common.engine.table import RequestTable
+from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.engine.rows.forward import BatchBuilder, ForwardBatch
+from common.engine.rows.table import RequestTable
 
 
 class Pages(Protocol):

@@ -17,7 +17,7 @@ from bench.gpu.frame import Row, Tables
 from bench.gpu.models import random_weights, shallow, spec_of, widened
 from bench.gpu.ops import relative_error, worst
 from bench.gpu.setting import Setting
-from common.engine.kv import KVLayout, KVPool
+from common.engine.memory.kv import KVLayout, KVPool
 from common.engine.models.decoder import DenseDecoder
 from kernels import device as kernel_device
 from kernels.sampling import sample

@@ -10,9 +10,9 @@ import torch
 
 from common.config import EngineConfig
 from common.engine.footprint import largest_forward, measure_footprint
-from common.engine.graphs import CudaRecorder
-from common.engine.kv import HostPool, KVPool
-from common.engine.limits import RequestLimits
+from common.engine.memory.kv import HostPool, KVPool
+from common.engine.memory.pages import PageAllocator
+from common.engine.memory.radix import RadixCache
 from common.engine.models import (
     Model,
     ModelSpec,
@@ -22,11 +22,13 @@ from common.engine.models import (
     resolve_dtype,
     tokenizer_hash,
 )
-from common.engine.pages import PageAllocator
-from common.engine.radix import RadixCache
-from common.engine.request import Ints, Request
-from common.engine.runner import ModelRunner
-from common.engine.scheduler import Scheduler
+from common.engine.rows.limits import RequestLimits
+from common.engine.rows.request import Ints, Request
+from common.engine.rows.table import RequestTable
+from common.engine.run.graphs import CudaRecorder
+from common.engine.run.runner import ModelRunner
+from common.engine.run.stream import Stream, open_stream
+from common.engine.schedule.scheduler import Scheduler
 from common.engine.sizing import (
     EngineShape,
     free_bytes,
@@ -34,8 +36,6 @@ from common.engine.sizing import (
     resolve_shape,
     weight_bytes,
 )
-from common.engine.stream import Stream, open_stream
-from common.engine.table import RequestTable
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory

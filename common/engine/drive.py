@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from common.config import EngineConfig
 from common.engine.build import Engine
-from common.engine.clock import StepClock
-from common.engine.loop import EventLoop, Role
-from common.engine.scheduler import Scheduler
-from common.engine.watchdog import Watchdog
+from common.engine.loop.clock import StepClock
+from common.engine.loop.loop import EventLoop, Role
+from common.engine.loop.watchdog import Watchdog
+from common.engine.schedule.scheduler import Scheduler
 from common.logs import kv
 from common.node.desk import Channel
 from common.node.messages import EngineReady

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.graphs import CudaRecorder
-from common.engine.kv import HostPool, KVPool
+from common.engine.memory.kv import HostPool, KVPool
 from common.engine.models import Model
-from common.engine.runner import ModelRunner
+from common.engine.rows.table import RequestTable
+from common.engine.run.graphs import CudaRecorder
+from common.engine.run.runner import ModelRunner
+from common.engine.run.stream import open_stream
 from common.engine.sizing import EngineShape
-from common.engine.stream import open_stream
-from common.engine.table import RequestTable
 from common.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.config import EngineConfig
-from common.engine.kv import KVLayout
+from common.engine.memory.kv import KVLayout
 from common.engine.models import ModelSpec, resolve_dtype
 from common.engine.models.checkpoint import Checkpoint
 from common.errors import ConfigError

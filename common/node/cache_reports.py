@@ -29,7 +29,7 @@ class Change(Protocol):
 
 
 class CacheSource(Protocol):
-    """The prefix cache of an engine; see common/engine/cache_events.py."""
+    """The prefix cache of an engine; see common/engine/memory/cache_events.py."""
 
     page_size: int
 

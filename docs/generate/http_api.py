@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from router.openai import openapi
+from router.api.openai import openapi
 
 _HEAD = """# HTTP API
 

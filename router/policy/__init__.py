@@ -1,6 +1,6 @@
 """Which nodes a request goes to: one policy a file, one table of names. No connections here."""
 
-from router.choices import DecodeChoice, Placement, PrefillChoice, Prompt
+from router.policy.choices import DecodeChoice, Placement, PrefillChoice, Prompt
 from router.policy.contract import Policy
 from router.policy.table import HEED_PREFIXES, make_policy
 

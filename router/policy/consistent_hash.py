@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from xxhash import xxh3_64_intdigest
 
 from common.prefix_hash import as_bytes
-from router.choices import DecodeChoice, Placement, Prompt
-from router.load import Load
+from router.policy.choices import DecodeChoice, Placement, Prompt
 from router.policy.decode_choice import LeastFull
+from router.policy.load import Load
 
 KEY_TOKENS = 256  # of the prompt: what requests of one application have in common
 MOST_OVER_MEAN = 1.25

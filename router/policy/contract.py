@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, Prompt
 
 
 class Policy(Protocol):

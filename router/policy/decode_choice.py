@@ -7,8 +7,8 @@ that no Status shows yet. Of nodes about equally full the one with the faster li
 import math
 from collections.abc import Sequence
 
-from router.choices import DecodeChoice, PrefillChoice
-from router.load import Load
+from router.policy.choices import DecodeChoice, PrefillChoice
+from router.policy.load import Load
 
 # A link half as fast weighs as much as so large a share of the pages; five halvings at most.
 _SHARE_PER_HALVING = 0.05

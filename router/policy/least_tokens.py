@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from router.choices import DecodeChoice, Placement, Prompt
-from router.load import Load
+from router.policy.choices import DecodeChoice, Placement, Prompt
 from router.policy.decode_choice import LeastFull
+from router.policy.load import Load
 from router.policy.turns import Turns
 
 

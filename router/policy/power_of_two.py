@@ -7,9 +7,9 @@ run to the same node.
 import random
 from collections.abc import Sequence
 
-from router.choices import DecodeChoice, Placement, Prompt
-from router.load import Load
+from router.policy.choices import DecodeChoice, Placement, Prompt
 from router.policy.decode_choice import LeastFull
+from router.policy.load import Load
 
 
 class PowerOfTwo:

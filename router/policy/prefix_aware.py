@@ -9,11 +9,11 @@ longer than the prefix, the next prompt goes elsewhere, and that node has the pr
 
 from collections.abc import Sequence
 
-from router.choices import DecodeChoice, Placement, Prompt
-from router.load import Load
+from router.policy.choices import DecodeChoice, Placement, Prompt
 from router.policy.decode_choice import LeastFull
+from router.policy.load import Load
+from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 from router.policy.turns import Turns
-from router.prefix_index import PrefixIndex, PromptPrefixes
 
 # Above the least cost: what bench.routing likes best. More keeps more prefixes where they are and
 # makes queues longer where one of them dominates.

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from router.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, Prompt
 
 
 class Random:

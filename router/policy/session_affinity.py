@@ -6,9 +6,9 @@ Requests without a session, and a session's first, go to the least loaded nodes.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from router.choices import DecodeChoice, Placement, Prompt
-from router.load import Load
+from router.policy.choices import DecodeChoice, Placement, Prompt
 from router.policy.least_tokens import LeastTokens
+from router.policy.load import Load
 
 MAX_SESSIONS = 1 << 16  # the one not heard of for longest is forgotten
 

@@ -3,16 +3,16 @@
 import random
 from collections.abc import Callable
 
-from router.load import Load
 from router.policy.consistent_hash import ConsistentHash
 from router.policy.contract import Policy
 from router.policy.least_tokens import LeastTokens
+from router.policy.load import Load
 from router.policy.power_of_two import PowerOfTwo
 from router.policy.prefix_aware import PrefixAware
+from router.policy.prefix_index import PrefixIndex
 from router.policy.random_choice import Random
 from router.policy.round_robin import RoundRobin
 from router.policy.session_affinity import SessionAffinity
-from router.prefix_index import PrefixIndex
 
 _POLICIES: dict[str, Callable[[Load, PrefixIndex, random.Random], Policy]] = {
     "round_robin": lambda load, prefixes, rng: RoundRobin(),

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import grpc.aio
 
-from common.demo.tasks import Exchange, recall, word_facts
+from cli.demo.tasks import Exchange, recall, word_facts
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling

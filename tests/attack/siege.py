@@ -16,9 +16,9 @@ from random import Random
 import grpc.aio
 import msgspec
 
+from cli.demo import DIRECTORY
 from common import api_keys
 from common.api_keys import KeyEntry
-from common.demo import DIRECTORY
 from tests.attack.arm import ARMS
 from tests.attack.load import Load, Served
 from tests.attack.target import Target

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from common.bench.errors import Unusable, WrongInput
-from common.bench.http_pool import Server
-from common.bench.openai_client import OpenAiClient
-from common.bench.workload import Job
+from loadtest.errors import Unusable, WrongInput
+from loadtest.http_pool import Server
+from loadtest.openai_client import OpenAiClient
+from loadtest.workload import Job
 from tests.support.stub_openai import Script, stub_openai
 
 JOB = Job((5, 6, 7, 8), max_tokens=6)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from common.bench.__main__ import parse
-from common.cli.demo_model import write
+from cli.demo_model import write
+from loadtest.__main__ import parse
 from tests.bench.pages import Page
 from tests.support.cluster import children_of
 from tests.support.programs import ROOT, runs
@@ -39,7 +39,7 @@ async def bench(tmp_path):
 
     async def start(*arguments):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "common.bench", *arguments),
+            *(sys.executable, "-m", "loadtest", *arguments),
             cwd=tmp_path,
             env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
             stdin=asyncio.subprocess.DEVNULL,

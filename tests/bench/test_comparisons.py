@@ -2,15 +2,15 @@
 
 import pytest
 
-from common.bench import break_even_report, compare_report
-from common.bench.command import About
-from common.bench.load import Run
-from common.bench.objectives import Objectives
-from common.bench.outcome import Outcome
-from common.bench.progress import Show
-from common.bench.report.page import write
-from common.bench.session import Measured, Session
-from common.bench.systems import Arm
+from loadtest import break_even_report, compare_report
+from loadtest.command import About
+from loadtest.load import Run
+from loadtest.objectives import Objectives
+from loadtest.outcome import Outcome
+from loadtest.progress import Show
+from loadtest.report.page import write
+from loadtest.session import Measured, Session
+from loadtest.systems import Arm
 from tests.bench.pages import Page
 
 ABOUT = About({"seed": 1}, {"cpu": "test"}, "now")

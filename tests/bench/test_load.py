@@ -8,14 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from common.bench.errors import WrongInput
-from common.bench.lengths import Lengths
-from common.bench.load import Load, Run, poisson, until
-from common.bench.objectives import Objectives
-from common.bench.outcome import Outcome
-from common.bench.statistics import distribution, nearest_rank
-from common.bench.summary import gaps_during, summary, warnings
-from common.bench.workload import Job, Trace, Workload
+from loadtest.errors import WrongInput
+from loadtest.lengths import Lengths
+from loadtest.load import Load, Run, poisson, until
+from loadtest.objectives import Objectives
+from loadtest.outcome import Outcome
+from loadtest.statistics import distribution, nearest_rank
+from loadtest.summary import gaps_during, summary, warnings
+from loadtest.workload import Job, Trace, Workload
 from tests.support.stub_openai import until as until_time
 
 JOBS = [Job((number,), 1) for number in range(1, 100)]

@@ -4,9 +4,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from common.bench.report.page import Page as Report
-from common.bench.report.page import Table, write
-from common.bench.report.svg import HEIGHT, WIDTH, Plot, Series, number, render
+from loadtest.report.page import Page as Report
+from loadtest.report.page import Table, write
+from loadtest.report.svg import HEIGHT, WIDTH, Plot, Series, number, render
 from tests.bench.pages import Page
 
 

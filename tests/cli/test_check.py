@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from common.cli.demo_model import write
+from cli.demo_model import write
 from common.identity.secret import new_secret
 from tests.support.certificates import Authority
 from tests.support.programs import ROOT
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 def _check(*arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "common.cli.check", *arguments],
+        [sys.executable, "-m", "cli.check", *arguments],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "200"},
         capture_output=True,

@@ -8,13 +8,13 @@ from importlib.metadata import version
 
 import pytest
 
-from common.cli import generate
-from common.cli.demo_model import write
+from cli import generate
+from cli.demo_model import write
 from tests.support.programs import ROOT
 
 
 def _baton(*arguments):
-    code = "import sys; from common.cli.main import main; sys.exit(main())"
+    code = "import sys; from cli.main import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from cli import client, keys
 from common import api_keys
-from common.cli import client, keys
 from common.errors import ConfigError
 
 
@@ -75,7 +75,7 @@ def test_what_is_no_key_is_not_sent(tmp_path, content):
 
 
 def test_a_key_on_the_command_line_is_not_taken(capsys):
-    from common.cli import generate
+    from cli import generate
 
     with pytest.raises(SystemExit):
         generate.parse(["hello", "--api-key", "secret"])

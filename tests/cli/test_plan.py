@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import plan
-from common.cli.settings import read
+from cli import plan
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.errors import ConfigError
+from common.settings import read
 
 WISH = plan.Wish(
     model="m",

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from common.cli.settings import read
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
+from common.settings import read
 from tests.support.programs import ROOT
 
 
@@ -200,7 +200,7 @@ def test_help_says_something_of_every_flag_and_shows_no_python(capsys):
 
 
 def test_reading_a_configuration_loads_neither_torch_nor_grpc():
-    code = "import sys, common.cli.settings, common.config; print(*sys.modules)"
+    code = "import sys, common.settings, common.config; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()

@@ -14,8 +14,8 @@ import time
 import pytest
 from rich.console import Console
 
-from common.cli import top, top_frame
-from common.cli.top_rates import Rates
+from cli import top, top_frame
+from cli.top_rates import Rates
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
 from tests.support.programs import ROOT, Program
 
@@ -164,7 +164,7 @@ def router(tmp_path):
 
 def _top(*arguments, **streams):
     return subprocess.Popen(
-        [sys.executable, "-m", "common.cli.top", *arguments],
+        [sys.executable, "-m", "cli.top", *arguments],
         cwd=ROOT,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""},
         **streams,

@@ -23,9 +23,9 @@ from protos.router_pb2 import (
     GetModelRequest,
     TokenizeRequest,
 )
-from router.assembly import Running
+from router.api.rpc_guard import address
 from router.clients import keyring
-from router.clients.rpc_guard import address
+from router.process.assembly import Running
 from tests.clients.rig import KEYS, NOBODY, WAIT_S, bearer, entry, write
 from tests.router.rig import collect, eventually, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode

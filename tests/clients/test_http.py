@@ -12,10 +12,10 @@ from common.config import ClientsConfig
 from common.errors import RateLimited
 from common.metrics import RouterMetrics
 from protos.decode_pb2 import FINISH_REASON_STOP
+from router.api.http.request import Peer
+from router.api.key_connections import KeyConnections
 from router.clients.client import Client
-from router.clients.key_connections import KeyConnections
 from router.clients.usage import Usage
-from router.http.request import Peer
 from tests.clients.rig import KEYS, NOBODY, WAIT_S, bearer, entry, write
 from tests.router.openai_rig import COMPLETIONS, Api, api_for
 from tests.router.rig import eventually, router_for

@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 
-from common.demo import DIRECTORY
-from common.demo.evaluate import word_recall
-from common.demo.tasks import Exchange
+from cli.demo import DIRECTORY
+from cli.demo.evaluate import word_recall
+from cli.demo.tasks import Exchange
 from tests.support.cluster import RIGS, Answer, Cluster, Rig
 
 pytestmark = [pytest.mark.slow]

@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from common.demo import evaluate, tasks
-from common.demo.tokenizer import make_tokenizer
-from common.demo.words import LETTERS, WORDS
+from cli.demo import evaluate, tasks
+from cli.demo.tokenizer import make_tokenizer
+from cli.demo.words import LETTERS, WORDS
 
 SEEDS = range(10)
 

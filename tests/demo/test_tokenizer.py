@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.demo.rows import Encoder
-from common.demo.tasks import Exchange
-from common.demo.tokenizer import END, make_tokenizer
-from router.chat_template import ChatTemplate
+from cli.demo.rows import Encoder
+from cli.demo.tasks import Exchange
+from cli.demo.tokenizer import END, make_tokenizer
+from router.text.chat_template import ChatTemplate
 
 
 @pytest.fixture(scope="module")

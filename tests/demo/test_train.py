@@ -5,10 +5,10 @@ from random import Random
 
 import torch
 
-from common.demo import train
-from common.demo.rows import Encoder, loss_and_right
-from common.demo.tasks import Exchange
-from common.demo.tokenizer import make_tokenizer
+from cli.demo import train
+from cli.demo.rows import Encoder, loss_and_right
+from cli.demo.tasks import Exchange
+from cli.demo.tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 

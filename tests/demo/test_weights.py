@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.demo import DIRECTORY, evaluate
+from cli.demo import DIRECTORY, evaluate
 from common.engine.models import load
 from tests.support.checkpoints import reference_model
 from tests.support.steps import Steps

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from common.cli.settings import ENV_PREFIX, read
 from common.config import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from common.settings import ENV_PREFIX, read
 from tests.support.programs import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"

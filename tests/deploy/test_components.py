@@ -23,7 +23,9 @@ from tests.support.programs import ROOT
 
 NODES = ("prefill", "decode")
 # Where a node of that role makes up the names of its queues.
-QUEUE_SOURCES = {role: (f"{role}_node/role.py", "common/engine/scheduler.py") for role in NODES}
+QUEUE_SOURCES = {
+    role: (f"{role}_node/role.py", "common/engine/schedule/scheduler.py") for role in NODES
+}
 
 
 def _nodes(programs):

@@ -124,7 +124,7 @@ def _loaded_by(statement):
 
 
 def test_a_router_loads_nothing_that_its_group_does_not_bring():
-    programs = "import router.__main__, common.cli.main, common.cli.top"
+    programs = "import router.__main__, cli.main, cli.top"
     loaded = _loaded_by(programs) - _loaded_by("pass")
     brought = _closure(PROJECT["dependency-groups"]["router"]) | {"baton"}
     # Several distributions may share a name, such as google.

@@ -1,7 +1,7 @@
 import pytest
 
-from common.engine.adder import PrefillAdder
-from common.engine.growth import NewTokenRatio, growth_of_one, growth_of_running
+from common.engine.schedule.adder import PrefillAdder
+from common.engine.schedule.growth import NewTokenRatio, growth_of_one, growth_of_running
 from tests.support.engine_rig import ints
 
 

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from common.engine.cache_events import CacheChange, CacheEvents
-from common.engine.pages import Holder, PageAllocator
-from common.engine.radix import RadixCache
+from common.engine.memory.cache_events import CacheChange, CacheEvents
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
 from common.namespace import SHARED, Namespace, namespace_of
 from common.prefix_hash import PrefixHasher, as_bytes, page_names
 from tests.support.engine_rig import ints

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.engine.batch import PageCopies
 from common.engine.build import build
-from common.engine.graphs import CudaRecorder
 from common.engine.models import load
+from common.engine.rows.batch import PageCopies
+from common.engine.run.graphs import CudaRecorder
 from common.errors import ConfigError
 from common.sampling import SamplingParams
 from tests.support.checkpoints import (

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from common.engine.graphs import ladder
 from common.engine.models import load
+from common.engine.run.graphs import ladder
 from common.sampling import SamplingParams
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps

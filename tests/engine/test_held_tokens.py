@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.engine.held_tokens import HeldTokens
+from common.engine.rows.held_tokens import HeldTokens
 from common.errors import Overloaded
 
 

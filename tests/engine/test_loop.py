@@ -3,10 +3,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.engine.batch import BatchResult, ForwardMode, ScheduleBatch
-from common.engine.clock import StepClock
-from common.engine.loop import EventLoop
-from common.engine.watchdog import Watchdog
+from common.engine.loop.clock import StepClock
+from common.engine.loop.loop import EventLoop
+from common.engine.loop.watchdog import Watchdog
+from common.engine.rows.batch import BatchResult, ForwardMode, ScheduleBatch
 from common.errors import EngineFault
 from tests.support.engine_rig import Rig, ints
 

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from common.engine.pages import Holder, PageAllocator
+from common.engine.memory.pages import Holder, PageAllocator
 from common.errors import EngineFault
 from tests.support.engine_rig import ints
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.pages import Holder, PageAllocator
-from common.engine.policy import SchedulePolicy
-from common.engine.radix import RadixCache
-from common.engine.request import Request
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.request import Request
+from common.engine.schedule.policy import SchedulePolicy
 from common.namespace import SHARED, Namespace, namespace_of
 from common.sampling import SamplingParams
 from tests.support.engine_rig import Rig, ints

@@ -4,8 +4,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from common.engine.pages import Holder, PageAllocator
-from common.engine.radix import RadixCache
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
 from common.namespace import SHARED, namespace_of
 from tests.support.engine_rig import ints
 

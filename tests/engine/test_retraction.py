@@ -3,8 +3,8 @@
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.pages import Holder
-from common.engine.request import FinishReason
+from common.engine.memory.pages import Holder
+from common.engine.rows.request import FinishReason
 from tests.support.engine_rig import Rig
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

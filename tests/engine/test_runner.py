@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine import batch
-from common.engine.batch import PageCopies
-from common.engine.kv import PagedKV
+from common.engine.memory.kv import PagedKV
 from common.engine.models import Model, load
+from common.engine.rows import batch
+from common.engine.rows.batch import PageCopies
 from common.sampling import SamplingParams
 from kernels import sampling
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint

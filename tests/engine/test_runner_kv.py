@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.batch import PageCopies
-from common.engine.kv import HostPool, KVLayout, KVPool, PagedKV, swap_in, swap_out
+from common.engine.memory.kv import HostPool, KVLayout, KVPool, PagedKV, swap_in, swap_out
+from common.engine.rows.batch import PageCopies
 from common.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from common.engine.stream import MAX_QUEUED, WorkerStream
+from common.engine.run.stream import MAX_QUEUED, WorkerStream
 from common.errors import EngineFault
 
 

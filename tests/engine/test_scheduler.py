@@ -3,9 +3,9 @@
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.batch import BatchResult, ForwardMode
-from common.engine.pages import Holder
-from common.engine.request import Finish, FinishReason, Request
+from common.engine.memory.pages import Holder
+from common.engine.rows.batch import BatchResult, ForwardMode
+from common.engine.rows.request import Finish, FinishReason, Request
 from common.errors import EngineFault, InvalidRequest, NotIdle, Overloaded
 from tests.support.engine_rig import Rig, ints
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.request import FinishReason, Request
+from common.engine.rows.request import FinishReason, Request
 from common.namespace import namespace_of
 from tests.support.engine_rig import VOCABULARY, Rig
 

@@ -201,7 +201,7 @@ async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_t
 
 def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
-    command = [sys.executable, "-m", "common.cli.secret", *arguments]
+    command = [sys.executable, "-m", "cli.secret", *arguments]
     return subprocess.run(
         command,
         cwd=ROOT,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.prefix_index import STRIDE
+from router.policy.prefix_index import STRIDE
 from tests.support.cluster import RIGS, Cluster, Rig
 from tests.support.noise_model import write
 

@@ -14,8 +14,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from cli import client
 from common import tls
-from common.cli import client
 from common.config import TlsConfig
 from common.rpc import make_channel
 from protos.node_pb2 import DescribeRequest
@@ -127,7 +127,7 @@ async def test_nodes_hear_only_those_that_their_authority_has_signed(
 async def test_clients_of_the_router_check_it_and_need_no_certificate(
     cluster: Cluster, config: TlsConfig, program: type[Program]
 ) -> None:
-    arguments = ("common.cli.generate", "hello", f"--router={cluster.address}", "--max-tokens=2")
+    arguments = ("cli.generate", "hello", f"--router={cluster.address}", "--max-tokens=2")
     trusting = program(*arguments, f"--tls-ca={config.ca}", "--stats")
     plain = program(*arguments)
     assert await asyncio.to_thread(trusting.exit_code) == 0
@@ -212,7 +212,7 @@ async def test_up_serves_with_tls_everywhere(
 ) -> None:
     router, http, prefill, decode = free_ports(4)
     up = program(
-        "common.cli.up",
+        "cli.up",
         f"--model={model}",
         f"--var={tmp_path}",
         f"--port={router}",

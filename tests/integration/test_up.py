@@ -12,7 +12,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from common.cli.demo_model import write
+from cli.demo_model import write
 from tests.support.cluster import children_of, free_ports
 from tests.support.programs import Program, await_end, runs
 from tests.support.sockets import OpenSocket, sockets_of
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     def run_up(*flags: str) -> Program:
         router, http, prefill, decode = free_ports(4)
         program = Program(
-            "common.cli.up",
+            "cli.up",
             f"--var={tmp_path}",
             f"--port={router}",
             f"--http-port={http}",

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from common.engine.cache_events import CacheChange
+from common.engine.memory.cache_events import CacheChange
 from common.errors import Overloaded
 from common.namespace import SHARED, Namespace, namespace_of
 from common.node.cache_feed import CacheFeed

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.config import TransferConfig
-from common.engine.request import Request
-from common.engine.table import RequestTable
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
 from common.errors import ServingError
 from common.node.ipc import encode_frame
 from common.node.messages import SubmitRequest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.engine.request import FinishReason
+from common.engine.rows.request import FinishReason
 from common.namespace import SHARED, namespace_of
 from kvtransfer import wire
 from kvtransfer.messages import Admitted, Cancel, Done, Grant, Open, Ready

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from common.metrics import RouterMetrics
-from router.http.request import Check, Peer, Request
-from router.http.responder import Headers, Responder
-from router.http.routes import Routes
-from router.http.server import HttpServer
-from router.http.shared import Limits, Shared
-from router.openai import problems
+from router.api.http.request import Check, Peer, Request
+from router.api.http.responder import Headers, Responder
+from router.api.http.routes import Routes
+from router.api.http.server import HttpServer
+from router.api.http.shared import Limits, Shared
+from router.api.openai import problems
 
 
 class Checked:

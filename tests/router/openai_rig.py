@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from protos.decode_pb2 import FINISH_REASON_STOP, Submit
-from router.assembly import Running
+from router.process.assembly import Running
 from tests.router.rig import byte_level_tokenizer, router_for
 from tests.support.http_client import Response, get, post
 from tests.support.stub_decode_node import StubDecodeNode

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from common import rpc
 from common.config import ClientsConfig, FrontConfig, RouterConfig
 from protos import router_pb2, router_pb2_grpc
-from router import model_files
-from router.assembly import Running, running
+from router.process.assembly import Running, running
+from router.text import model_files
 
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 320

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.answer import Answer, LastPiece
-from router.detokenizer import Detokenizer
-from router.token_buffer import End
+from router.requests.answer import Answer, LastPiece
+from router.requests.token_buffer import End
+from router.text.detokenizer import Detokenizer
 from tests.router.rig import VOCABULARY_SIZE, byte_level_tokenizer
 from tests.router.test_detokenizer import BYTE_LEVEL
 from tests.router.test_stops import cut

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from common.errors import Overloaded
-from router.by_length import ByLength
+from router.text.by_length import ByLength
 
 
 class Queue:

@@ -12,9 +12,9 @@ from common.namespace import namespace_of
 from common.prefix_hash import page_names
 from protos.decode_pb2 import FINISH_REASON_STOP as STOP
 from protos.router_pb2 import GetClusterRequest, TokenIds
-from router import cache_watch
-from router.cache_watch import CacheWatch
-from router.prefix_index import PrefixIndex, PromptPrefixes
+from router.cluster import cache_watch
+from router.cluster.cache_watch import CacheWatch
+from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 from tests.router.rig import collect, eventually, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import ConfigError, InvalidRequest
-from router.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "<hi> & ü"}]
 

@@ -10,24 +10,24 @@ from common.metrics import RouterMetrics
 from protos.decode_pb2 import FINISH_REASON_LENGTH
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
-from router.admission import Admission
-from router.answer import LastPiece, Piece
-from router.cache_watch import CacheWatch
 from router.clients.client import by_address
-from router.cluster import Cluster
-from router.discovery import Discovery
+from router.cluster.cache_watch import CacheWatch
+from router.cluster.cluster import Cluster
+from router.cluster.discovery import Discovery
+from router.cluster.membership import Membership
+from router.cluster.survey import Survey
 from router.generation import Generator
-from router.load import Load
-from router.membership import Membership
-from router.model_files import ModelFiles
+from router.policy.load import Load
+from router.policy.prefix_index import PrefixIndex
 from router.policy.round_robin import RoundRobin
-from router.prefix_index import PrefixIndex
-from router.record import Records
-from router.served_model import served_model
-from router.survey import Survey
-from router.timelines import Timelines
-from router.token_buffer import End, TokenBuffer
-from router.wanted import from_request
+from router.requests.admission import Admission
+from router.requests.answer import LastPiece, Piece
+from router.requests.record import Records
+from router.requests.served_model import served_model
+from router.requests.timelines import Timelines
+from router.requests.token_buffer import End, TokenBuffer
+from router.requests.wanted import from_request
+from router.text.model_files import ModelFiles
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode
 

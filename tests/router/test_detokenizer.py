@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.detokenizer import Detokenizer
-from router.tokenizer import RouterTokenizer
+from router.text.detokenizer import Detokenizer
+from router.text.tokenizer import RouterTokenizer
 from tests.router.rig import VOCABULARY_SIZE, byte_level_tokenizer, sentencepiece_like_tokenizer
 
 BYTE_LEVEL = RouterTokenizer(byte_level_tokenizer().to_str().encode())

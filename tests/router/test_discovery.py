@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from router import sources
-from router.discovery import Discovery, Members
-from router.sources import MAX_ADDRESSES, Addresses, Times, resolve
+from router.cluster import sources
+from router.cluster.discovery import Discovery, Members
+from router.cluster.sources import MAX_ADDRESSES, Addresses, Times, resolve
 
 D0, D1 = "10.0.0.1:50200", "10.0.0.2:50200"
 P0, P1 = "10.0.1.1:50100", "10.0.1.2:50100"

@@ -28,8 +28,8 @@ from protos.router_pb2 import (
     TokenizeRequest,
 )
 from protos.sampling_pb2 import Sampling
-from router.assembly import Running
-from router.decode_client import DecodeClient
+from router.cluster.decode_client import DecodeClient
+from router.process.assembly import Running
 from tests.router.rig import (
     AT_ONCE,
     CONTEXT_LENGTH,

@@ -7,14 +7,14 @@ import msgspec
 
 from common.errors import DeadlineExceeded
 from common.metrics import RouterMetrics
-from router.answer import LastPiece, Usage
+from router.api.http.request import Request
+from router.api.http.responder import Responder
+from router.api.openai.completions import Completions
+from router.api.openai.generation_endpoint import GenerationEndpoint
 from router.clients.client import Client, by_address
 from router.generation import Generator, Write
-from router.http.request import Request
-from router.http.responder import Responder
-from router.openai.completions import Completions
-from router.openai.generation_endpoint import GenerationEndpoint
-from router.wanted import Wanted
+from router.requests.answer import LastPiece, Usage
+from router.requests.wanted import Wanted
 from tests.support.pipe import Pipe
 
 

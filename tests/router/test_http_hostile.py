@@ -8,9 +8,9 @@ import tracemalloc
 
 import pytest
 
-from router.http.reader import RequestReader
-from router.http.request import NOBODY, Head, Refused
-from router.openai import problems
+from router.api.http.reader import RequestReader
+from router.api.http.request import NOBODY, Head, Refused
+from router.api.openai import problems
 from tests.router.http_site import site
 from tests.router.rig import eventually
 from tests.support.http_client import WAIT_S, connected, get, not_reading, post, request

@@ -12,10 +12,10 @@ import pytest
 
 from common import tls
 from common.metrics import RouterMetrics
-from router.http.request import Request
-from router.http.responder import Responder
-from router.http.server import HttpServer
-from router.http.shared import Limits, Shared
+from router.api.http.request import Request
+from router.api.http.responder import Responder
+from router.api.http.server import HttpServer
+from router.api.http.shared import Limits, Shared
 from tests.router.http_site import Checked
 from tests.support.certificates import Authority
 

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.choices import Placement
-from router.load import Load
+from router.policy.choices import Placement
+from router.policy.load import Load
 
 
 def test_a_charge_is_the_prefill_nodes_until_the_first_token() -> None:

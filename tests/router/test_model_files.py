@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from router.model_files import load
+from router.text.model_files import load
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
 
 

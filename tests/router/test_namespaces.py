@@ -8,7 +8,7 @@ import pytest
 
 from common.namespace import NAMESPACE_BYTES, namespace_of
 from protos.decode_pb2 import FINISH_REASON_STOP
-from router.namespaces import MAX_SALT_CHARACTERS
+from router.requests.namespaces import MAX_SALT_CHARACTERS
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
 from tests.router.rig import Client, collect, failure, router_for
 from tests.support.http_client import post

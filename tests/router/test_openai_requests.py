@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protos.decode_pb2 import Submit
-from router.openai.completions import CompletionFields
-from router.openai.fields import UNSUPPORTED
+from router.api.openai.completions import CompletionFields
+from router.api.openai.fields import UNSUPPORTED
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
 from tests.support.http_client import connected, post, request

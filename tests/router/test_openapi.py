@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from router.openai import openapi
-from router.openai.chat import ChatFields
-from router.openai.completions import CompletionFields
+from router.api.openai import openapi
+from router.api.openai.chat import ChatFields
+from router.api.openai.completions import CompletionFields
 from tests.router.openai_rig import api_for
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.namespace import SHARED, Namespace, namespace_of
 from common.prefix_hash import page_names
-from router.load import Load
 from router.policy import DecodeChoice, Placement, Policy, PrefillChoice, Prompt, make_policy
+from router.policy.load import Load
 from router.policy.prefix_aware import NEAR_TOKENS
+from router.policy.prefix_index import PrefixIndex
 from router.policy.table import NAMES
-from router.prefix_index import PrefixIndex
 
 PAGE_SIZE = 16
 

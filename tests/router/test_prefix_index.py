@@ -7,8 +7,8 @@ import pytest
 from common.errors import ProtocolViolation
 from common.namespace import SHARED, Namespace, namespace_of
 from common.prefix_hash import page_names
-from router import prefix_index
-from router.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
+from router.policy import prefix_index
+from router.policy.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
 
 SIZE = 16
 

@@ -7,11 +7,11 @@ from typing import cast
 import pytest
 
 from common.errors import InvalidRequest
-from router.chat_template import ChatTemplate
-from router.limits import Limits
-from router.prompts import Prompts
-from router.tokenizer import RouterTokenizer, num_bytes
-from router.wanted import Messages, SharedPrompt, Text, TokenIds, Turn
+from router.requests.prompts import Prompts
+from router.requests.wanted import Messages, SharedPrompt, Text, TokenIds, Turn
+from router.text.chat_template import ChatTemplate
+from router.text.limits import Limits
+from router.text.tokenizer import RouterTokenizer, num_bytes
 from tests.router.rig import byte_level_tokenizer, sentencepiece_like_tokenizer
 
 CONTEXT = 1000

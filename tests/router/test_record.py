@@ -3,10 +3,10 @@
 import pytest
 
 from common.metrics import RouterMetrics
-from router import record
 from router.clients.client import by_address
-from router.record import Records
-from router.timelines import Timelines
+from router.requests import record
+from router.requests.record import Records
+from router.requests.timelines import Timelines
 
 
 def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(

@@ -12,16 +12,16 @@ from common.metrics import RouterMetrics
 from protos import router_pb2, router_pb2_grpc
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling
+from router.api.cluster_report import ClusterReport
+from router.api.service import RouterService
 from router.clients.guard import Guard
-from router.cluster_report import ClusterReport
 from router.generation import Generator
-from router.limits import MAX_FIELDS, Limits
-from router.model_files import ModelFiles
-from router.prompts import Prompts
-from router.served_model import ServedModel
-from router.service import RouterService
-from router.tokenizer import RouterTokenizer
-from router.wanted import Prompt
+from router.requests.prompts import Prompts
+from router.requests.served_model import ServedModel
+from router.requests.wanted import Prompt
+from router.text.limits import MAX_FIELDS, Limits
+from router.text.model_files import ModelFiles
+from router.text.tokenizer import RouterTokenizer
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, api_for
 from tests.router.rig import CONTEXT_LENGTH, Client, failure, router_for
 from tests.support.http_client import post

@@ -14,8 +14,8 @@ from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
 from protos.sampling_pb2 import Sampling
-from router import cluster
-from router.assembly import Running
+from router.cluster import cluster
+from router.process.assembly import Running
 from tests.router.rig import (
     Client,
     byte_level_tokenizer,

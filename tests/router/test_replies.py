@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from router.answer import Piece
-from router.http.request import Request
-from router.http.responder import Responder
-from router.openai.completions import Completions
-from router.openai.replies import Origin, StreamedReply
+from router.api.http.request import Request
+from router.api.http.responder import Responder
+from router.api.openai.completions import Completions
+from router.api.openai.replies import Origin, StreamedReply
+from router.requests.answer import Piece
 from tests.support.pipe import Pipe
 
 REQUEST = Request("POST", "/", {}, b"", takes_chunks=True, keep_alive=True)

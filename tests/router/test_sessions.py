@@ -8,7 +8,7 @@ import pytest
 from grpc import StatusCode
 
 from protos.decode_pb2 import FINISH_REASON_STOP
-from router.validation import MAX_SESSION_ID_CHARACTERS
+from router.requests.validation import MAX_SESSION_ID_CHARACTERS
 from tests.router.openai_rig import COMPLETIONS, api_for
 from tests.router.rig import collect, eventually, failure, router_for
 from tests.support.http_client import connected

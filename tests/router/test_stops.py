@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stops import StopStrings
+from router.text.stops import StopStrings
 
 words = st.text("ab", max_size=12)
 

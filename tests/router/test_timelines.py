@@ -12,7 +12,7 @@ from common.timeline import TtftPhase
 from protos import decode_pb2 as pb
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Sampling
-from router.timelines import NUM_KEPT
+from router.requests.timelines import NUM_KEPT
 from tests.router.rig import (
     WAIT_S,
     byte_level_tokenizer,

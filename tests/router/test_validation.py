@@ -10,12 +10,12 @@ from common.errors import ConfigError, InvalidRequest
 from kvtransfer.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
-from router.chat_template import ChatTemplate
-from router.limits import MAX_MESSAGES, Limits
-from router.prompts import Prompts
-from router.tokenizer import RouterTokenizer
-from router.validation import MAX_STOP_CHARACTERS, budget_s, check_request_id, parse
-from router.wanted import from_prompt, from_request
+from router.requests.prompts import Prompts
+from router.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_request_id, parse
+from router.requests.wanted import from_prompt, from_request
+from router.text.chat_template import ChatTemplate
+from router.text.limits import MAX_MESSAGES, Limits
+from router.text.tokenizer import RouterTokenizer
 from tests.router.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 
 LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)

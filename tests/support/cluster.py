@@ -25,10 +25,10 @@ from typing import Any, Self
 import grpc.aio
 import pytest
 
+from cli import client
+from cli.plan import Program
 from common import tls
-from common.cli import client
-from common.cli.children import Child
-from common.cli.plan import Program
+from common.children import Child
 from common.config import TlsConfig
 from common.identity.program import identity_of
 from common.identity.secret import new_secret

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.config import SchedulerConfig
-from common.engine.batch import BatchResult, Ints, Launched, ScheduleBatch
-from common.engine.loop import EventLoop
-from common.engine.pages import Holder, PageAllocator
-from common.engine.radix import RadixCache
-from common.engine.request import Finish, FinishReason, Request
-from common.engine.scheduler import ChunkDone, Finished, Scheduler
-from common.engine.table import RequestTable
+from common.engine.loop.loop import EventLoop
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import BatchResult, Ints, Launched, ScheduleBatch
+from common.engine.rows.request import Finish, FinishReason, Request
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.namespace import SHARED, Namespace
 from common.sampling import SamplingParams
 from tests.support.fake_runner import FakeRunner, next_token

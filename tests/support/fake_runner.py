@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.engine.batch import NOT_FINITE, NOT_SAMPLED, BatchResult, Ints, ScheduleBatch
-from common.engine.table import RequestTable
+from common.engine.rows.batch import NOT_FINITE, NOT_SAMPLED, BatchResult, Ints, ScheduleBatch
+from common.engine.rows.table import RequestTable
 
 DEADLINE_S = 30.0
 

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 from common.config import CacheConfig, DecodeConfig, EngineConfig, SchedulerConfig, TransferConfig
-from common.engine.batch import Launched
 from common.engine.build import Engine
-from common.engine.cache_events import CacheEvents
-from common.engine.kv import HostPool, KVPool
-from common.engine.limits import RequestLimits
-from common.engine.loop import EventLoop
+from common.engine.loop.loop import EventLoop
+from common.engine.memory.cache_events import CacheEvents
+from common.engine.memory.kv import HostPool, KVPool
+from common.engine.memory.pages import PageAllocator
+from common.engine.memory.radix import RadixCache
 from common.engine.models import Model, load
-from common.engine.pages import PageAllocator
-from common.engine.radix import RadixCache
-from common.engine.request import FinishReason
-from common.engine.runner import ModelRunner
+from common.engine.rows.batch import Launched
+from common.engine.rows.limits import RequestLimits
+from common.engine.rows.request import FinishReason
+from common.engine.rows.table import RequestTable
+from common.engine.run.runner import ModelRunner
+from common.engine.run.stream import Stream
 from common.engine.sizing import resolve_shape
-from common.engine.stream import Stream
-from common.engine.table import RequestTable
 from common.node.desk import Desk
 from common.node.ipc import FrameSocket
 from common.node.messages import Answer, Drained, Ended, EngineMessage, FrontMessage, StepTokens

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.config import TransferConfig
-from common.engine.stream import Stream, WorkerStream
+from common.engine.run.stream import Stream, WorkerStream
 from common.namespace import SHARED, Namespace
 from common.node.ipc import FrameSocket, socket_pair
 from common.node.messages import Ask, CancelSubmitted, StreamEnded, SubmitRequest

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.engine.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
-from common.engine.graphs import Recorder
-from common.engine.kv import HostPool, KVLayout, KVPool
+from common.engine.memory.kv import HostPool, KVLayout, KVPool
 from common.engine.models import Model
-from common.engine.request import Request
-from common.engine.runner import LaunchedStep, ModelRunner
-from common.engine.stream import open_stream
-from common.engine.table import RequestTable
+from common.engine.rows.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from common.engine.run.graphs import Recorder
+from common.engine.run.runner import LaunchedStep, ModelRunner
+from common.engine.run.stream import open_stream
 from common.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)

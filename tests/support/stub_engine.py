@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.config import DecodeConfig
-from common.engine.cache_events import CacheEvents
-from common.engine.pages import Holder, PageAllocator
-from common.engine.radix import RadixCache
+from common.engine.memory.cache_events import CacheEvents
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
 from common.errors import ConfigError
 from common.node.cache_reports import CacheReports
 from common.node.engine_process import EngineChannel, EngineStart, run_engine

@@ -6,14 +6,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.engine.forward import ForwardBatch
-from common.engine.kv import KVPool
+from common.engine.memory.kv import KVPool
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.config import read_spec
 from common.engine.models.decoder import DenseDecoder
 from common.engine.models.fingerprint import fingerprint, tokenizer_hash
 from common.engine.models.spec import ModelSpec
 from common.engine.models.weights import load_weights
+from common.engine.rows.forward import ForwardBatch
 
 __all__ = [
     "Model",

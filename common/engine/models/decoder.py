@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.forward import ForwardBatch
-from common.engine.kv import KVPool
+from common.engine.memory.kv import KVPool
 from common.engine.models.spec import ModelSpec
 from common.engine.models.weights import LayerWeights, Weights
+from common.engine.rows.forward import ForwardBatch
 from kernels.act_and_mul import act_and_mul
 from kernels.attention import AttentionPlan, paged_attention, plan_attention
 from kernels.embedding import embed

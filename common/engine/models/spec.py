@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.kv import PagedKV
+from common.engine.memory.kv import PagedKV
 from kernels.act_and_mul import Activation
 
 

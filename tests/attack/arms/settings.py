@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from common.cli.settings import ENV_PREFIX, read
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.settings import ENV_PREFIX, read
 from tests.attack.random_messages import mutated
 from tests.attack.target import Target
 

@@ -1,0 +1,1 @@
+"""The `baton` command, and the demo model. Starts the programs, imports none."""

@@ -1,0 +1,235 @@
+"""baton check: would this program run here, with this configuration and model? Starts nothing.
+
+Exit code 0: yes. 1: no, and the table says why. 2: the configuration itself is wrong. Runs as a
+module of its own, because it loads what a node loads.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cli.plan import refuse_busy_port
+from common import tls
+from common.config import (
+    DecodeConfig,
+    EngineConfig,
+    FrontConfig,
+    NodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    TlsConfig,
+    TransferConfig,
+)
+from common.engine.models import read_spec
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.weights import stored_tensors
+from common.engine.sizing import free_bytes, resolve_device, resolve_shape, weight_bytes
+from common.errors import ConfigError
+from common.identity import exposure
+from common.identity.program import identity_of
+from common.identity.roles import Role
+from common.model_directory import model_directory
+from common.settings import Parser, read
+
+PROGRAM = "baton check"
+ABOUT = (
+    "Would this program run here, with these flags and this model? Starts nothing. "
+    "--role says which program: decode (default), prefill or router."
+)
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+SOON = timedelta(days=14)  # a certificate that nobody renews would be noticed until then
+STYLES = {"ok": "green", "note": "yellow", "fails": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    verdict: str  # "ok" | "note": runs, but you may want to know | "fails"
+    remark: str
+
+
+def node_findings(config: NodeConfig) -> Iterator[Finding]:
+    """What a prefill or decode node needs, in the order it would need it."""
+    yield from _model(config.engine)
+    yield from _transfer(config.transfer)
+    yield from _front(config.front)
+    yield _callers("node", config.front, mutual=config.front.tls.mutual)
+
+
+def router_findings(config: RouterConfig) -> Iterator[Finding]:
+    """What a router needs; it has no use for weights or devices."""
+    try:
+        directory = model_directory(config.model, weights=False)
+    except ConfigError as error:
+        yield Finding("model", "fails", str(error))
+    else:
+        yield Finding("model", "ok", str(directory))
+        yield _text(directory)
+    yield Finding("nodes", *_named(config))
+    yield from _front(config.front)
+    yield _port("HTTP port", config.front.host, config.http_port)
+    mutual = config.front.tls.mutual or config.tls_to_nodes.mutual
+    yield _callers("router", config.front, mutual=mutual)
+    if config.tls_to_nodes.ca is not None:
+        yield from _tls("TLS to nodes", config.tls_to_nodes, "--nodes-tls")
+    elif config.front.tls.cert is not None:
+        yield Finding("TLS to nodes", "note", "off: for clients alone, without --nodes-tls.ca")
+
+
+def _model(config: EngineConfig) -> Iterator[Finding]:
+    try:
+        directory = model_directory(config.model, weights=True)
+        spec = read_spec(directory)
+        stored_tensors(Checkpoint(directory), spec)
+        yield Finding("model", "ok", f"{spec.architecture}, {spec.num_layers} layers: {directory}")
+        device = resolve_device(config.device)
+        yield Finding("device", "ok", _device(device))
+        # Weights first: what is left decides the size of the KV pool.
+        free = free_bytes(device, config.cache.memory_fraction)
+        shape = resolve_shape(config, spec, free=free)
+        weights = weight_bytes(directory, spec, shape.dtype)
+        shape = resolve_shape(config, spec, free=free - weights)
+    except ConfigError as error:
+        yield Finding("model and device", "fails", str(error))
+        return
+    yield Finding("dtype", "ok", str(shape.dtype).removeprefix("torch."))
+    pool = shape.num_pages * shape.layout.page_bytes
+    fits = shape.num_pages * shape.layout.page_size
+    remark = (
+        f"{_size(weights)} of weights and {_size(pool)} of KV in {_size(free)}: "
+        f"{shape.num_pages} pages, {fits} tokens"
+    )
+    yield Finding("memory", "ok" if free > weights + pool else "fails", remark)
+    enough = fits > shape.context_length
+    remark = f"{shape.context_length} tokens" + ("" if enough else f", but the pool holds {fits}")
+    yield Finding("context", "ok" if enough else "note", remark)
+    yield _text(directory)
+
+
+def _text(directory: Path) -> Finding:
+    if not (directory / "tokenizer.json").is_file():
+        return Finding("tokenizer", "note", "no tokenizer.json: no router can serve this model")
+    return Finding("tokenizer", "ok", "tokenizer.json")
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    return f"cpu, {len(os.sched_getaffinity(0))} cores"
+
+
+def _transfer(config: TransferConfig) -> Iterator[Finding]:
+    if config.path == "tcp":
+        yield Finding("KV transfer", "ok", "tcp, as configured")
+        return
+    missing = "note" if config.path == "auto" else "fails"
+    if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
+        yield Finding("KV transfer", missing, "nixl is not installed; tcp works without it")
+    elif YAMA.exists() and YAMA.read_text().strip() != "0" and os.geteuid() != 0:
+        remark = f"{YAMA} forbids other processes' memory: between hosts and on one, tcp it is"
+        yield Finding("KV transfer", missing, remark)
+    else:
+        yield Finding("KV transfer", "ok", "nixl; its path is proved when nodes pair")
+
+
+def _front(config: FrontConfig) -> Iterator[Finding]:
+    for what, port in (
+        ("port", config.port),
+        ("metrics port", config.metrics_port),
+        ("health port", config.health_port),
+    ):
+        if port is not None:
+            yield _port(what, config.host, port)
+    yield from _tls("TLS", config.tls, "--front.tls")
+
+
+def _callers(role: Role, front: FrontConfig, *, mutual: bool) -> Finding:
+    """Who may reach a program, and by what programs know each other."""
+    try:
+        identity = identity_of(role, "baton check", front.secret_file)
+        asked = identity is not None or mutual
+        exposure.check(front.host, asked=asked, insecure=front.insecure)
+    except ConfigError as error:
+        return Finding("callers", "fails", str(error))
+    if identity is not None:
+        return Finding("callers", "ok", "programs know each other by the cluster secret")
+    if mutual:
+        return Finding("callers", "ok", "programs know each other by their certificates")
+    verdict = "note" if front.insecure else "ok"
+    return Finding("callers", verdict, f"nobody is asked who he is, on {front.host}")
+
+
+def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:
+    try:
+        certificates = tls.certificates(config, knob)
+    except ConfigError as error:
+        yield Finding(what, "fails", str(error))
+        return
+    if certificates is None:
+        return
+    if config.cert is None:
+        yield Finding(what, "ok", f"checked by {config.ca}; there is no certificate to show")
+        return
+    names, end = tls.names_and_end(certificates.current())
+    soon = end - datetime.now(UTC) < SOON
+    remark = f"{tls.kind(certificates)}: {', '.join(names) or 'no names'}, until {end:%F}"
+    yield Finding(what, "note" if soon else "ok", remark)
+
+
+def _port(what: str, host: str, port: int) -> Finding:
+    try:
+        refuse_busy_port(host, port, "this program")
+    except ConfigError as error:
+        return Finding(what, "fails", str(error))
+    return Finding(what, "ok", f"{host}:{port} is free")
+
+
+def _named(config: RouterConfig) -> tuple[str, str]:
+    if not config.decode:
+        return "fails", "--decode names no node"
+    return "ok", f"{len(config.prefill)} prefill, {len(config.decode)} decode"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _findings(role: str, flags: list[str]) -> Callable[[], Iterator[Finding]]:
+    match role:
+        case "router":
+            router = read(RouterConfig, PROGRAM, flags, about=ABOUT)
+            return lambda: router_findings(router)
+        case "prefill":
+            prefill = read(PrefillConfig, PROGRAM, flags, about=ABOUT)
+            return lambda: node_findings(prefill)
+        case _:
+            decode = read(DecodeConfig, PROGRAM, flags, about=ABOUT)
+            return lambda: node_findings(decode)
+
+
+def main() -> int:
+    parser = Parser(prog=PROGRAM, add_help=False)
+    parser.add_argument("--role", choices=("router", "prefill", "decode"), default="decode")
+    options, flags = parser.parse_known_args()
+    table = Table(title=f"{options.role} node" if options.role != "router" else "router")
+    for column in ("", "verdict", "remark"):
+        table.add_column(column, overflow="fold")
+    fails = False
+    for finding in _findings(options.role, flags)():
+        style = STYLES[finding.verdict]
+        table.add_row(finding.what, f"[{style}]{finding.verdict}", finding.remark)
+        fails |= finding.verdict == "fails"
+    Console(highlight=False).print(table)
+    return int(fails)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

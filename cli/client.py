@@ -1,0 +1,174 @@
+"""What the commands ask of running programs, over gRPC."""
+
+import argparse
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cli import plan
+from common import tls
+from common.config import TlsConfig
+from common.errors import ConfigError, InvalidRequest
+from common.identity.identity import Identity
+from common.identity.program import identity_of
+from common.identity.secret import VARIABLE, unread
+from common.rpc import check_address, make_channel, raise_if_cancelled
+from protos import router_pb2, router_pb2_grpc
+
+KEY_VARIABLE = "BATON_API_KEY"
+Metadata = tuple[tuple[str, str], ...]
+
+_MAX_KEY_FILE_BYTES = 4096
+DEFAULT_FILE = Path("var/secret")
+_POLL_S = 0.2
+_ANSWER_S = 5.0
+
+
+def add_router_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--router",
+        type=_address,
+        default=f"{plan.HOST}:{plan.ROUTER_PORT}",
+        metavar="HOST:PORT",
+        help="its gRPC port (%(default)s)",
+    )
+
+
+def _address(text: str) -> str:
+    try:
+        return check_address(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_key_flag(parser: argparse.ArgumentParser) -> None:
+    """For commands that ask a router, which may want an API key. There is no flag for the key
+    itself: everybody on the machine can read command lines."""
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"holds an API key; without it the variable {KEY_VARIABLE} does",
+    )
+
+
+def credentials(options: argparse.Namespace) -> Metadata:
+    """What to send with each call, by the flag of `add_key_flag`; nothing without a key.
+
+    Raises:
+        ConfigError: the file cannot be read, or there is no key in it.
+    """
+    key, source = os.environ.get(KEY_VARIABLE, ""), f"the variable {KEY_VARIABLE}"
+    if options.api_key_file is not None:
+        source = str(options.api_key_file)
+        try:
+            with options.api_key_file.open("rb") as file:
+                key = file.read(_MAX_KEY_FILE_BYTES).decode("latin-1").strip()
+        except OSError as error:
+            raise ConfigError(f"--api-key-file: {unread(options.api_key_file, error)}") from error
+    elif not key:
+        return ()
+    if not (key.isascii() and key.isprintable() and key) or " " in key:
+        raise ConfigError(f"{source} holds no API key, which is one word")
+    return (("authorization", f"Bearer {key}"),)
+
+
+def add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    """What every command that talks to running programs has to know of their TLS."""
+    group = parser.add_argument_group("TLS", "PEM files; without --tls-ca nothing is encrypted.")
+    for name, what in (
+        ("ca", "who must have signed the certificate of the program"),
+        ("cert", "a certificate to show, where the program demands one"),
+        ("key", "its private key"),
+    ):
+        group.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=what)
+    group.add_argument(
+        "--tls-server-name", metavar="NAME", help="name in the program's certificate (its address)"
+    )
+
+
+def tls_config(options: argparse.Namespace) -> TlsConfig:
+    """What the flags of `add_tls_flags` say.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
+    if (cert is None) != (key is None):
+        raise ConfigError("--tls-cert and --tls-key go together")
+    if ca is None and (cert or options.tls_server_name):
+        raise ConfigError("--tls-ca is required with other flags of TLS")
+    return TlsConfig(cert=cert, key=key, ca=ca, server_name=options.tls_server_name)
+
+
+def add_secret_flag(parser: argparse.ArgumentParser) -> None:
+    """What a command that operates programs shows them."""
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the cluster secret, or an operator's key (the variable {VARIABLE}; else "
+        f"{DEFAULT_FILE}, which `baton up` writes)",
+    )
+
+
+def identity(options: argparse.Namespace) -> Identity | None:
+    """The operator's, of what `add_secret_flag` names; None where there is no secret.
+
+    Raises:
+        ConfigError: it is of no use.
+    """
+    file: Path | None = options.secret_file
+    if file is None and VARIABLE not in os.environ and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    return identity_of("operator", f"operator@{socket.gethostname()}", file)
+
+
+def certificates(options: argparse.Namespace) -> tls.Certificates | None:
+    """What the flags of `add_tls_flags` name. Raises ConfigError."""
+    return tls.certificates(tls_config(options), "--tls")
+
+
+async def until_serving(
+    address: str, service: str, certificates: tls.Certificates | None = None
+) -> None:
+    """Returns once the program at `address` says that `service` is healthy. Sets no deadline."""
+    request = health_pb2.HealthCheckRequest(service=service)
+    async with make_channel(address, certificates) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        while True:
+            try:
+                answer = await stub.Check(request, timeout=_ANSWER_S)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.aio.AioRpcError:
+                raise_if_cancelled()  # else it is not up yet, or does not know the service yet
+            await asyncio.sleep(_POLL_S)
+
+
+async def stream(
+    address: str,
+    request: router_pb2.GenerateRequest,
+    certificates: tls.Certificates | None = None,
+    metadata: Metadata = (),
+) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
+    """The answer of the router at `address`. Leaving the iteration cancels the request.
+
+    Raises:
+        grpc.aio.AioRpcError: with the router's own sentence in `details()`.
+    """
+    async with make_channel(address, certificates) as channel:
+        stub: Any = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Generate(request, metadata=metadata)
+        try:
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()

@@ -1,0 +1,55 @@
+"""The demo model's tokenizer: 500 words are one token each, anything else is spelled in bytes.
+
+Text is put in lower case and its spacing is made uniform, so that `fox=tea,owl=jam` and
+`Fox = tea, owl = jam` are the same tokens. A word carries the space in front of it. Digits are
+bytes, so that a number is the sequence of its digits.
+"""
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cli.demo.words import COMMANDS, LETTERS, MARKS, WORDS
+
+END, PADDING = "<|end|>", "<|padding|>"
+
+# A conversation is the transcript that training shows: what the user says, with the equals sign
+# that asks for an answer, and each answer with its end. A system message is facts in advance.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- set content = message.content | trim -%}
+{%- if message.role == 'assistant' -%}
+{{ ' ' + content + '<|end|>' }}
+{%- elif message.role == 'user' -%}
+{{ content.rstrip('= ') + ' =' }}
+{%- else -%}
+{{ content + ', ' }}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes in the order of the byte-level alphabet, then marks and words, then special tokens."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ("\u0120" + word for word in (*MARKS, *COMMANDS, *LETTERS, *WORDS))
+    vocabulary = {text: index for index, text in enumerate((*bytes_, *words))}
+    # Without merges a word is either in the vocabulary as a whole or taken byte by byte.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Lowercase(),
+            *(normalizers.Replace(Regex(rf"\s*\{mark}\s*"), f" {mark} ") for mark in MARKS),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Strip(),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (END, PADDING)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PADDING,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,110 @@
+"""baton generate TEXT: sends one prompt to a router and streams the answer to standard output."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor
+
+from cli import client
+from common import settings, tls
+from common.errors import ConfigError
+from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, GenerateResponse
+from protos.sampling_pb2 import Sampling
+
+_READERS = {
+    FieldDescriptor.CPPTYPE_STRING: str,
+    FieldDescriptor.CPPTYPE_FLOAT: float,
+    FieldDescriptor.CPPTYPE_INT32: int,
+    FieldDescriptor.CPPTYPE_UINT32: int,
+    FieldDescriptor.CPPTYPE_UINT64: int,
+}
+EXIT_INTERRUPTED = 130
+
+
+def request_from(arguments: argparse.Namespace) -> GenerateRequest:
+    given = {field.name: getattr(arguments, field.name) for field in Sampling.DESCRIPTOR.fields}
+    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
+    text = sys.stdin.read() if arguments.text == "-" else arguments.text
+    if arguments.chat:
+        messages = ChatMessages(messages=[ChatMessage(role="user", content=text)])
+        return GenerateRequest(messages=messages, sampling=sampling)
+    return GenerateRequest(text=text, sampling=sampling)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = settings.Parser(prog="baton generate", description=__doc__)
+    parser.add_argument("text", metavar="TEXT", help="the prompt; - reads standard input")
+    client.add_router_flag(parser)
+    parser.add_argument("--chat", action="store_true", help="TEXT is a user's message")
+    parser.add_argument("--stats", action="store_true", help="tokens and times, to standard error")
+    client.add_key_flag(parser)
+    client.add_tls_flags(parser)
+    group = parser.add_argument_group("sampling", "Unset: what the router takes for unset fields.")
+    for field in Sampling.DESCRIPTOR.fields:
+        flag = "--" + field.name.replace("_", "-")
+        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+            group.add_argument(flag, action="store_true", default=None)
+            continue
+        read = _READERS[field.cpp_type]
+        action = "append" if field.is_repeated else "store"
+        group.add_argument(flag, type=read, action=action, metavar=read.__name__)
+    return parser.parse_args(arguments)
+
+
+async def print_answer(
+    address: str,
+    request: GenerateRequest,
+    certificates: tls.Certificates | None = None,
+    metadata: client.Metadata = (),
+) -> tuple[GenerateResponse, float]:
+    """Streams the answer's text to standard output.
+
+    Returns:
+        The last message, and the seconds until the first one.
+    """
+    started, first = time.monotonic(), 0.0
+    last = GenerateResponse()
+    async with aclosing(client.stream(address, request, certificates, metadata)) as answer:
+        async for last in answer:
+            first = first or time.monotonic() - started
+            print(last.text, end="", flush=True)
+    print()
+    return last, first
+
+
+async def _main(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    try:
+        certificates = client.certificates(arguments)
+        last, first = await print_answer(
+            arguments.router, request_from(arguments), certificates, client.credentials(arguments)
+        )
+    except grpc.aio.AioRpcError as error:
+        print(f"baton generate: {error.code().name}: {error.details()}", file=sys.stderr)
+        return 1
+    if arguments.stats:
+        usage, took = last.usage, time.monotonic() - started
+        cached = f" ({usage.cached_tokens} cached)" if usage.HasField("cached_tokens") else ""
+        print(
+            f"{usage.prompt_tokens} prompt tokens{cached}, "
+            f"{usage.completion_tokens} generated, finished by {last.finish_reason}; "
+            f"first after {first * 1e3:.0f} ms, all after {took:.2f} s",
+            file=sys.stderr,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(asyncio.run(_main(parse())))
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    # The first two are what protobuf says of a number out of its range.
+    except (TypeError, ValueError, ConfigError) as error:
+        print(f"baton generate: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,65 @@
+"""The `baton` command: turns into the program that the first word names. Imports none of them."""
+
+import os
+import sys
+from importlib.metadata import version
+from typing import NamedTuple
+
+EXIT_USAGE = 2
+
+
+class Command(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "up": Command("cli.up", "start a router and nodes on this machine, and serve"),
+    "generate": Command("cli.generate", "send a prompt to a router, stream the answer"),
+    "bench": Command("loadtest", "measure: load, colocated or disaggregated, break-even"),
+    "top": Command("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
+    "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),
+    "secret": Command("cli.secret", "print a new cluster secret, or what is made of one"),
+    "check": Command("cli.check", "will this configuration and model run on this machine?"),
+    "demo-model": Command("cli.demo_model", "write the tiny model that `baton up` serves"),
+    "router": Command("router", "run a router"),
+    "prefill": Command("prefill_node", "run a prefill node"),
+    "decode": Command("decode_node", "run a decode node"),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<11} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: baton COMMAND [ARGUMENT]...",
+            "",
+            *lines,
+            "",
+            "baton COMMAND --help tells more, baton --version which version this is.",
+        ]
+    )
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case [name, *arguments] if name in COMMANDS:
+            sys.stdout.flush()
+            # -P: a directory of the user's that is called router must not be taken for ours.
+            program = [sys.executable, "-P", "-m", COMMANDS[name].module, *arguments]
+            os.execv(sys.executable, program)
+        case ["-h" | "--help" | "help"]:
+            print(usage())
+            return 0
+        case ["--version"]:
+            print(f"baton {version('baton')}")
+            return 0
+        case []:
+            print(usage(), file=sys.stderr)
+        case [unknown, *_]:
+            print(f"baton: no command {unknown!r} (one of {', '.join(COMMANDS)})", file=sys.stderr)
+    return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

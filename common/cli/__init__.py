@@ -1,1 +1,0 @@
-"""The `baton` command and the reading of configurations. Starts the programs, imports none."""

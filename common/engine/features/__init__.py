@@ -1,0 +1,1 @@
+"""What single rows of a batch ask of the logits, one file each."""

@@ -1,0 +1,1 @@
+"""The overlap loop, and who watches that it moves."""

@@ -1,0 +1,173 @@
+"""The rows of the engine: one slot per request on the device, one numpy column per fact.
+
+A step's work over its rows is a handful of column operations, whatever the number of rows. This
+module knows nothing of queues and decides nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.rows.batch import Ints
+from common.engine.rows.request import Request
+from common.errors import EngineFault
+
+Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest by np.intp
+
+_MAX_SEED = 2**64 - 1
+
+
+class RequestTable:
+    """Slot-indexed columns. Engine thread only; what a forward reads of them is copied at launch.
+
+    A slot is taken by `acquire` and given back by `release`; it is free for the next request once
+    no launched step has it, so that a late result can never meet a new request. Steps are
+    launched in the order of their numbers (`hold`), and finished in that order (`drop_step`).
+
+    Columns, [num_slots] unless said otherwise:
+        tokens [num_slots, context_length]: prompt, then what was generated; `known` are valid.
+        page_table [num_slots, max_pages]: pages of the request in order; `num_pages` are valid.
+        known: tokens that the CPU knows.
+        length: `known` and those in flight. A decode row computes token index length - 1.
+        max_length: the request has its last token when it has so many.
+        capacity: tokens that its pages have room for, num_pages * page_size.
+        stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them unless ignored.
+        live: the slot has a request that has not ended.
+        deadline: time.monotonic().
+    """
+
+    def __init__(self, num_slots: int, context_length: int, page_size: int) -> None:
+        self.num_slots = num_slots
+        self.context_length = context_length
+        self.page_size = page_size
+        max_pages = -(-context_length // page_size)
+        self.tokens = np.zeros((num_slots, context_length), np.int32)
+        self.page_table = np.zeros((num_slots, max_pages), np.int32)
+        self.known = np.zeros(num_slots, np.int32)
+        self.length = np.zeros(num_slots, np.int32)
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.max_length = np.zeros(num_slots, np.int32)
+        self.num_pages = np.zeros(num_slots, np.int32)
+        self.capacity = np.zeros(num_slots, np.int32)
+        self.stop_ids = np.full((num_slots, 1), -1, np.int32)
+        self.live = np.zeros(num_slots, np.bool_)
+        self.deadline = np.zeros(num_slots, np.float64)
+        self.origin_stream = np.zeros(num_slots, np.uint64)
+        self.origin_request = np.zeros(num_slots, np.uint64)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_p = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.frequency_penalty = np.zeros(num_slots, np.float32)
+        self.presence_penalty = np.zeros(num_slots, np.float32)
+        self.repetition_penalty = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.greedy = np.zeros(num_slots, np.bool_)
+        self.penalised = np.zeros(num_slots, np.bool_)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._last_step = np.zeros(num_slots, np.int64)  # the newest step that has the slot
+        self._finished_step = 0
+        self._leaving: list[int] = []  # released, but in a launched step
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, request: Request, eos_token_ids: Sequence[int] = ()) -> int | None:
+        """Gives the request a slot, sets `request.slot` and fills its columns; it has no pages.
+
+        Returns None where no slot is free.
+        """
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        request.slot = slot
+        num_tokens = len(request.token_ids)
+        sampling = request.sampling
+        self.tokens[slot, :num_tokens] = request.token_ids
+        self.known[slot] = self.length[slot] = num_tokens
+        self.num_prompt[slot] = request.num_prompt
+        self.max_length[slot] = min(request.num_prompt + sampling.max_tokens, self.context_length)
+        self.num_pages[slot] = self.capacity[slot] = 0
+        self.live[slot] = True
+        self.deadline[slot] = request.deadline
+        self.origin_stream[slot], self.origin_request[slot] = request.origin
+        self.temperature[slot] = sampling.temperature
+        self.top_p[slot] = sampling.top_p
+        self.top_k[slot] = sampling.top_k
+        self.min_p[slot] = sampling.min_p
+        self.frequency_penalty[slot] = sampling.frequency_penalty
+        self.presence_penalty[slot] = sampling.presence_penalty
+        self.repetition_penalty[slot] = sampling.repetition_penalty
+        self.seed[slot] = sampling.seed & _MAX_SEED
+        self.greedy[slot] = sampling.greedy
+        self.penalised[slot] = sampling.penalised
+        self._set_stop_ids(
+            slot, sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(eos_token_ids))
+        )
+        return slot
+
+    def release(self, request: Request) -> None:
+        """The request has ended, or left the device: its slot is free once no step has it."""
+        slot = request.slot
+        if slot is None or not self.live[slot]:
+            raise EngineFault(f"request {request.key} releases a slot that it does not have")
+        request.slot = None
+        self.live[slot] = False
+        if self.in_flight(slot):
+            self._leaving.append(slot)
+        else:
+            self._free.append(slot)
+
+    def hold(self, slots: Slots, step: int) -> None:
+        """A step with these rows is launched."""
+        self._last_step[slots] = step
+
+    def drop_step(self, step: int) -> None:
+        """That step, and all before it, are finished."""
+        self._finished_step = step
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for slot in leaving:
+                (self._leaving if self.in_flight(slot) else self._free).append(slot)
+
+    def in_flight(self, slot: int) -> bool:
+        """Has a launched step, not finished yet, this slot?"""
+        return bool(self._last_step[slot] > self._finished_step)
+
+    def set_pages(self, slot: int, pages: Ints) -> None:
+        """These are all pages of the request, in order."""
+        num_pages = len(pages)
+        self.page_table[slot, :num_pages] = pages
+        self.num_pages[slot] = num_pages
+        self.capacity[slot] = num_pages * self.page_size
+
+    def pages_of(self, slot: int) -> Ints:
+        """A copy."""
+        return self.page_table[slot, : self.num_pages[slot]].copy()
+
+    def tokens_of(self, slot: int) -> Ints:
+        """The tokens that the CPU knows. A copy."""
+        return self.tokens[slot, : self.known[slot]].copy()
+
+    def check(self) -> None:
+        """Raises EngineFault where a slot is lost or given out twice."""
+        free = np.zeros(self.num_slots, np.bool_)
+        free[self._free] = True
+        if len(self._free) != np.count_nonzero(free):
+            raise EngineFault("slots: one is on the free list twice")
+        in_steps = self._last_step > self._finished_step
+        if not np.array_equal(free, ~self.live & ~in_steps):
+            raise EngineFault(
+                f"slots: {len(self._free)} free, {np.count_nonzero(self.live)} live and "
+                f"{np.count_nonzero(in_steps)} in steps do not make {self.num_slots}"
+            )
+
+    def _set_stop_ids(self, slot: int, stop_ids: Sequence[int]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids

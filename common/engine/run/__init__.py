@@ -1,0 +1,1 @@
+"""A batch on the device: the forward, its streams, graphs and rehearsal."""

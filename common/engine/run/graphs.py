@@ -1,0 +1,125 @@
+"""CUDA graphs of decode steps: one per padded number of rows, captured once and replayed.
+
+A graph has the model's forward only. What follows it, logits and sampling, is launched while the
+graph runs, so that a graph needs no memory per vocabulary and knows nothing of sampling.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from common.engine.rows.forward import ForwardBatch
+from common.engine.run.rehearsal import decode_rehearsal
+
+Forward: TypeAlias = Callable[[ForwardBatch], Tensor]
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Does it again on the current stream: the same launches on the same addresses."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records what `work` enqueues. `work` is run before, so that nothing is compiled in it."""
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        """The graph and what `work` returned, which every replay writes anew."""
+        ...
+
+
+class CudaRecorder:
+    """Graphs that share one memory pool: they are replayed one after the other."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        work()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, and are none of this graph's business.
+        with torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            stream=torch.cuda.current_stream(),
+            capture_error_mode="thread_local",
+        ):
+            output = work()
+        return graph, output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recorded:
+    graph: Graph
+    hidden: Tensor  # [rows, hidden], of the last replay
+
+
+class DecodeGraphs:
+    """Every method is for the forward stream."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        recorder: Recorder,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_pages: int,
+    ) -> None:
+        """
+        Args:
+            max_pages: of one row.
+        """
+        self._forward = forward
+        self._recorder = recorder
+        self._device = device
+        self._max_pages = max_pages
+        self._sizes = ladder(max_rows)
+        self._graphs: dict[int, _Recorded] = {}
+        # Every graph reads its inputs here, and every step's are copied here.
+        num_bytes = decode_rehearsal(max_rows, max_rows * max_pages).packed_bytes
+        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of the graphs there are to be, descending: the largest is captured first, and the
+        others find its memory."""
+        return self._sizes[::-1]
+
+    def capture(self, size: int) -> None:
+        """Captures the graph of so many rows, over a batch of padding."""
+        batch = decode_rehearsal(size, size * self._max_pages).to(self._device, self._inputs)
+        graph, hidden = self._recorder(lambda: self._forward(batch))
+        self._graphs[size] = _Recorded(graph, hidden)
+
+    def size_for(self, batch: ForwardBatch) -> int | None:
+        """Rows of the smallest graph for this step; None where none is."""
+        rows = batch.num_rows
+        if batch.num_decodes != rows or len(batch.sampled) != rows:
+            return None
+        return next((size for size in self._sizes if rows <= size and size in self._graphs), None)
+
+    def run(self, batch: ForwardBatch, size: int) -> tuple[ForwardBatch, Tensor]:
+        """The padded batch on the device, and the hidden states of the batch's own rows, valid
+        until the next `run`."""
+        recorded = self._graphs[size]
+        uploaded = batch.padded(size).to(self._device, self._inputs)
+        recorded.graph.replay()
+        return uploaded, recorded.hidden[: batch.num_rows]
+
+
+def ladder(max_rows: int) -> tuple[int, ...]:
+    """Sizes of graphs, ascending: a step of n rows is padded by n / 8 at most, or to 8."""
+    sizes = [1, 2, 4]
+    size, step = 8, 8
+    while size < max_rows:
+        sizes.append(size)
+        size += step
+        if size % (8 * step) == 0:
+            step = size // 8
+    return (*(size for size in sizes if size < max_rows), max_rows)

@@ -1,0 +1,1 @@
+"""Which requests a step computes: admission, growth, retraction, finishing."""

@@ -1,0 +1,219 @@
+"""Admission: from the waiting queue to the rows of a prefill forward.
+
+A request is admitted all or nothing: its cached prefix is held, the pages of its whole prompt are
+reserved and it has a slot, or it holds nothing. Its prompt may then take several forwards, one
+chunk each; one request at most is between chunks, and it goes first.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.config import SchedulerConfig
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import Ints
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.adder import PrefillAdder
+from common.engine.schedule.growth import NewTokenRatio, growth_of_one
+from common.engine.schedule.policy import SchedulePolicy
+from common.engine.schedule.waiting import PromptsUnderWay, WaitingQueue
+
+DEFAULT_CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendRow:
+    """Token indices [start, end) of a request's prompt; `last` ends it."""
+
+    request: Request
+    slot: int
+    start: int
+    end: int
+    last: bool
+
+
+class Admission:
+    """The waiting queue and the chunk under way. Engine thread only."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        ratio: NewTokenRatio,
+        on_admit: Callable[[Request, Ints], None],
+    ) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._table = table
+        self._pages = pages
+        self._cache = cache
+        self._ratio = ratio
+        self._on_admit = on_admit
+        self._max_prefill_tokens = config.max_prefill_tokens
+        chunk = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
+        self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
+        self._tried_at: tuple[int, int] | None = None  # batch_is_full, seen at this state
+        self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache))
+        self.under_way = PromptsUnderWay(table.page_size)
+        self.chunked: ExtendRow | None = None  # the last chunk launched of a prompt with more
+        self.cached_tokens = 0
+        self.admitted_tokens = 0
+
+    def max_length(self, request: Request) -> int:
+        """Tokens that it may have at most: asked for, in the context, in the whole pool."""
+        return min(
+            request.num_prompt + request.sampling.max_tokens,
+            self._table.context_length,
+            self._pages.num_pages * self._table.page_size + 1,  # the last one has no KV
+        )
+
+    def growth_pages(self, request: Request) -> int:
+        """Pages to keep free for a request that has the pages of its tokens, and its next token
+        in flight."""
+        num_tokens, size = len(request.token_ids), self._table.page_size
+        return growth_of_one(
+            num_tokens + 1,
+            self.max_length(request),
+            -(-num_tokens // size) * size,
+            self._ratio.value,
+            size,
+        )
+
+    def take_slot(self, request: Request, pages: Ints) -> int | None:
+        """Puts a request and its pages into the table. None: no slot is free."""
+        slot = self._table.acquire(request, self._eos_token_ids)
+        if slot is not None:
+            self._table.max_length[slot] = self.max_length(request)
+            self._table.set_pages(slot, pages)
+        return slot
+
+    def next_rows(
+        self,
+        *,
+        reserved_pages: int,
+        num_decode_rows: int,
+        may_admit: bool,
+        kept_slots: int,
+        alone: bool,
+    ) -> list[ExtendRow]:
+        """The prefill rows of the next forward; empty where there is nothing to prefill.
+
+        Args:
+            reserved_pages: kept free for the growth of running requests.
+            num_decode_rows: rows that will ride along, and take from the chunk's budget.
+            may_admit: False while only the chunk under way may go on.
+            kept_slots: not to be taken.
+            alone: nothing is running, so that a request which merely fits must be let in.
+        """
+        chunk_tokens = self._chunk_tokens
+        adder = PrefillAdder(
+            page_size=self._table.page_size,
+            reserved_pages=reserved_pages,
+            input_tokens=self._max_prefill_tokens,
+            chunk_tokens=None if chunk_tokens is None else max(chunk_tokens - num_decode_rows, 0),
+        )
+        adder.reserve(self.growth_of_chunked)
+        rows: list[ExtendRow] = []
+        if self.chunked is not None and self.chunked.request.to_finish is None:
+            rows.append(self._next_chunk(self.chunked, adder))
+        if may_admit and self.chunked is None and self.waiting and not self.is_full:
+            self._admit(adder, rows, kept_slots, alone)
+        return rows
+
+    @property
+    def growth_of_chunked(self) -> int:
+        """Pages to keep free for the prompt under way, which is not running yet."""
+        return 0 if self.chunked is None else self.growth_pages(self.chunked.request)
+
+    @property
+    def is_full(self) -> bool:
+        """batch_is_full: the last try found no room, and nothing has been freed since."""
+        return self._tried_at == self._freed
+
+    def computed(self, row: ExtendRow) -> None:
+        """The forward of this row is done."""
+        self.under_way.computed(row.request, row.end - row.start)
+
+    def forget(self, request: Request) -> None:
+        """It has ended, or left the device, wherever it was on its way."""
+        self.under_way.remove(request)
+        if self.chunked is not None and self.chunked.request is request:
+            self.chunked = None
+
+    @property
+    def _freed(self) -> tuple[int, int]:
+        return self._pages.num_released, self._table.num_free
+
+    def _next_chunk(self, before: ExtendRow, adder: PrefillAdder) -> ExtendRow:
+        num_tokens = len(before.request.token_ids)
+        end = adder.cut(before.end, num_tokens)
+        return self._row(before.request, before.slot, before.end, end)
+
+    def _row(self, request: Request, slot: int, start: int, end: int) -> ExtendRow:
+        row = ExtendRow(request, slot, start, end, last=end == len(request.token_ids))
+        self.chunked = None if row.last else row
+        return row
+
+    def _admit(
+        self, adder: PrefillAdder, rows: list[ExtendRow], kept_slots: int, alone: bool
+    ) -> None:
+        """Adds rows while budgets last."""
+        for request in self.waiting.in_order():
+            if self._table.num_free <= kept_slots:
+                break
+            wanted, namespace = request.token_ids[:-1], request.namespace
+            match = self._cache.match(wanted, namespace)
+            if self._cache.enabled and self.under_way.worth_waiting(
+                wanted, namespace, match.num_tokens
+            ):
+                continue
+            end = adder.cut(match.num_tokens, len(request.token_ids))
+            if end == match.num_tokens:
+                return  # budgets of this forward, not room: try again next time
+            self._pages.hold(match.pages, Holder.REQUEST)
+            fresh = self._reserve(request, len(match.pages), adder, alone and not rows)
+            if fresh is None:
+                self._pages.drop(match.pages, Holder.REQUEST)
+                break
+            pages = np.concatenate([match.pages, fresh])
+            rows.append(self._let_in(request, match.num_tokens, end, pages))
+            if self.chunked is not None:
+                return
+        else:
+            return
+        self._tried_at = self._freed
+
+    def _reserve(
+        self, request: Request, num_cached: int, adder: PrefillAdder, alone: bool
+    ) -> Ints | None:
+        """Pages for the rest of the prompt, if there is room for the request's growth as well."""
+        num_pages = -(-len(request.token_ids) // self._table.page_size)
+        needed, growth = num_pages - num_cached, self.growth_pages(request)
+        if not alone and not adder.has_room(needed + growth, self._cache.num_available):
+            return None
+        fresh = self._cache.allocate(needed, Holder.REQUEST)
+        if fresh is not None:
+            adder.reserve(growth)
+        return fresh
+
+    def _let_in(self, request: Request, start: int, end: int, pages: Ints) -> ExtendRow:
+        slot = self.take_slot(request, pages)
+        assert slot is not None
+        if self.waiting.was_returned(request):
+            request.return_to_device(time.monotonic())
+        else:
+            request.admitted = time.monotonic()
+            request.cached_tokens = min(start, request.num_prompt)
+            self.cached_tokens += request.cached_tokens
+            self.admitted_tokens += request.num_prompt
+        self.waiting.remove(request)
+        self._on_admit(request, pages)
+        self.under_way.add(request, len(request.token_ids) - start)
+        return self._row(request, slot, start, end)

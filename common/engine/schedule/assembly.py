@@ -1,0 +1,92 @@
+"""From the rows of a step to its ScheduleBatch, and to what the step has to hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.memory.pages import Pages
+from common.engine.rows.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.admission import ExtendRow
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One decision. From its launch to its result it holds its slots, and these pages."""
+
+    batch: ScheduleBatch
+    extends: Sequence[ExtendRow]  # its first rows
+    slots: NDArray[np.intp]  # batch.slots
+    written: Pages  # by the forward: distinct, since rows share whole pages of prefixes only
+    swap_out: PageCopies | None
+    swap_in: PageCopies | None
+
+    def held(self) -> list[Pages]:
+        """One hold on each page of each array."""
+        pages = [self.written]
+        pages += [copies.device_pages for copies in (self.swap_out, self.swap_in) if copies]
+        return pages
+
+
+class StepAssembler:
+    """Numbers the steps. Changes nothing in the table."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._page_bits = table.page_size.bit_length() - 1
+        # As arrays: numpy converts a Python int anew in every call.
+        self._one = np.array(1, np.int32)
+        self._shift = np.array(self._page_bits, np.int32)
+        self._all = np.ones(table.num_slots, np.bool_)
+        self._all.flags.writeable = False  # shared by all batches
+        self._decodes = np.empty(0, np.intp)  # of the step before, and as its batch has them
+        self._decodes_in_batch = np.empty(0, np.int32)
+        self.num_steps = 0
+
+    def assemble(
+        self,
+        extends: Sequence[ExtendRow],
+        decodes: NDArray[np.intp],
+        swap_out: PageCopies | None,
+        swap_in: PageCopies | None,
+    ) -> Step:
+        """Prompt rows first, then a token each for the slots in `decodes`."""
+        table = self._table
+        ends = table.length[decodes]
+        starts = ends - self._one
+        written = table.page_table[decodes, starts >> self._shift].astype(np.intp)
+        self.num_steps += 1
+        if not extends:
+            if decodes is not self._decodes:
+                self._decodes, self._decodes_in_batch = decodes, decodes.astype(np.int32)
+            batch = ScheduleBatch(
+                self.num_steps,
+                ForwardMode.DECODE,
+                self._decodes_in_batch,
+                starts,
+                ends,
+                self._all[: len(decodes)],
+                swap_out,
+                swap_in,
+            )
+            return Step(batch, (), decodes, written, swap_out, swap_in)
+        slots = np.concatenate([np.array([row.slot for row in extends], np.intp), decodes])
+        batch = ScheduleBatch(
+            self.num_steps,
+            ForwardMode.MIXED if len(decodes) else ForwardMode.EXTEND,
+            slots.astype(np.int32),
+            np.concatenate([np.array([row.start for row in extends], np.int32), starts]),
+            np.concatenate([np.array([row.end for row in extends], np.int32), ends]),
+            np.concatenate([np.array([row.last for row in extends]), self._all[: len(decodes)]]),
+            swap_out,
+            swap_in,
+        )
+        prompts = [self._pages_of(row) for row in extends]
+        written = np.concatenate([written, *prompts])
+        return Step(batch, extends, slots, written, swap_out, swap_in)
+
+    def _pages_of(self, row: ExtendRow) -> Ints:
+        first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
+        return self._table.page_table[row.slot, first:past]

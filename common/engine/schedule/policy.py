@@ -1,0 +1,63 @@
+"""SchedulePolicy: in which order the waiting queue is tried. Order only; admission decides.
+
+fcfs        as they came
+lpm         longest cached prefix first; fcfs when the queue is long, for its price
+dfs-weight  depth first through the prefix tree, branches with most requests first
+lof         longest output first
+random      any
+"""
+
+import random
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.request import Request
+
+PolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random"]
+LPM_MAX_WAITING = 128
+_LAST = (1, 0)  # after every branch: weights are negative there
+
+
+class SchedulePolicy:
+    """Orders requests that wait for prefill. Equal ones stay in order of arrival."""
+
+    def __init__(self, name: PolicyName, cache: RadixCache) -> None:
+        self._cache = cache
+        self._random = random.Random(0)
+        orders: dict[str, Callable[[Collection[Request]], list[Request]]] = {
+            "fcfs": list,
+            "lpm": self._longest_prefix,
+            "dfs-weight": self._depth_first,
+            "lof": self._longest_output,
+            "random": self._shuffled,
+        }
+        self.order = orders[name]
+
+    def _longest_prefix(self, waiting: Collection[Request]) -> list[Request]:
+        if len(waiting) > LPM_MAX_WAITING:
+            return list(waiting)
+
+        def place(request: Request) -> int:
+            return -self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
+
+        return sorted(waiting, key=place)
+
+    def _depth_first(self, waiting: Collection[Request]) -> list[Request]:
+        lineages = {r.key: self._cache.lineage(r.token_ids[:-1], r.namespace) for r in waiting}
+        weights: dict[int, int] = {}
+        for lineage in lineages.values():
+            for node in lineage:
+                weights[node] = weights.get(node, 0) + 1
+
+        def place(request: Request) -> tuple[tuple[int, int], ...]:
+            return (*((-weights[node], node) for node in lineages[request.key]), _LAST)
+
+        return sorted(waiting, key=place)
+
+    @staticmethod
+    def _longest_output(waiting: Collection[Request]) -> list[Request]:
+        return sorted(waiting, key=lambda r: r.num_generated - r.sampling.max_tokens)
+
+    def _shuffled(self, waiting: Collection[Request]) -> list[Request]:
+        return self._random.sample(list(waiting), len(waiting))

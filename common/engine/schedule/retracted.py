@@ -1,0 +1,169 @@
+"""Requests that were taken off the device: their slots, their KV in host memory, their way back.
+
+    running --retract--> SAVING --(batch with its swap_out)--> SAVED --resume--> RETURNING
+                    `--> LOST --(no step in flight)--> waiting queue                |
+                                                  running <--(batch with its swap_in)
+
+A retracted request keeps its slot: its tokens, and the one that may still be in flight. Copies
+and forwards run in order on one stream, so neither waits for anything. Whom to retract, and when,
+is decided in retraction.py.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.rows.batch import Ints, PageCopies
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+
+_NOTHING = np.empty(0, np.int32)
+
+
+class _State(Enum):
+    SAVING = auto()  # device_pages are held by the step to come
+    SAVED = auto()
+    LOST = auto()  # no host memory: to recompute
+    RETURNING = auto()  # device_pages are the request's new ones, host_pages still needed
+
+
+@dataclass(slots=True, eq=False)
+class _Retracted:
+    request: Request
+    slot: int
+    state: _State
+    device_pages: Ints
+    host_pages: Ints
+
+
+class RetractedRequests:
+    """Requests off the device, first come first back, and the host pages that hold their KV."""
+
+    def __init__(self, table: RequestTable, pages: PageAllocator, host_pages: int) -> None:
+        self._table = table
+        self._pages = pages
+        self._host_free = list(range(host_pages - 1, -1, -1))
+        self._num_host_pages = host_pages
+        self._by_key: dict[int, _Retracted] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.key in self._by_key
+
+    @property
+    def num_host_pages_used(self) -> int:
+        return self._num_host_pages - len(self._host_free)
+
+    @property
+    def needed_pages(self) -> int:
+        """What their return takes."""
+        return sum(len(entry.host_pages) for entry in self._away())
+
+    def retract(self, request: Request) -> Ints:
+        """Drops the request's pages, and gives them back to be looked through for free ones.
+
+        `save` must follow before anyone but the rows of the next batch may allocate.
+        """
+        slot = request.slot
+        assert slot is not None
+        pages = self._table.pages_of(slot)
+        self._table.set_pages(slot, _NOTHING)
+        self._pages.drop(pages, Holder.REQUEST)
+        request.leave_device(time.monotonic())
+        # KV exists of every token but the newest, which may be in flight.
+        num_saved = -(-(int(self._table.length[slot]) - 1) // self._table.page_size)
+        fits = num_saved <= len(self._host_free)
+        self._by_key[request.key] = _Retracted(
+            request,
+            slot,
+            _State.SAVING if fits else _State.LOST,
+            pages[:num_saved] if fits else _NOTHING,
+            self._take_host_pages(num_saved) if fits else _NOTHING,
+        )
+        return pages
+
+    def save(self, request: Request) -> bool:
+        """Holds its pages, free ones too, for the step that will copy them to the host. False
+        where host memory was short: it is to be computed anew."""
+        entry = self._by_key[request.key]
+        if entry.state is _State.SAVING:
+            self._pages.hold_even_free(entry.device_pages, Holder.STEP)
+        return entry.state is _State.SAVING
+
+    def unsaved_pages(self) -> Ints:
+        """Pages that the next batch copies to the host before its forward."""
+        saving = [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
+        return np.concatenate(saving) if saving else _NOTHING
+
+    def next_saved(self) -> tuple[int, int] | None:
+        """Slot of who is to come back next, and how many pages that takes."""
+        entry = next(self._away(), None)
+        if entry is None or entry.state is not _State.SAVED:
+            return None
+        return entry.slot, len(entry.host_pages)
+
+    def resume(self, slot: int, pages: Ints) -> None:
+        """Gives it these pages, held for it already; the next batch fills them from the host."""
+        entry = next(entry for entry in self._by_key.values() if entry.slot == slot)
+        entry.state = _State.RETURNING
+        entry.request.return_to_device(time.monotonic())
+        entry.device_pages = pages
+        self._table.set_pages(slot, pages)
+
+    def returning(self) -> NDArray[np.intp]:
+        """Slots that the next batch swaps in."""
+        slots = [e.slot for e in self._by_key.values() if e.state is _State.RETURNING]
+        return np.array(slots, np.intp)
+
+    def take_lost(self) -> list[Request]:
+        """Those to recompute whose tokens are all known; they are no longer here."""
+        known = [
+            entry.request
+            for entry in self._by_key.values()
+            if entry.state is _State.LOST and not self._table.in_flight(entry.slot)
+        ]
+        for request in known:
+            del self._by_key[request.key]
+        return known
+
+    def swaps(self) -> tuple[PageCopies | None, PageCopies | None]:
+        """The copies of the batch being built: (swap_out, swap_in). The caller holds the pages of
+        swap_in for the step; those of swap_out are held for it since `save`."""
+        saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
+        returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
+        copies = _copies(saving), _copies(returning)
+        for entry in saving:
+            entry.state, entry.device_pages = _State.SAVED, _NOTHING
+        for entry in returning:  # later copies to these host pages run after this batch's
+            del self._by_key[entry.request.key]
+            self._host_free.extend(entry.host_pages.tolist())
+        return copies
+
+    def forget(self, request: Request) -> None:
+        """It has ended. Pages that it has on the device again are the caller's to drop."""
+        entry = self._by_key.pop(request.key)
+        self._host_free.extend(entry.host_pages.tolist())
+        if entry.state is _State.SAVING:
+            self._pages.drop(entry.device_pages, Holder.STEP)
+
+    def _away(self) -> Iterator[_Retracted]:
+        return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
+
+    def _take_host_pages(self, num_pages: int) -> Ints:
+        return np.array([self._host_free.pop() for _ in range(num_pages)], np.int32)
+
+
+def _copies(entries: list[_Retracted]) -> PageCopies | None:
+    if not entries:
+        return None
+    return PageCopies(
+        device_pages=np.concatenate([entry.device_pages for entry in entries]),
+        host_pages=np.concatenate([entry.host_pages for entry in entries]),
+    )

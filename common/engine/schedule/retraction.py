@@ -1,0 +1,133 @@
+"""Retraction: whom to take off the device when pages run out, and when to bring them back.
+
+Pages of a retracted request may be given to rows of the very batch whose swap_out saves them: the
+copies run before the forward, on one stream. To anybody else they are closed until that step is
+finished, by its STEP hold.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import Ints
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.growth import NewTokenRatio, growth_of_one
+from common.engine.schedule.retracted import RetractedRequests
+from common.engine.schedule.running import RunningBatch
+
+
+class Retraction:
+    """Keeps the running batch going on what pages there are. Engine thread only."""
+
+    def __init__(
+        self,
+        *,
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        running: RunningBatch,
+        retracted: RetractedRequests,
+        ratio: NewTokenRatio,
+    ) -> None:
+        self._table = table
+        self._pages = pages
+        self._cache = cache
+        self._running = running
+        self._retracted = retracted
+        self._ratio = ratio
+        self.num_retractions = 0
+        self.num_recomputed = 0
+
+    def make_room(
+        self, slots: NDArray[np.intp], requests: Mapping[int, Request]
+    ) -> NDArray[np.intp]:
+        """Retracts until the other rows can go on, and gives them their pages.
+
+        Returns the rows of the next batch. One request is kept, even if it has to wait for a page
+        that somebody else holds; then it is not among them.
+        """
+        victims = self._victims_first(slots)
+        retracted: list[Request] = []
+        given_up = self._retracted.unsaved_pages()
+        while True:
+            full = self._running.full(slots)
+            spare = given_up[self._pages.held_only_by(given_up, Holder.STEP)]
+            missing = len(full) - self._cache.num_available - len(spare)
+            if missing <= 0 or not victims or len(slots) == 1:
+                break
+            slot = victims.pop(0)
+            self._running.leave(slot)
+            slots = slots[slots != slot]
+            given_up = np.union1d(given_up, self._retracted.retract(requests[slot]))
+            retracted.append(requests[slot])
+        num_grown = self._grow(full, spare)
+        for request in retracted:
+            self.num_recomputed += not self._retracted.save(request)
+        if retracted:
+            self.num_retractions += len(retracted)
+            self._raise_ratio()
+        return slots[~np.isin(slots, full[num_grown:])]
+
+    def bring_back(self, *, device_empty: bool) -> None:
+        """Gives pages to retracted requests that have room again, in the order they left.
+
+        Args:
+            device_empty: nothing runs or is computed, so that whoever merely fits comes back.
+        """
+        while (first := self._retracted.next_saved()) is not None:
+            slot, num_pages = first
+            growth = self._growth_after(slot, num_pages)
+            if device_empty:
+                needed = num_pages + min(growth, 1)
+            else:
+                needed = num_pages + growth + self._running.growth(self._ratio.value)
+            if needed > self._cache.num_available:
+                return
+            pages = self._cache.allocate(num_pages, Holder.REQUEST)
+            assert pages is not None
+            self._retracted.resume(slot, pages)
+            self._running.join(slot)
+            device_empty = False
+
+    def _victims_first(self, slots: NDArray[np.intp]) -> list[int]:
+        """Fewest outputs first, then longest prompt. Those just coming back are no victims."""
+        slots = slots[~np.isin(slots, self._retracted.returning())]
+        prompts = self._table.num_prompt[slots]
+        outputs = self._table.length[slots] - prompts
+        victims: list[int] = slots[np.lexsort((-prompts, outputs))].tolist()
+        return victims
+
+    def _grow(self, full: NDArray[np.intp], spare: Ints) -> int:
+        """One more page for as many of `full` as there are pages: free and evictable ones, then
+        `spare`, which only steps hold. Returns for how many."""
+        num_fresh = min(len(full), self._cache.num_available)
+        fresh = self._cache.allocate(num_fresh, Holder.REQUEST)
+        assert fresh is not None
+        spare = spare[: len(full) - num_fresh]
+        self._pages.hold(spare, Holder.REQUEST)
+        pages = np.concatenate([fresh, spare])
+        self._running.append_pages(full[: len(pages)], pages)
+        return len(pages)
+
+    def _raise_ratio(self) -> None:
+        table, left = self._table, self._running.slots
+        prompts = table.num_prompt[left]
+        self._ratio.raise_after_retraction(
+            generated=int((table.length[left] - prompts).sum()),
+            max_new=int(np.maximum(table.max_length[left] - prompts, 0).sum()),
+            num_requests=len(left),
+        )
+
+    def _growth_after(self, slot: int, num_pages: int) -> int:
+        table = self._table
+        return growth_of_one(
+            int(table.length[slot]),
+            int(table.max_length[slot]),
+            num_pages * table.page_size,
+            self._ratio.value,
+            table.page_size,
+        )

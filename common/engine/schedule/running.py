@@ -1,0 +1,82 @@
+"""The running batch: rows that decode, one token each per step.
+
+Slots and columns only; a row costs Python work when it joins, leaves or grows by a page.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.memory.pages import Holder
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import Ints
+from common.engine.rows.table import RequestTable, Slots
+from common.engine.schedule.growth import growth_of_running
+
+
+class RunningBatch:
+    """Slots of requests whose prompt is computed, or will be by a launched step."""
+
+    def __init__(self, table: RequestTable, cache: RadixCache) -> None:
+        self._table = table
+        self._cache = cache
+        self._member = np.zeros(table.num_slots, np.bool_)
+        self._slots: NDArray[np.intp] = np.empty(0, np.intp)
+        self._stale = False
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def slots(self) -> NDArray[np.intp]:
+        """Ascending; the same array until somebody joins or leaves. Not to be changed."""
+        if self._stale:
+            self._slots = np.flatnonzero(self._member)
+            self._stale = False
+        return self._slots
+
+    def join(self, slot: int) -> None:
+        self._member[slot] = True
+        self._stale = True
+
+    def leave(self, slot: int) -> None:
+        """Harmless where the slot is not in it."""
+        if self._member[slot]:
+            self._member[slot] = False
+            self._stale = True
+
+    def growth(self, ratio: float) -> int:
+        """Pages to keep free for what is running."""
+        table, slots = self._table, self.slots
+        return growth_of_running(
+            table.length[slots],
+            table.max_length[slots],
+            table.capacity[slots],
+            ratio,
+            table.page_size,
+        )
+
+    def ready(self) -> NDArray[np.intp]:
+        """Rows that want another token: those whose last one is in flight want none."""
+        slots = self.slots
+        wants = self._table.length[slots] < self._table.max_length[slots]
+        return slots if np.count_nonzero(wants) == len(slots) else slots[wants]
+
+    def full(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Those whose next token needs a page that they do not have yet."""
+        return slots[self._table.length[slots] > self._table.capacity[slots]]
+
+    def grow(self, slots: NDArray[np.intp]) -> bool:
+        """One page more for each, evicting as needed. All or nothing."""
+        pages = self._cache.allocate(len(slots), Holder.REQUEST)
+        if pages is None:
+            return False
+        self.append_pages(slots, pages)
+        return True
+
+    def append_pages(self, slots: Slots, pages: Ints) -> None:
+        """pages[i], held for it already, becomes the last page of slots[i]."""
+        table = self._table
+        num_pages = table.num_pages[slots]
+        table.page_table[slots, num_pages] = pages
+        table.num_pages[slots] = num_pages + 1
+        table.capacity[slots] += table.page_size

@@ -1,0 +1,456 @@
+"""The scheduler: waiting queue, chunk under way, running batch, retracted requests, and which
+forward comes next. Prefill first, else decode.
+
+    add -> waiting --admitted--> chunks --last chunk launched--> running --> ended
+    join (KV is there already) ------------------------------>     |  ^
+                                                        retracted <+--+
+
+It knows nothing of nodes, transfer or sockets, and never waits. A launched step holds the pages
+that it may write, and its slots, until `finish`; that is why a request may end, and its pages be
+given away, while a forward that still writes them is on the device.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import SchedulerConfig
+from common.engine.memory.pages import Holder, PageAllocator, Pages
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import NOT_FINITE, BatchResult, Ints, ScheduleBatch
+from common.engine.rows.request import Finish, Request, out_of_time
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.admission import Admission, ExtendRow
+from common.engine.schedule.assembly import Step, StepAssembler
+from common.engine.schedule.finishing import FinishRule
+from common.engine.schedule.growth import NewTokenRatio
+from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
+from common.engine.schedule.retracted import RetractedRequests
+from common.engine.schedule.retraction import Retraction
+from common.engine.schedule.running import RunningBatch
+from common.errors import EngineFault, InvalidRequest, NotIdle, Overloaded
+
+__all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
+
+DEADLINE_CHECK_S = 0.1
+_ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
+_NO_PAGES = np.empty(0, np.int32)
+_NO_SLOTS = np.empty(0, np.intp)
+
+
+class Scheduler:
+    """Decides step after step. Engine thread only.
+
+    Attributes:
+        kept_slots: slots that `add`ed requests must leave free, one for each that is going to
+            `join` and holds pages already. Whoever holds pages must be able to join, and so to be
+            retracted: else a last running request can wait for those pages for ever.
+    Args:
+        host_pages: pages of host memory for the KV of retracted requests.
+        on_admit: called with a request and the pages of its whole prompt when they are reserved
+            and its cached prefix is held; again if it was retracted and has to be recomputed.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        vocabulary_size: int,
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        host_pages: int,
+        on_admit: Callable[[Request, Ints], None],
+    ) -> None:
+        self._max_waiting = config.max_waiting
+        self._mixed_chunk = config.mixed_chunk
+        self._vocabulary_size = np.array(vocabulary_size, np.uint32)
+        self._table = table
+        self._pages = pages
+        self._cache = cache
+        self._rule = FinishRule(eos_token_ids, vocabulary_size)
+        self._ratio = NewTokenRatio(
+            config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
+        )
+        self._admission = Admission(
+            config,
+            eos_token_ids=eos_token_ids,
+            table=table,
+            pages=pages,
+            cache=cache,
+            ratio=self._ratio,
+            on_admit=on_admit,
+        )
+        self._running = RunningBatch(table, cache)
+        self._retracted = RetractedRequests(table, pages, host_pages)
+        self._retraction = Retraction(
+            table=table,
+            pages=pages,
+            cache=cache,
+            running=self._running,
+            retracted=self._retracted,
+            ratio=self._ratio,
+        )
+        self._requests: dict[int, Request] = {}  # by slot
+        self._assembler = StepAssembler(table)
+        self._launched: deque[Step] = deque()
+        self.kept_slots = 0
+        self._expiry_due = 0.0
+        self._counts = dict.fromkeys(("generated_tokens", "finished", "deadlines"), 0)
+
+    # Requests come and go ------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues it for prefill.
+
+        Raises:
+            Overloaded: the queue is full.
+            InvalidRequest: its tokens can never fit the pool.
+        """
+        waiting = self._admission.waiting
+        if len(waiting) >= self._max_waiting:
+            raise Overloaded(f"the waiting queue is full ({self._max_waiting} requests)")
+        if len(request.token_ids) >= self._admission.max_length(request):
+            raise InvalidRequest(
+                f"token_ids: {len(request.token_ids)} tokens leave no room for another one"
+            )
+        waiting.append(request)
+
+    def join(self, request: Request, pages: Ints) -> bool:
+        """Puts a request whose KV exists into the running batch, without a forward ("prebuilt").
+
+        Args:
+            pages: KV of all its tokens but the last, in order. With True their REQUEST holds pass
+                to the scheduler, and the full ones are in the prefix cache.
+        Returns:
+            False where no slot is free: nothing has changed.
+        Raises:
+            EngineFault: its last token ended it (`finish_of`), or the pages are too few.
+        """
+        num_tokens = len(request.token_ids)
+        if num_tokens - 1 > len(pages) * self._table.page_size:
+            raise EngineFault(f"KV of {num_tokens - 1} tokens is not in {len(pages)} pages")
+        if num_tokens >= self._admission.max_length(request):
+            raise EngineFault(f"request {request.key} has all its {num_tokens} tokens already")
+        slot = self._admission.take_slot(request, pages)
+        if slot is None:
+            return False
+        self._requests[slot] = request
+        self._cache.insert(request.token_ids[:-1], pages, request.namespace)
+        self._running.join(slot)
+        return True
+
+    def abort(self, request: Request, finish: Finish) -> Finished | None:
+        """Ends a request early, for whatever reason `finish` gives.
+
+        Returns what became of it where it ends at once. None: a launched step has it, and it ends
+        with that step's result; or it is not here at all.
+        """
+        slot = request.slot
+        if slot is None:
+            if request not in self._admission.waiting:
+                return None
+            self._admission.waiting.remove(request)
+            self._counts["finished"] += 1
+            return Finished(request, finish)
+        if request in self._retracted or not self._table.in_flight(slot):
+            self._end(request)
+            return Finished(request, finish)
+        if request.to_finish is None:
+            request.to_finish = finish
+            self._table.max_length[slot] = 0  # no further row, and its next result is its last
+        return None
+
+    def expire(self, now: float | None = None) -> list[Finished]:
+        """Aborts what is past its deadline, wherever it is; looks every DEADLINE_CHECK_S only.
+
+        Returns those that end at once. To be called in each poll.
+        """
+        now = time.monotonic() if now is None else now
+        if now < self._expiry_due:
+            return []
+        self._expiry_due = now + DEADLINE_CHECK_S
+        late = [request for request in self._admission.waiting if request.deadline < now]
+        slots = np.flatnonzero(self._table.live & (self._table.deadline < now))
+        late += [self._requests[slot] for slot in slots.tolist()]
+        late = [request for request in late if request.to_finish is None]
+        self._counts["deadlines"] += len(late)
+        finish = out_of_time()
+        ended = [self.abort(request, finish) for request in late]
+        return [finished for finished in ended if finished is not None]
+
+    def finish_of(self, request: Request, token: int) -> Finish | None:
+        """How `token`, the next after request.token_ids, ends the request; None: it goes on."""
+        at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
+        return self._rule.decide(request, token, at_limit)
+
+    # Room, for admission elsewhere ----------------------------------------------------------------
+
+    def room(self) -> int:
+        """Pages that may be given to a request that is going to join: free and evictable, less
+        what the running and the retracted ones are going to need; 0 where no slot is left."""
+        if self._table.num_free <= self.kept_slots:
+            return 0
+        reserved = self._running.growth(self._ratio.value) + self._admission.growth_of_chunked
+        return self._cache.num_available - reserved - self._retracted.needed_pages
+
+    def growth_pages(self, request: Request) -> int:
+        """Pages to keep free for a request that is going to join with all its pages."""
+        return self._admission.growth_pages(request)
+
+    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+        """Pages for admission elsewhere, evicting as needed. All or nothing."""
+        return self._cache.allocate(num_pages, holder)
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache; returns how many pages that freed.
+
+        Raises:
+            NotIdle: there are requests here.
+        """
+        if self.has_work:
+            raise NotIdle("the prefix cache can only be flushed while no request is here")
+        return self._cache.flush()
+
+    # The next forward ---------------------------------------------------------------------------
+
+    def next_batch(self) -> ScheduleBatch | None:
+        """Decides on the next forward; None where there is nothing to compute now.
+
+        The batch must be launched, before any that is asked for later.
+        """
+        if self._retracted:
+            self._bring_back()
+        extends = self._extend_rows()
+        if extends:
+            decodes = self._riders() if self._mixed_chunk else _NO_SLOTS
+        else:
+            decodes = self._decode_rows()
+            if not len(decodes):
+                return None
+        swap_out, swap_in = self._retracted.swaps() if self._retracted else (None, None)
+        step = self._assembler.assemble(extends, decodes, swap_out, swap_in)
+        self._pages.hold(step.written, Holder.STEP)
+        if swap_in is not None:  # swap_out is held since its requests were retracted
+            self._pages.hold(swap_in.device_pages, Holder.STEP)
+        self._table.hold(step.slots, step.batch.step)
+        self._table.length[decodes] += _ONE
+        for row in extends:
+            self._requests[row.slot] = row.request
+            if row.last:
+                self._table.length[row.slot] += 1
+                self._running.join(row.slot)
+        self._launched.append(step)
+        return step.batch
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
+        """Takes the result of the oldest launched step.
+
+        Rows of requests that have ended meanwhile are discarded: under overlap the forward that
+        follows a request's last token costs that much.
+        """
+        if not self._launched or self._launched[0].batch is not batch:
+            raise EngineFault(f"step {batch.step} is finished out of order")
+        step = self._launched.popleft()
+        for pages in step.held():
+            self._pages.drop(pages, Holder.STEP)
+        chunks: list[ChunkDone] = []
+        finished: list[Finished] = []
+        slots, places, tokens = step.slots, batch.ends, result.tokens
+        if step.extends:
+            self._finish_chunks(step.extends, tokens, chunks, finished)
+            sampled = batch.samples
+            slots, places, tokens = slots[sampled], places[sampled], tokens[sampled]
+        slots, tokens = self._finish_tokens(slots, places, tokens, finished)
+        self._table.drop_step(batch.step)
+        self._counts["generated_tokens"] += len(tokens)
+        streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
+        return StepOutcome(streams, requests, tokens, chunks, finished)
+
+    # What there is ------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Is any request here? Safe to ask from another thread."""
+        return bool(self._requests or len(self._admission.waiting))
+
+    @property
+    def num_retracted(self) -> int:
+        return len(self._retracted)
+
+    @property
+    def num_host_pages_used(self) -> int:
+        """Host pages with the KV of retracted requests."""
+        return self._retracted.num_host_pages_used
+
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are admitted and not computed yet."""
+        return self._admission.under_way.num_tokens
+
+    def queues(self) -> dict[str, int]:
+        """Requests in each queue now. Safe to ask from another thread."""
+        return {
+            "waiting": len(self._admission.waiting),
+            "chunked": int(self._admission.chunked is not None),
+            "on_device": len(self._requests) - len(self._retracted),
+            "retracted": len(self._retracted),
+        }
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start."""
+        return {
+            **self._counts,
+            "steps": self._assembler.num_steps,
+            "retractions": self._retraction.num_retractions,
+            "recomputed": self._retraction.num_recomputed,
+            "prompt_tokens": self._admission.admitted_tokens,
+            "cached_tokens": self._admission.cached_tokens,
+        }
+
+    def check_idle(self, reserved: Sequence[Ints] = ()) -> None:
+        """Checks that every page and slot is accounted for, and each holder is known.
+
+        Args:
+            reserved: pages that the caller holds for REQUEST, one array per request.
+        Raises:
+            EngineFault: something leaked, or was given away twice.
+        """
+        self._pages.check()
+        self._cache.check()
+        self._table.check()
+        slots = np.flatnonzero(self._table.live)
+        if sorted(self._requests) != slots.tolist():
+            raise EngineFault(f"slots {slots} are live, requests have {sorted(self._requests)}")
+        requests = [self._table.pages_of(int(slot)) for slot in slots]
+        steps = [pages for step in self._launched for pages in step.held()]
+        steps.append(self._retracted.unsaved_pages())
+        self._check_holds(Holder.REQUEST, [*requests, *reserved])
+        self._check_holds(Holder.STEP, steps)
+        if not self.has_work:
+            self._ratio.reset()
+
+    # Building -------------------------------------------------------------------------------------
+
+    def _extend_rows(self) -> list[ExtendRow]:
+        admission = self._admission
+        if admission.chunked is None and (not admission.waiting or admission.is_full):
+            return []
+        return admission.next_rows(
+            reserved_pages=self._running.growth(self._ratio.value),
+            num_decode_rows=len(self._running) if self._mixed_chunk else 0,
+            may_admit=not self._retracted,  # what was taken off the device comes back first
+            kept_slots=self.kept_slots,
+            alone=not self._requests,
+        )
+
+    def _riders(self) -> NDArray[np.intp]:
+        """Decode rows beside a chunk: those that find a page, if they need one."""
+        slots = self._running.ready()
+        full = self._running.full(slots)
+        if len(full) and not self._running.grow(full):
+            return slots[~np.isin(slots, full)]
+        return slots
+
+    def _decode_rows(self) -> NDArray[np.intp]:
+        slots = self._running.ready()
+        full = self._running.full(slots)
+        if len(full) and not self._running.grow(full):
+            return self._retraction.make_room(slots, self._requests)
+        self._ratio.decay()
+        return slots
+
+    def _bring_back(self) -> None:
+        """What was taken off the device, as far as there is room again."""
+        for request in self._retracted.take_lost():
+            slot = request.slot
+            assert slot is not None
+            request.token_ids = self._table.tokens_of(slot)
+            self._table.release(request)
+            del self._requests[slot]
+            self._admission.waiting.put_back(request)
+        on_device = len(self._requests) - len(self._retracted)
+        self._retraction.bring_back(device_empty=not on_device)
+
+    # Finishing ------------------------------------------------------------------------------------
+
+    def _finish_chunks(
+        self,
+        extends: Sequence[ExtendRow],
+        tokens: Ints,
+        chunks: list[ChunkDone],
+        finished: list[Finished],
+    ) -> None:
+        """The tree learns what was computed; a request told to end between its chunks does."""
+        for row, token in zip(extends, tokens[: len(extends)].tolist(), strict=True):
+            request = row.request
+            if request.slot != row.slot:
+                continue  # it ended with an earlier step
+            self._admission.computed(row)
+            if request in self._retracted or token == NOT_FINITE:
+                continue  # its pages are gone, or not to be trusted
+            pages = self._table.pages_of(row.slot)
+            self._cache.insert(request.token_ids[: row.end], pages, request.namespace)
+            if request.to_finish is None:
+                first_token = token if row.last else None
+                chunks.append(ChunkDone(request, row.start, row.end, first_token))
+            elif not row.last:
+                finished.append(Finished(request, request.to_finish))
+                self._end(request)
+
+    def _finish_tokens(
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
+    ) -> tuple[NDArray[np.intp], Ints]:
+        """Gives each row its token, which has token index places[row]; returns the rows and
+        tokens that there are to tell."""
+        table = self._table
+        live = table.live[slots]
+        if np.count_nonzero(live) < len(slots):
+            slots, places, tokens = slots[live], places[live], tokens[live]
+        known = places + _ONE
+        stops = table.stop_ids[slots] == tokens[:, None]
+        odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
+        last = known >= table.max_length[slots]
+        if not (np.count_nonzero(stops) or np.count_nonzero(odd) or np.count_nonzero(last)):
+            table.tokens[slots, places] = tokens
+            table.known[slots] = known
+            return slots, tokens
+        told = ~odd & (table.max_length[slots] > 0)
+        table.tokens[slots[told], places[told]] = tokens[told]
+        table.known[slots[told]] = known[told]
+        for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
+            request, token = self._requests[int(slots[row])], int(tokens[row])
+            finish = self._rule.decide(request, token, at_limit=bool(last[row]))
+            assert finish is not None
+            finished.append(Finished(request, finish))
+            self._end(request, learn=token != NOT_FINITE)
+        return slots[told], tokens[told]
+
+    def _end(self, request: Request, *, learn: bool = False) -> None:
+        """Takes a request out. With `learn`, in `finish` only, the tree gets its full pages: KV of
+        all tokens that are known but the newest."""
+        slot = request.slot
+        assert slot is not None
+        pages = self._table.pages_of(slot)
+        if request in self._retracted:
+            self._retracted.forget(request)
+        elif learn:
+            self._cache.insert(self._table.tokens_of(slot)[:-1], pages, request.namespace)
+        self._pages.drop(pages, Holder.REQUEST)
+        self._running.leave(slot)
+        self._admission.forget(request)
+        self._table.set_pages(slot, _NO_PAGES)
+        self._table.release(request)
+        del self._requests[slot]
+        self._counts["finished"] += 1
+
+    def _check_holds(self, holder: Holder, known: Sequence[Pages]) -> None:
+        counts = np.zeros(self._pages.num_pages, np.int32)
+        for pages in known:
+            counts[pages] += 1
+        wrong = np.flatnonzero(counts != self._pages.holds(holder))
+        if len(wrong):
+            raise EngineFault(f"pages {wrong} have {holder.name} holds that nobody knows of")

@@ -1,0 +1,107 @@
+"""Requests that wait for prefill, and the prompts whose KV is on its way.
+
+A request is held back while a prompt under way will soon put a good part of its prefix into the
+cache: of several with a common prefix in one namespace one goes first. Order is the policy's.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from common.engine.rows.request import Ints, Request
+from common.engine.schedule.policy import SchedulePolicy
+from common.namespace import Namespace
+
+WORTH_WAITING_TOKENS = 32
+MAX_LOOKED_AT = 128  # requests tried per batch: the price of a long queue is bounded
+
+
+class WaitingQueue:
+    """Requests by key. Those that were on the device already come before all others."""
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self._policy = policy
+        self._returned: deque[Request] = deque()
+        self._requests: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._returned) + len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._returned
+        yield from self._requests.values()
+
+    def __contains__(self, request: Request) -> bool:
+        return request.key in self._requests or request in self._returned
+
+    def append(self, request: Request) -> None:
+        self._requests[request.key] = request
+
+    def put_back(self, request: Request) -> None:
+        """It was retracted and must be computed anew."""
+        self._returned.append(request)
+
+    def remove(self, request: Request) -> None:
+        if self._requests.pop(request.key, None) is None:
+            self._returned.remove(request)
+
+    def was_returned(self, request: Request) -> bool:
+        return request in self._returned
+
+    def in_order(self) -> list[Request]:
+        """Which to try next: a copy, MAX_LOOKED_AT at most."""
+        fresh = self._policy.order(self._requests.values())
+        return [*self._returned, *fresh][:MAX_LOOKED_AT]
+
+
+class PromptsUnderWay:
+    """Admitted prompts whose KV the cache lacks in part, by namespace and first page."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._by_first_page: dict[bytes, dict[int, Ints]] = {}
+        self._left: dict[int, int] = {}  # request key: tokens to compute
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that are admitted and not computed yet."""
+        return sum(self._left.values())
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        first_page = self._first_page(request.token_ids, request.namespace)
+        self._by_first_page.setdefault(first_page, {})[request.key] = request.token_ids
+        self._left[request.key] = num_tokens
+
+    def computed(self, request: Request, num_tokens: int) -> None:
+        """So many more of its tokens have their KV; it goes with the last one."""
+        self._left[request.key] -= num_tokens
+        if not self._left[request.key]:
+            self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """It is computed, or has ended. Harmless where it is not under way."""
+        if self._left.pop(request.key, None) is None:
+            return
+        first_page = self._first_page(request.token_ids, request.namespace)
+        del self._by_first_page[first_page][request.key]
+        if not self._by_first_page[first_page]:
+            del self._by_first_page[first_page]
+
+    def worth_waiting(self, token_ids: Ints, namespace: Namespace, cached_tokens: int) -> bool:
+        """Will the cache soon have a good part more of these tokens than it has now?"""
+        wanted = cached_tokens + WORTH_WAITING_TOKENS
+        if len(token_ids) < wanted:
+            return False
+        under_way = self._by_first_page.get(self._first_page(token_ids, namespace), {})
+        return any(self._common_tokens(token_ids, other) >= wanted for other in under_way.values())
+
+    def _common_tokens(self, one: Ints, other: Ints) -> int:
+        """Tokens of the whole pages that both begin with."""
+        length = min(len(one), len(other))
+        differs = np.flatnonzero(one[:length] != other[:length])
+        common = int(differs[0]) if len(differs) else length
+        return common // self._page_size * self._page_size
+
+    def _first_page(self, token_ids: Ints, namespace: Namespace) -> bytes:
+        return namespace + token_ids[: self._page_size].tobytes()

@@ -1,0 +1,132 @@
+"""What GetCluster and GET /cluster say: this router, and every node as it describes itself.
+
+The protobuf message is the one record of it; the JSON is made of that message, field by field.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from protos import router_pb2
+from router.api.http.request import Request
+from router.api.http.responder import JSON, Responder
+from router.cluster.survey import NodeReport, Survey
+from router.requests.admission import Admission
+
+REUSE_S = 0.25
+
+
+class ClusterReport:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        survey: Survey,
+        admission: Admission,
+        constant: router_pb2.RouterState,
+        why_not_ready: Callable[[], str | None],
+    ) -> None:
+        """
+        Args:
+            constant: what of the router's own state never changes.
+            why_not_ready: a sentence, or None when a request could be placed now.
+        """
+        self._survey = survey
+        self._admission = admission
+        self._constant = constant
+        self._why_not_ready = why_not_ready
+        self._started = time.monotonic()
+
+    async def make(self) -> router_pb2.GetClusterResponse:
+        """Asks every node; within 2 s."""
+        reports = await self._survey.look()
+        reason = self._why_not_ready()
+        response = router_pb2.GetClusterResponse(
+            nodes=[_node(report, report.at - self._started) for report in reports],
+            router=self._constant,
+        )
+        response.router.MergeFrom(
+            router_pb2.RouterState(
+                state=_state(reason, self._admission.closed),
+                reason=reason or "",
+                uptime_s=time.monotonic() - self._started,
+                live_requests=self._admission.num_live,
+                max_requests=self._admission.max_requests,
+            )
+        )
+        return response
+
+
+class ClusterEndpoint:
+    """A handler of HTTP requests. An answer may be `REUSE_S` old: however many watch, the nodes
+    are asked no more often."""
+
+    def __init__(self, report: ClusterReport) -> None:
+        self._report = report
+        self._making: asyncio.Task[bytes] | None = None
+        self._made_at = 0.0
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        making = self._making
+        if making is None or (making.done() and time.monotonic() > self._made_at + REUSE_S):
+            making = self._making = asyncio.create_task(self._make())
+        # A viewer that goes away must not take the others' answer with it.
+        body = await asyncio.shield(making)
+        responder.reply(200, body, JSON, (("cache-control", "no-store"),))
+
+    async def _make(self) -> bytes:
+        body = msgspec.json.encode(plain(await self._report.make()))
+        self._made_at = time.monotonic()
+        return body
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Every field under its own name, unset ones too. Counts are numbers, where protobuf's own
+    JSON has strings; fixed64, which is an identity, is one: JavaScript would round the number."""
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            if field.is_repeated:
+                value = list(value)
+            elif field.type == FieldDescriptor.TYPE_FIXED64:
+                value = str(value)
+        elif field.message_type.GetOptions().map_entry:
+            value = dict(value)
+        elif field.is_repeated:
+            value = [plain(each) for each in value]
+        else:
+            value = plain(value)
+        fields[field.name] = value
+    return fields
+
+
+def _state(reason: str | None, closed: bool) -> str:
+    if closed:
+        return "draining"
+    return "ready" if reason is None else "not ready"
+
+
+def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
+    node = router_pb2.ClusterNode(
+        role=report.role, address=report.address, state=report.state, seen_s=seen_s
+    )
+    if report.description is None:
+        return node
+    described = report.description
+    node.instance_id = described.instance_id
+    node.pids.extend(described.pids)
+    node.pages.update(described.pages)
+    node.links.extend(described.links)
+    node.queues.update(described.queues)
+    node.counters.update(described.counters)
+    node.steps = described.steps
+    node.model = described.model
+    node.mode = described.mode
+    node.context_length = described.context_length
+    return node

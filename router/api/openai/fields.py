@@ -1,0 +1,166 @@
+"""What both endpoints take besides a prompt, and what becomes of it: SamplingParams, n times."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec.structs import replace
+
+from common.sampling import SamplingParams
+from router.api.openai.problems import Refusal
+from router.requests.wanted import UNLIMITED, Prompt, Together, Wanted, any_seed
+from router.text.limits import MAX_CHOICES
+
+# Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
+MAX_BYTES = 12 << 20
+
+# Its name comes back in an error, where each character can be ten.
+ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
+# What the wire to the nodes can carry; what is allowed of it is checked where every request is.
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+# Harmless values of what is not supported; see BodyReader.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    # of other servers with this API
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "no_stop_trim": (False,),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+}
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Fields(msgspec.Struct, kw_only=True):
+    """Absent and null mean the same."""
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+
+def check_multiplied(fields: Fields, body: bytes) -> None:
+    """
+    Raises:
+        Refusal: n is too much for prompts as long as those of `body`.
+    """
+    if len(body) * (fields.n or 1) > MAX_BYTES:
+        sentence = f"n = {fields.n} makes more than {MAX_BYTES} bytes of a body of {len(body)}"
+        raise Refusal(413, sentence, param="n")
+
+
+def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams]:
+    """One for each of the n choices of a prompt, alike but for the seed. Unchecked.
+
+    Args:
+        max_tokens: None: as many as the context leaves.
+    Raises:
+        Refusal: min_tokens asks for what is not supported.
+    """
+    if fields.min_tokens and not _only_length_ends_it(fields):
+        raise Refusal(
+            400,
+            "min_tokens is supported only together with ignore_eos and without stop",
+            param="min_tokens",
+            code="unsupported",
+        )
+    first = SamplingParams(
+        max_tokens=UNLIMITED if max_tokens is None else max_tokens,
+        seed=any_seed() if fields.seed is None else _derived(fields.seed, 0),
+        temperature=_given(fields.temperature, 1.0),
+        top_p=_given(fields.top_p, 1.0),
+        top_k=fields.top_k or -1,  # 0, too, means all to other servers
+        min_p=_given(fields.min_p, 0.0),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+    )
+    return [
+        first,
+        *(
+            replace(
+                first, seed=any_seed() if fields.seed is None else _derived(fields.seed, number)
+            )
+            for number in range(1, fields.n or 1)
+        ),
+    ]
+
+
+def choices(
+    fields: Fields, prompts: Sequence[Prompt], per_prompt: Sequence[SamplingParams]
+) -> Sequence[Wanted]:
+    """What one request asks for, unchecked: of each prompt one choice for each of `per_prompt`,
+    which stand together."""
+    together = Together.of(prompts, len(per_prompt))
+    stop = _stops(fields)
+    return [
+        Wanted(
+            prompt=prompt,
+            together=together,
+            sampling=sampling,
+            stop=stop,
+            cache_salt=fields.cache_salt,
+        )
+        for prompt in together.prompts
+        for sampling in per_prompt
+    ]
+
+
+def _stops(fields: Fields) -> Sequence[str]:
+    if fields.stop is None:
+        return ()
+    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _only_length_ends_it(fields: Fields) -> bool:
+    return bool(fields.ignore_eos) and not fields.stop and not fields.stop_token_ids
+
+
+def _derived(seed: int, number: int) -> int:
+    """The first choice has the seed itself: it is the answer that n = 1 would give."""
+    return (seed + number * _GOLDEN) & _MASK

@@ -1,0 +1,128 @@
+"""One HTTP request for text, from its body to the end of its answer."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from common.errors import ServingError
+from common.log_throttle import Throttle, ThrottledLog
+from common.metrics import RouterMetrics
+from router.api.http.request import Request
+from router.api.http.responder import Responder
+from router.api.openai import problems
+from router.api.openai.asked import Asked, Dialect
+from router.api.openai.problems import Refusal
+from router.api.openai.replies import Origin, Reply, StreamedReply, WholeReply
+from router.clients.client import Client
+from router.generation import Generator
+from router.requests.admission import new_request_id
+from router.requests.wanted import Wanted
+
+log = logging.getLogger(__name__)
+
+# Gives the client of so many requests for text; raises ServingError where it may not ask them.
+Begin = Callable[[Request, int], Client]
+
+
+class GenerationEndpoint:
+    """A handler of HTTP requests. For one event loop."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        generator: Generator,
+        metrics: RouterMetrics,
+        begin: Begin,
+        *,
+        model_name: str,
+    ) -> None:
+        """
+        Args:
+            begin: asked once what a request is for is known, and before any work on it.
+            model_name: the only model that clients may name.
+        """
+        self._dialect = dialect
+        self._generator = generator
+        self._metrics = metrics
+        self._begin = begin
+        self._model_name = model_name
+        self._refusals = ThrottledLog(log, Throttle())
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        """Being cancelled cancels every choice on its nodes."""
+        given_id = request.headers.get(b"x-request-id")
+        request_id = given_id.decode("latin-1") if given_id else new_request_id()
+        headers: tuple[tuple[str, str], ...] = (("x-request-id", request_id),)
+        try:
+            asked = self._read(request)
+            client = self._begin(request, len(asked.requests))
+            headers += tuple(client.usage.headers())
+            make_reply = StreamedReply if asked.stream else WholeReply
+            origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
+            reply = make_reply(self._dialect, asked, origin, responder, headers)
+            traceparent = request.headers.get(b"traceparent", b"").decode("latin-1")
+            session_id = _session_id(request, asked)
+            await self._generate(asked.requests, client, request_id, session_id, reply, traceparent)
+        except Refusal as refusal:
+            self._metrics.rejected("invalid")
+            self._refusals.info("request refused", request_id=request_id, because=refusal)
+            refusal.reply(responder, headers)
+        except ServingError as error:
+            if responder.finished:
+                return  # all choices have ended; one only waited for a slow client to take its end
+            problem = problems.of_error(error, self._dialect.field_names)
+            if responder.status:
+                # Too late for a status. Without [DONE] no client takes this for the whole answer.
+                responder.finish(b"data: " + problem.body + b"\n\n")
+            else:
+                problem.reply(responder, headers)
+
+    def _read(self, request: Request) -> Asked:
+        kind = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            # A web page may make its visitors' browsers post any of the other kinds here.
+            raise Refusal(415, "the body must be JSON, with content-type: application/json")
+        asked = self._dialect.read(request.take_body())
+        if asked.model not in (None, self._model_name):
+            raise Refusal(
+                404,
+                f"there is no model {asked.model!r} here; {self._model_name!r} is served",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def _generate(
+        self,
+        choices: Sequence[Wanted],
+        client: Client,
+        request_id: str,
+        session_id: str,
+        reply: Reply,
+        traceparent: str,
+    ) -> None:
+        """Runs all choices at once; the first that fails ends the others."""
+        if len(choices) == 1:
+            only = replace(choices[0], request_id=request_id, session_id=session_id)
+            await self._generator.generate(
+                only, client, partial(reply.write, 0), traceparent, partial(reply.offer, 0)
+            )
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, choice in enumerate(choices):
+                    one = replace(choice, request_id=f"{request_id}-{index}", session_id=session_id)
+                    write, offer = partial(reply.write, index), partial(reply.offer, index)
+                    tasks.create_task(
+                        self._generator.generate(one, client, write, traceparent, offer)
+                    )
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+
+def _session_id(request: Request, asked: Asked) -> str:
+    """The header goes first: proxies can set it."""
+    return request.headers.get(b"x-session-id", b"").decode("latin-1") or asked.session

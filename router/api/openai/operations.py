@@ -1,0 +1,84 @@
+"""What is not text: the model's name, health for probes, metrics."""
+
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from router.api.http.request import Request
+from router.api.http.responder import Responder
+from router.api.openai import openapi
+from router.api.openai.problems import Refusal
+
+MODELS_PATH = "/v1/models"
+
+
+class Operations:
+    """Each method is a handler of HTTP requests."""
+
+    def __init__(
+        self,
+        model_name: str,
+        context_length: int,
+        registry: CollectorRegistry,
+        why_not_ready: Callable[[], str | None],
+    ) -> None:
+        """
+        Args:
+            why_not_ready: a sentence, or None when a request could be placed now.
+        """
+        self._model: Mapping[str, Any] = {
+            "id": model_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "baton",
+            "root": model_name,  # as vLLM's server has it, and its load generator wants it
+            "max_model_len": context_length,
+        }
+        self._registry = registry
+        self._why_not_ready = why_not_ready
+        self._openapi = msgspec.json.encode(openapi.document(version("baton")))
+
+    async def models(self, request: Request, responder: Responder) -> None:
+        content = {"object": "list", "data": [self._model]}
+        responder.reply(200, msgspec.json.encode(content))
+
+    async def model(self, request: Request, responder: Responder) -> None:
+        name = unquote(request.path.removeprefix(f"{MODELS_PATH}/"))
+        if name == self._model["id"]:
+            responder.reply(200, msgspec.json.encode(self._model))
+            return
+        message = f"there is no model {name!r} here; {self._model['id']!r} is served"
+        Refusal(404, message, code="model_not_found").reply(responder)
+
+    async def health(self, request: Request, responder: Responder) -> None:
+        """For liveness: that this is answered is the answer."""
+        responder.reply(200, b'{"status":"alive"}')
+
+    async def ready(self, request: Request, responder: Responder) -> None:
+        reason = self._why_not_ready()
+        if reason is None:
+            responder.reply(200, b'{"status":"ready"}')
+        else:
+            responder.reply(503, msgspec.json.encode({"status": "not ready", "reason": reason}))
+
+    async def metrics(self, request: Request, responder: Responder) -> None:
+        encode, kind = choose_encoder(request.headers.get(b"accept", b"").decode("latin-1"))
+        responder.reply(200, encode(self._registry), kind)
+
+    async def openapi(self, request: Request, responder: Responder) -> None:
+        responder.reply(200, self._openapi)
+
+
+async def metrics_elsewhere(request: Request, responder: Responder) -> None:
+    """Instead of metrics, where several processes share the port."""
+    sentence = (
+        "several processes answer here; the metrics of each are on a port of its own, counted up "
+        "from --metrics-port"
+    )
+    Refusal(404, sentence).reply(responder)

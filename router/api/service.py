@@ -1,0 +1,130 @@
+"""The `Router` service: translates between messages and the parts that do the work."""
+
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from common.errors import Overloaded
+from common.trace_context import HEADER
+from protos import router_pb2, router_pb2_grpc
+from router.api.cluster_report import ClusterReport
+from router.api.rpc_guard import address, authorization
+from router.clients.client import Client
+from router.clients.guard import Guard
+from router.generation import Generator
+from router.requests.answer import LastPiece, Piece
+from router.requests.served_model import ServedModel
+from router.requests.wanted import from_prompt, from_request
+from router.requests.within import Within
+from router.text.limits import check_context, check_vocabulary
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Methods raise ServingError; `common.rpc.add_service` turns it into a status."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        generator: Generator,
+        report: ClusterReport,
+        model: ServedModel,
+        *,
+        budget_s: float,
+    ) -> None:
+        """
+        Args:
+            budget_s: total time that a call may take; a request for text may ask for less.
+        """
+        self._guard = guard
+        self._generator = generator
+        self._report = report
+        self._model = model
+        self._budget_s = budget_s
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
+        """Streams the answer to one prompt; a cancelled call cancels it on every node."""
+
+        def write(request_id: str, piece: Piece | LastPiece) -> Awaitable[None]:
+            return context.write(_response(request_id, piece))
+
+        with self._begun(context) as client:
+            wanted = from_request(request)
+            await self._generator.generate(wanted, client, write, _traceparent(context))
+
+    async def Tokenize(
+        self, request: router_pb2.TokenizeRequest, context: Context
+    ) -> router_pb2.TokenizeResponse:
+        with self._begun(context), Within(self._budget_s):
+            token_ids = await self._model.prompts.encode(from_prompt(request))
+        return router_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: router_pb2.DetokenizeRequest, context: Context
+    ) -> router_pb2.DetokenizeResponse:
+        with self._begun(context), Within(self._budget_s):
+            check_context(request.token_ids, self._model.limits, "token_ids")
+            token_ids = list(request.token_ids)
+            check_vocabulary(token_ids, self._model.limits, "token_ids")
+            text = await self._model.tokenizer.decode_any(token_ids)
+        return router_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(
+        self, request: router_pb2.GetModelRequest, context: Context
+    ) -> router_pb2.GetModelResponse:
+        files = self._model.files
+        return router_pb2.GetModelResponse(
+            name=files.name,
+            context_length=files.context_length,
+            vocabulary_size=files.vocabulary_size,
+            eos_token_ids=files.eos_token_ids,
+            has_chat_template=files.chat_template is not None,
+        )
+
+    async def GetCluster(
+        self, request: router_pb2.GetClusterRequest, context: Context
+    ) -> router_pb2.GetClusterResponse:
+        return await self._report.make()
+
+    @contextmanager
+    def _begun(self, context: Context) -> Iterator[Client]:
+        """Gives the client of a request, which counts from here on; tells it when to come again."""
+        try:
+            shown = authorization(context.invocation_metadata())
+            client = self._guard.client(shown, address(context.peer()))
+            self._guard.begin(client)
+            yield client
+        except Overloaded as error:
+            context.set_trailing_metadata((("retry-after", str(ceil(error.retry_after_s))),))
+            raise
+
+
+def _traceparent(context: Context) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == HEADER and isinstance(value, str):
+            return value
+    return ""
+
+
+def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateResponse:
+    match piece:
+        case LastPiece():
+            return router_pb2.GenerateResponse(
+                request_id=request_id,
+                text=piece.text,
+                token_ids=piece.token_ids,
+                finish_reason=piece.finish_reason,
+                usage=router_pb2.Usage(
+                    prompt_tokens=piece.usage.prompt_tokens,
+                    completion_tokens=piece.usage.completion_tokens,
+                    cached_tokens=piece.usage.cached_tokens,
+                ),
+            )
+        case _:
+            return router_pb2.GenerateResponse(
+                request_id=request_id, text=piece.text, token_ids=piece.token_ids
+            )

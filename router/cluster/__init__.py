@@ -1,0 +1,1 @@
+"""The nodes: who is there, how they are, and the streams to them."""

@@ -1,0 +1,188 @@
+"""Which nodes a request can go to now, and the wait for one when there is none for a moment."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from common.errors import NodeUnavailable
+from protos import decode_pb2
+from router.cluster.decode_client import DecodeClient
+from router.cluster.survey import Survey
+from router.policy import Policy
+from router.policy.choices import DecodeChoice, PrefillChoice, Prompt
+from router.policy.load import Charge, Load
+from router.requests.admission import SHUTTING_DOWN
+
+NOT_READY = "no decode node with a usable prefill node is ready"
+# From the moment the last usable node was lost. Longer than a reconnect takes, shorter than a
+# client's patience.
+GRACE_S = 2.0
+_MAX_CANDIDATES = 8  # prefill nodes named to a decode node, which tries a few of them
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """Where a request goes: submit it before the next await, or choose again. Whoever chose closes
+    the charge."""
+
+    decode: DecodeClient
+    prefill: tuple[str, ...]
+    charge: Charge
+
+
+class Cluster:
+    """For one event loop. Members come and go by `add` and `remove`."""
+
+    def __init__(
+        self, survey: Survey, policy: Policy, load: Load, on_change: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            on_change: called when `ready` may have changed.
+        """
+        self._survey = survey
+        self._policy = policy
+        self._load = load
+        self._on_change = on_change
+        self._clients: dict[str, DecodeClient] = {}
+        # What each decode node that takes requests can read from; and of those the ones in use.
+        self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
+        self._prefill_of: dict[str, tuple[PrefillChoice, ...]] = {}
+        self._lost_at = -math.inf  # time.monotonic() when `ready` last ended
+        self._closed = False
+        self._news = asyncio.Event()  # set: a node can be chosen, or none ever will
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be placed."""
+        return bool(self._prefill_of)
+
+    def add(self, client: DecodeClient) -> None:
+        """Its requests may go there as soon as it is usable."""
+        self._clients[client.address] = client
+        self.refresh()
+
+    def remove(self, client: DecodeClient) -> None:
+        """No request is placed on it any more."""
+        if self._clients.get(client.address) is client:
+            del self._clients[client.address]
+        self.refresh()
+
+    def told(self, client: DecodeClient) -> None:
+        """A Status of the node has come, or its stream has ended."""
+        if client.status is not None:
+            self._load.shown(client.address)
+        if self._clients.get(client.address) is client:
+            self._read(client)
+            self._use()
+
+    def refresh(self) -> None:
+        """The members, or what the survey says of them, may have changed."""
+        self._readable.clear()
+        for client in self._clients.values():
+            self._read(client)
+        self._use()
+
+    def close(self) -> None:
+        """Nothing is placed any more, and nobody waits."""
+        self._closed = True
+        self._clients.clear()
+        self.refresh()
+        self._news.set()
+
+    def usable(self) -> list[DecodeChoice]:
+        """The decode nodes that a request could go to now."""
+        choices = []
+        for address, prefill in self._prefill_of.items():
+            client = self._clients[address]
+            if (status := client.status) is not None:
+                choices.append(
+                    DecodeChoice(
+                        address,
+                        prefill,
+                        client.num_live,
+                        status.pages_total,
+                        status.pages_free,
+                        status.page_size,
+                    )
+                )
+        return choices
+
+    async def until_ready(self) -> None:
+        """Returns once a request can be placed: at once if one can.
+
+        Raises:
+            NodeUnavailable: none can, and the last usable node was lost `GRACE_S` ago, or never
+                was; or the router ends.
+        """
+        try:
+            async with asyncio.timeout(self._lost_at + GRACE_S - time.monotonic()):
+                while not self.ready and not self._closed:
+                    await self._news.wait()
+        except TimeoutError:
+            raise NodeUnavailable(NOT_READY) from None
+        if self._closed:
+            raise NodeUnavailable(SHUTTING_DOWN)
+
+    def choose(self, prompt: Prompt, avoid: Collection[str] = ()) -> Chosen:
+        """
+        Args:
+            avoid: decode nodes that are taken only where there is no other.
+        Raises:
+            NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
+        """
+        choices = self.usable()
+        if not choices:
+            raise NodeUnavailable(NOT_READY)
+        if avoid:
+            choices = [choice for choice in choices if choice.address not in avoid] or choices
+        placement = self._policy.pick(prompt, choices)
+        return Chosen(
+            self._clients[placement.decode],
+            placement.prefill[:_MAX_CANDIDATES],
+            self._load.charge(placement, len(prompt.token_ids)),
+        )
+
+    def _read(self, client: DecodeClient) -> None:
+        """Takes up what a decode node has said. Of one node only: each says something twice a
+        second, and has a link to every prefill node."""
+        status = client.status
+        if status is None or status.state != "ready" or not self._survey.fit(client.address):
+            self._readable.pop(client.address, None)
+            return
+        self._readable[client.address] = tuple(
+            PrefillChoice(link.peer, link.path, link.gib_per_s)
+            for link in status.links
+            if self._survey.fit(link.peer)
+        )
+
+    def _use(self) -> None:
+        was_ready = self.ready
+        self._prefill_of = self._usable(lambda status: status.serves_alone) or self._usable(
+            lambda status: status.falls_back
+        )
+        if self.ready:
+            self._news.set()
+        elif was_ready:
+            self._lost_at = time.monotonic()
+            self._news.clear()
+        self._on_change()
+
+    def _usable(
+        self, alone: Callable[[decode_pb2.Status], bool]
+    ) -> dict[str, tuple[PrefillChoice, ...]]:
+        """The decode nodes that can take a request, with the prefill nodes they can read from.
+
+        Args:
+            alone: whether a node may be used without any.
+        """
+        usable = {}
+        for address, client in self._clients.items():
+            prefill = self._readable.get(address)
+            if prefill is None or client.status is None:
+                continue
+            if prefill or alone(client.status):
+                usable[address] = prefill
+        return usable

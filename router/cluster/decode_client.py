@@ -1,0 +1,270 @@
+"""One decode node as this router uses it: one long-lived Serve stream, many requests on it.
+
+Reconnects for ever. A stream's end is the end of every request on it; request numbers are never
+reused, so what a node still says about a request that was left finds nothing.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import grpc.aio
+
+from common import rpc, serve_protocol
+from common.errors import NodeUnavailable, ProtocolViolation
+from common.logs import kv
+from common.sampling import to_fields
+from protos import decode_pb2, decode_pb2_grpc
+from router.cluster.node_ends import end_of
+from router.cluster.unsent import Unsent
+from router.requests.timelines import RequestTimeline
+from router.requests.token_buffer import TokenBuffer
+from router.requests.validation import Job
+
+log = logging.getLogger(__name__)
+
+_MIN_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 5.0
+_REFUSED_S = 30.0  # between two tries at a node that speaks another version
+_MAX_UNTOLD = 1024  # timelines of requests that were left, waited for
+
+
+class _Over(NamedTuple):
+    """How a stream ended."""
+
+    reason: str
+    refused: bool = (
+        False  # the two ends cannot speak with each other: only another program mends it
+    )
+
+
+class DecodeClient:
+    """For one event loop. `run` keeps the stream; everything else returns at once."""
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        *,
+        peers: Sequence[str],
+        on_move: Callable[[str], None],
+        refused_s: float = _REFUSED_S,
+    ) -> None:
+        """
+        Args:
+            peers: addresses of all prefill nodes, which the node is told first.
+            on_move: called with the address when `status` has changed.
+            refused_s: between two tries at a node that cannot be spoken with.
+        """
+        self.address = address
+        # The node's last Status on the stream that is open; None: no stream, or none yet.
+        self.status: decode_pb2.Status | None = None
+        self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
+        self._peers = tuple(peers)
+        self._on_move = on_move
+        self._refused_s = refused_s
+        self._live: dict[int, TokenBuffer] = {}
+        self._next_number = 1
+        # Requests whose timeline the node has not told; it may come after the request was left.
+        self._untold: dict[int, tuple[RequestTimeline, int]] = {}
+        self._unsent = Unsent()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def run(self) -> None:
+        """Serves until cancelled; requests still live then fail with NodeUnavailable."""
+        backoff_s = _MIN_BACKOFF_S
+        told = ""
+        while True:
+            opened_at = time.monotonic()
+            over = _Over("the router is shutting down")
+            try:
+                over = await self._serve()
+                rpc.raise_if_cancelled()
+                if self.status is not None:
+                    log.warning("decode node lost %s", kv(node=self.address, because=over.reason))
+                elif over.refused and over.reason != told:
+                    log.warning(
+                        "decode node refused %s", kv(node=self.address, because=over.reason)
+                    )
+                told = over.reason
+            finally:
+                self._lose(over.reason)
+            if time.monotonic() - opened_at > _MAX_BACKOFF_S:
+                backoff_s = _MIN_BACKOFF_S
+            delay_s = self._refused_s if over.refused else backoff_s
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def tell_peers(self, addresses: Sequence[str]) -> None:
+        """Replaces the prefill nodes that the node has been told, at once and for every stream to
+        come."""
+        self._peers = tuple(addresses)
+        self._unsent.tell_peers(self._peers)
+
+    def submitted(
+        self, job: Job, prefill: Sequence[str], budget_s: float, timeline: RequestTimeline
+    ) -> "Submitted":
+        """Submits `job`. What this returns must be entered at once; leaving it before the
+        request's end cancels the request on the node.
+
+        Args:
+            prefill: candidate prefill nodes in order of preference.
+            budget_s: what is left of the request's total budget.
+            timeline: of the request; its last submission is this one.
+        Raises:
+            NodeUnavailable: the node has no open stream.
+        """
+        if self.status is None:
+            raise NodeUnavailable(f"decode node {self.address} is not connected")
+        number = self._next_number
+        self._next_number += 1
+        buffer = self._live[number] = TokenBuffer(job.sampling.max_tokens - job.num_generated)
+        submit = decode_pb2.Submit(
+            request=number,
+            request_id=job.request_id,
+            token_ids=job.token_ids,
+            num_generated=job.num_generated,
+            sampling=to_fields(job.sampling),
+            prefill_addresses=prefill,
+            budget_s=budget_s,
+            traceparent=timeline.trace.passed_on,
+            namespace=job.namespace,
+        )
+        self._untold[number] = timeline, len(timeline.submissions) - 1
+        self._unsent.submit(submit)
+        return Submitted(buffer, self, number)
+
+    def leave(self, number: int) -> None:
+        """Cancels the request on the node, unless it has ended."""
+        if number in self._live:
+            self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        del self._live[number]
+        if not self._unsent.cancel(number):
+            self._untold.pop(number, None)
+        elif len(self._untold) > len(self._live) + _MAX_UNTOLD:
+            del self._untold[next(iter(self._untold))]
+
+    async def _serve(self) -> _Over:
+        """Opens the stream and reads it to its end."""
+        # Not wait_for_ready: a call that waits keeps the certificates that it began with.
+        call = self._stub.Serve()
+        self._unsent.clear()
+        self._unsent.tell_peers(self._peers)
+        sending = asyncio.create_task(self._send(call))
+        first = True
+        try:
+            async for message in call:
+                if message is None:  # what grpcio makes of bytes that it cannot parse
+                    raise ProtocolViolation("the node has sent bytes that are no message")
+                if first:
+                    first = False
+                    difference = serve_protocol.difference(
+                        node=message.protocol_version, router=serve_protocol.VERSION
+                    )
+                    if difference:
+                        return _Over(difference, refused=True)
+                self._take(message)
+            return _Over("the node ended the stream")
+        except ProtocolViolation as error:
+            return _Over(str(error))
+        except grpc.aio.AioRpcError as error:
+            refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            return _Over(f"{error.code().name}: {error.details()}", refused)
+        finally:
+            sending.cancel()
+            call.cancel()
+
+    async def _send(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+        try:
+            while True:
+                await call.write(await self._unsent.message())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The stream is over: whoever reads it learns why.
+            return
+
+    def _take(self, message: decode_pb2.FromNode) -> None:
+        match message.WhichOneof("message"):
+            case "step":
+                self._take_step(message.step)
+            case "status":
+                if self.status is None:
+                    log.info("decode node connected %s", kv(node=self.address))
+                if len(message.status.links) > serve_protocol.MAX_LINKS:
+                    raise ProtocolViolation(f"the node has {len(message.status.links)} links")
+                self.status = message.status
+                self._on_move(self.address)
+            case _:
+                return  # a newer node's
+
+    def _take_step(self, step: decode_pb2.Step) -> None:
+        timelines = step.timeline or step.ended
+        longest = max(len(step.request), len(step.ended), len(step.begun))
+        if longest > serve_protocol.MAX_ROWS:
+            raise ProtocolViolation(f"the node sent a step with {longest} rows")
+        ends = (step.ended, step.reason, step.error, step.error_code, timelines)
+        whole = len(step.request) == len(step.token) and len(step.begun) == len(step.cached_tokens)
+        if not whole or len({len(column) for column in ends}) != 1:
+            raise ProtocolViolation("the node sent a step with columns of different lengths")
+        live = self._live
+        told = []
+        for number, cached_tokens in zip(step.begun, step.cached_tokens, strict=True):
+            if (buffer := live.get(number)) is not None:
+                buffer.cached_tokens = cached_tokens
+        for number, token in zip(step.request, step.token, strict=True):
+            if (buffer := live.get(number)) is None:
+                continue
+            told.append(buffer)
+            if not buffer.append(token):
+                buffer.end(NodeUnavailable(f"decode node {self.address} sent too many tokens"))
+                self._cancel(number)
+        for index, number in enumerate(step.ended):
+            untold = self._untold.pop(number, None)
+            if untold is not None and step.timeline:
+                timeline, submission = untold
+                timeline.told(submission, step.timeline[index])
+            buffer = live.pop(number, None)
+            if buffer is not None:
+                buffer.end(
+                    end_of(
+                        step.reason[index],
+                        step.error[index],
+                        step.error_code[index],
+                    )
+                )
+                told.append(buffer)
+        for buffer in told:
+            buffer.tell()
+
+    def _lose(self, reason: str) -> None:
+        self.status = None
+        for buffer in self._live.values():
+            buffer.end(NodeUnavailable(f"decode node {self.address} is gone: {reason}"))
+            buffer.tell()
+        self._live.clear()
+        self._untold.clear()
+        self._on_move(self.address)
+
+
+class Submitted:
+    """One request on a decode node, from entering to leaving; gives what the node says of it."""
+
+    __slots__ = ("_buffer", "_client", "_number")
+
+    def __init__(self, buffer: TokenBuffer, client: DecodeClient, number: int) -> None:
+        self._buffer = buffer
+        self._client = client
+        self._number = number
+
+    def __enter__(self) -> TokenBuffer:
+        return self._buffer
+
+    def __exit__(self, *_: object) -> None:
+        self._client.leave(self._number)

@@ -1,0 +1,161 @@
+"""Which nodes there are, as the entries of --prefill and --decode have it now.
+
+Asks every source again and again and merges their answers. A source that fails keeps its last
+answer: a resolver that is down, or a file that is half written, takes no node away. Knows nothing
+of what the nodes themselves say.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.logs import kv
+from router.cluster.sources import (
+    Addresses,
+    LookFailed,
+    Resolve,
+    Role,
+    Source,
+    Times,
+    parse,
+    resolve,
+)
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 10.0  # longest look
+_FIRST_LOOK_S = 2.0  # the same while the program starts
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Addresses by role: no address twice, none in both."""
+
+    prefill: Addresses = ()
+    decode: Addresses = ()
+
+
+class _Entry:
+    """One source, its last answer, and what is wrong with it."""
+
+    def __init__(self, text: str, role: Role, source: Source) -> None:
+        self.text = text
+        self.role = role
+        self.source = source
+        self.addresses: Addresses = ()
+        self.failure = ""
+
+    async def look(self, longest_s: float) -> bool:
+        """Returns whether `failure` has changed."""
+        before, self.failure = self.failure, ""
+        try:
+            async with asyncio.timeout(longest_s):
+                self.addresses = await self.source.look()
+        except LookFailed as error:
+            self.failure = str(error)
+        except TimeoutError:
+            self.failure = f"no answer within {longest_s:g} s"
+        return self.failure != before
+
+    def tell(self) -> None:
+        fields = {"role": self.role, "entry": self.text, "nodes": len(self.addresses)}
+        if self.failure:
+            log.warning(
+                "an entry does not answer; what it last said stays %s",
+                kv(**fields, because=self.failure),
+            )
+        else:
+            log.info("an entry answers again %s", kv(**fields))
+
+
+class Discovery:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        *,
+        resolve: Resolve = resolve,
+        times: Times | None = None,
+    ) -> None:
+        """
+        Args:
+            prefill, decode: entries, in the forms of sources.py.
+            resolve: as sources.resolve.
+        Raises:
+            ConfigError: an entry has no such form, or there is none of a decode node, or one
+                twice.
+        """
+        if not decode:
+            raise ConfigError("--decode: at least one decode node is needed")
+        _check_once(prefill, decode)
+        roles: tuple[tuple[Role, Sequence[str]], ...] = (("prefill", prefill), ("decode", decode))
+        self._entries = [
+            _Entry(text, role, parse(text, role, resolve, times or Times()))
+            for role, texts in roles
+            for text in texts
+        ]
+        self._both: set[str] = set()
+        self.members = Members()
+
+    async def start(self) -> None:
+        """Looks for the first time.
+
+        Raises:
+            ConfigError: a file cannot be read, or does not hold what it should. A name without an
+                address is none yet.
+        """
+        failed = await asyncio.gather(*(entry.look(_FIRST_LOOK_S) for entry in self._entries))
+        for entry in itertools.compress(self._entries, failed):
+            if entry.source.required:
+                raise ConfigError(f"--{entry.role}: {entry.failure}")
+            entry.tell()
+        self.members = self._merged()
+
+    async def run(self, on_change: Callable[[Members], None]) -> None:
+        """Looks until cancelled, and calls `on_change` whenever `members` has changed."""
+        async with asyncio.TaskGroup() as tasks:
+            for entry in self._entries:
+                if entry.source.interval_s is not None:
+                    tasks.create_task(self._watch(entry, entry.source.interval_s, on_change))
+
+    async def _watch(
+        self, entry: _Entry, interval_s: float, on_change: Callable[[Members], None]
+    ) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            if await entry.look(_LOOK_S):
+                entry.tell()
+            members = self._merged()
+            if members != self.members:
+                self.members = members
+                on_change(members)
+
+    def _merged(self) -> Members:
+        prefill, decode = self._named("prefill"), self._named("decode")
+        both = prefill.keys() & decode.keys()
+        for address in sorted(both - self._both):
+            log.warning("a node of both roles is taken for neither %s", kv(node=address))
+        self._both = both
+        return Members(
+            tuple(address for address in prefill if address not in both),
+            tuple(address for address in decode if address not in both),
+        )
+
+    def _named(self, role: Role) -> dict[str, None]:
+        """Each address once, in the order of the entries."""
+        return dict.fromkeys(
+            address for entry in self._entries if entry.role == role for address in entry.addresses
+        )
+
+
+def _check_once(prefill: Sequence[str], decode: Sequence[str]) -> None:
+    for entry in (*prefill, *decode):
+        # A file can name nodes of both roles.
+        both = entry in prefill and entry in decode and not entry.startswith("file:")
+        if both or prefill.count(entry) > 1 or decode.count(entry) > 1:
+            raise ConfigError(f"--prefill, --decode: {entry} is named twice")

@@ -1,0 +1,159 @@
+"""Nodes that join and leave while the router runs.
+
+A joiner gets a connection and a place in the survey; decode nodes are told of a new prefill node
+at once. A leaver gets no new request from that moment on, and its live ones finish: only then
+does its connection close, or do decode nodes let go of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import grpc.aio
+
+from common.logs import kv
+from protos import decode_pb2
+from router.cluster.cache_watch import CacheWatch
+from router.cluster.cluster import Cluster
+from router.cluster.decode_client import DecodeClient
+from router.cluster.discovery import Discovery, Members
+from router.cluster.sources import MAX_ADDRESSES, Role
+from router.cluster.survey import Survey
+
+log = logging.getLogger(__name__)
+
+# What a prefill node that leaves still has to do is handed over by then, or done anew elsewhere.
+HANDOFFS_S = 30.0
+_LOOK_S = 0.1
+
+
+class Membership:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        survey: Survey,
+        cluster: Cluster,
+        make_channel: Callable[[str], grpc.aio.Channel],
+        cache_watch: CacheWatch | None,
+        *,
+        budget_s: float,
+        on_stream_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            cache_watch: None where it does not matter what prefill nodes have cached.
+            budget_s: the longest that a request can still need a node that has left.
+            on_stream_lost: called when the stream of a decode node that has not left ends.
+        """
+        self._discovery = discovery
+        self._survey = survey
+        self._cluster = cluster
+        self._make_channel = make_channel
+        self._cache_watch = cache_watch
+        self._budget_s = budget_s
+        self._on_stream_lost = on_stream_lost
+        self._left: dict[tuple[Role, str], asyncio.Event] = {}  # of each member: whether it has
+        self._prefill: list[str] = []  # members and leavers
+        self._clients: list[DecodeClient] = []  # likewise
+        self._shapes: dict[DecodeClient, tuple[str, ...]] = {}  # of their last Status
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self) -> None:
+        """Keeps all connections and the survey, until cancelled; live requests then fail."""
+        async with self._tasks:
+            try:
+                self._tasks.create_task(self._survey.run())
+                self._update(self._discovery.members)
+                await self._discovery.run(self._update)
+                await asyncio.Event().wait()
+            finally:
+                # Before the streams end: no request is to look for another node.
+                self._cluster.close()
+
+    def _update(self, members: Members) -> None:
+        now: list[tuple[Role, str]] = [("prefill", address) for address in members.prefill]
+        now += [("decode", address) for address in members.decode]
+        for member in self._left.keys() - set(now):
+            log.info("node leaves %s", kv(role=member[0], node=member[1]))
+            self._left.pop(member).set()
+            self._survey.leave(member[1])
+        for member in now:
+            if member not in self._left:
+                self._join(*member)
+        self._cluster.refresh()
+
+    def _join(self, role: Role, address: str) -> None:
+        """One that was left a moment ago is another node: what it still does ends by itself."""
+        log.info("node joins %s", kv(role=role, node=address))
+        left = self._left[role, address] = asyncio.Event()
+        channel = self._make_channel(address)
+        self._survey.join(role, address, channel)
+        keep = self._keep_prefill if role == "prefill" else self._keep_decode
+        self._tasks.create_task(keep(address, channel, left))
+
+    async def _keep_prefill(
+        self, address: str, channel: grpc.aio.Channel, left: asyncio.Event
+    ) -> None:
+        async with channel:
+            self._prefill.append(address)
+            self._tell_peers()
+            watching = self._tasks.create_task(self._watch_cache(address, channel))
+            await left.wait()
+            watching.cancel()
+            await asyncio.sleep(HANDOFFS_S)
+            self._prefill.remove(address)
+            self._tell_peers()
+
+    async def _watch_cache(self, address: str, channel: grpc.aio.Channel) -> None:
+        if self._cache_watch is not None:
+            await self._cache_watch.run(address, channel)
+
+    async def _keep_decode(
+        self, address: str, channel: grpc.aio.Channel, left: asyncio.Event
+    ) -> None:
+        client = DecodeClient(
+            address, channel, peers=self._peers(), on_move=lambda _: self._moved(client, left)
+        )
+        async with channel, asyncio.TaskGroup() as tasks:
+            self._clients.append(client)
+            self._cluster.add(client)
+            serving = tasks.create_task(client.run())
+            await left.wait()
+            self._cluster.remove(client)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._budget_s):
+                    while client.num_live:  # noqa: ASYNC110  (an event would cost every request)
+                        await asyncio.sleep(_LOOK_S)
+            serving.cancel()
+            self._clients.remove(client)
+            self._shapes.pop(client, None)
+
+    def _moved(self, client: DecodeClient, left: asyncio.Event) -> None:
+        """The stream of `client` has ended, or brought a Status."""
+        if left.is_set():
+            return
+        if client.status is None:
+            self._survey.forget(client.address)
+            if self._shapes.get(client):
+                self._on_stream_lost()
+        # A Status that only counts pages anew is no reason to ask every node.
+        shape = _shape(client.status)
+        if shape != self._shapes.get(client):
+            self._shapes[client] = shape
+            self._survey.want()
+        self._cluster.told(client)
+
+    def _peers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._prefill))[:MAX_ADDRESSES]
+
+    def _tell_peers(self) -> None:
+        for client in self._clients:
+            client.tell_peers(self._peers())
+
+
+def _shape(status: decode_pb2.Status | None) -> tuple[str, ...]:
+    """What of a Status makes nodes usable or not."""
+    return (status.state, *(link.peer for link in status.links)) if status else ()

@@ -1,0 +1,35 @@
+"""What the end of a request at its node means to its client."""
+
+from common.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    RequestAborted,
+    ServingError,
+)
+from protos import decode_pb2
+from router.requests.token_buffer import End
+
+# Any other status of a node tells its clients no more than that it failed them.
+_ERRORS: dict[int, type[ServingError]] = {
+    error.status.value[0]: error
+    for error in (InvalidRequest, Overloaded, RequestAborted, DeadlineExceeded, NodeUnavailable)
+}
+
+_MAX_ERROR = 1000  # characters of what a node says
+
+
+def end_of(reason: int, error: str, error_code: int) -> End | ServingError:
+    """One row of the columns `ended` to `error_code` of a Step."""
+    match reason:
+        case decode_pb2.FINISH_REASON_STOP:
+            return End("stop")
+        case decode_pb2.FINISH_REASON_LENGTH:
+            return End("length")
+        case decode_pb2.FINISH_REASON_ABORT:
+            return RequestAborted("the request was aborted")
+        case _:
+            failure = _ERRORS.get(error_code, EngineFault)
+            return failure(error[:_MAX_ERROR] or "the decode node gave up without a reason")

@@ -1,0 +1,135 @@
+"""What this router has placed on its nodes and they have not shown it yet.
+
+Charged when a request is placed:
+    prefill node   the prompt's uncached tokens, and a request     until the first token, or the end
+    decode node    the prompt's tokens, for the pages they take    until a Status shows those pages:
+                                                                   the first after the first token
+                   and a request                                   until the end
+"""
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from router.policy.choices import Placement
+
+
+class Tally:
+    """Tokens and requests by node address. A node that has none is forgotten."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+        self._requests: dict[str, int] = {}
+
+    def tokens(self, address: str) -> int:
+        return self._tokens.get(address, 0)
+
+    def requests(self, address: str) -> int:
+        return self._requests.get(address, 0)
+
+    @property
+    def empty(self) -> bool:
+        return not self._tokens and not self._requests
+
+    def add_tokens(self, address: str, num_tokens: int) -> None:
+        """Negative to take away."""
+        _add(self._tokens, address, num_tokens)
+
+    def add_requests(self, address: str, num_requests: int) -> None:
+        """Negative to take away."""
+        _add(self._requests, address, num_requests)
+
+
+class Load:
+    """For one event loop. Every charge is gone once it is closed, whatever nodes do meanwhile."""
+
+    def __init__(self) -> None:
+        self.prefill = Tally()
+        self.decode = Tally()
+        self._unshown: dict[str, set[Charge]] = {}  # past their first token, by decode node
+
+    def charge(self, placement: Placement, num_tokens: int) -> "Charge":
+        """
+        Args:
+            num_tokens: of the prompt.
+        """
+        return Charge(self, placement, num_tokens)
+
+    def shown(self, decode: str) -> None:
+        """A Status of this decode node has come: it counts what had its first token before."""
+        for charge in self._unshown.pop(decode, ()):
+            charge.shown()
+
+    @property
+    def empty(self) -> bool:
+        return self.prefill.empty and self.decode.empty and not self._unshown
+
+    def wait_for_status(self, decode: str, charge: "Charge") -> None:
+        self._unshown.setdefault(decode, set()).add(charge)
+
+    def forget(self, decode: str, charge: "Charge") -> None:
+        waiting = self._unshown.get(decode)
+        if waiting is not None:
+            waiting.discard(charge)
+            if not waiting:
+                del self._unshown[decode]
+
+
+class Charge(AbstractContextManager["Charge"]):
+    """One request's part of the load; leaving the block ends it. Every call may come again."""
+
+    __slots__ = ("_computing", "_decode", "_live", "_load", "_prefill", "_tokens", "_uncached")
+
+    def __init__(self, load: Load, placement: Placement, num_tokens: int) -> None:
+        self._load = load
+        self._decode = placement.decode
+        self._prefill = placement.prefill[0] if placement.prefill else ""
+        self._tokens = num_tokens  # whose pages no Status shows
+        self._uncached = placement.uncached_tokens
+        self._computing = True
+        self._live = True
+        if self._prefill:
+            load.prefill.add_tokens(self._prefill, self._uncached)
+            load.prefill.add_requests(self._prefill, 1)
+        load.decode.add_tokens(self._decode, num_tokens)
+        load.decode.add_requests(self._decode, 1)
+
+    def first_token(self) -> None:
+        """The prompt is computed, and its pages are taken on the decode node."""
+        if not self._computing:
+            return
+        self._computing = False
+        if self._prefill:
+            self._load.prefill.add_tokens(self._prefill, -self._uncached)
+            self._load.prefill.add_requests(self._prefill, -1)
+        self._load.wait_for_status(self._decode, self)
+
+    def shown(self) -> None:
+        """The decode node has said what it has left since the first token."""
+        self._load.decode.add_tokens(self._decode, -self._tokens)
+        self._tokens = 0
+
+    def close(self) -> None:
+        """The request has ended, in whatever way."""
+        if not self._live:
+            return
+        self._live = False
+        self.first_token()
+        self._load.forget(self._decode, self)
+        self.shown()
+        self._load.decode.add_requests(self._decode, -1)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _add(counts: dict[str, int], address: str, change: int) -> None:
+    count = counts.get(address, 0) + change
+    if count:
+        counts[address] = count
+    else:
+        counts.pop(address, None)

@@ -1,0 +1,1 @@
+"""The router as a program: its parts put together, its processes."""

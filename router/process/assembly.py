@@ -1,0 +1,336 @@
+"""Joins the parts of a router, runs them, and ends them in the order that clients need."""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import grpc.aio
+
+from common import allocator, metrics, rpc, tls, tracing
+from common.config import RouterConfig
+from common.identity import exposure
+from common.identity.program import identity_of
+from common.logs import kv
+from common.metrics import RouterMetrics
+from common.metrics.trust import TrustMetrics
+from protos import router_pb2, router_pb2_grpc
+from router.api.cluster_report import ClusterEndpoint, ClusterReport
+from router.api.http.server import HttpServer
+from router.api.http.shared import Limits as HttpLimits
+from router.api.http.shared import Shared
+from router.api.http_checks import HttpChecks
+from router.api.openai import api, problems
+from router.api.openai.operations import metrics_elsewhere
+from router.api.page import files as page
+from router.api.requests_endpoint import PATH as REQUESTS_PATH
+from router.api.requests_endpoint import RequestsEndpoint
+from router.api.rpc_guard import RpcGuard
+from router.api.service import RouterService
+from router.clients.assembly import Clients, make_clients
+from router.cluster.cache_watch import CacheWatch
+from router.cluster.cluster import NOT_READY, Cluster
+from router.cluster.discovery import Discovery
+from router.cluster.membership import Membership
+from router.cluster.survey import Survey
+from router.generation import Generator
+from router.policy import HEED_PREFIXES, make_policy
+from router.policy.load import Load
+from router.policy.prefix_index import PrefixIndex
+from router.requests.admission import SHUTTING_DOWN, Admission
+from router.requests.record import Records
+from router.requests.served_model import ServedModel, served_model
+from router.requests.timelines import Timelines
+from router.text.limits import MAX_FIELDS
+from router.text.model_files import ModelFiles
+
+log = logging.getLogger(__name__)
+
+_FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster"})
+_LAST_WORDS_S = 1.0  # for the ends of calls to reach their clients
+# Of HTTP clients that wait between requests, and of probes; each live request has one more.
+_SPARE_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A router that serves."""
+
+    port: int
+    http_port: int
+    http: HttpServer
+    health: rpc.Health
+    admission: Admission
+    cluster: Cluster
+    metrics: RouterMetrics
+    nodes: asyncio.Task[None]
+    readiness: asyncio.Task[None]
+
+    async def drain(self, longest_s: float, hurry: asyncio.Event) -> None:
+        """Takes no new request and lets the live ones finish; those that have not after
+        `longest_s`, or when `hurry` is set, end with UNAVAILABLE."""
+        self.readiness.cancel()
+        await self.health.tell(False)
+        self.admission.close()
+        self.http.drain()
+        log.info("draining %s", kv(live=self.admission.num_live, longest_s=longest_s))
+        await _first_of(self.admission.wait_until_none_live(), hurry.wait(), longest_s)
+        self.nodes.cancel()  # the end of its node's stream is the end of a request
+        await _first_of(self.admission.wait_until_none_live(), hurry.wait(), _LAST_WORDS_S)
+
+
+@asynccontextmanager
+async def running(
+    config: RouterConfig, model: ModelFiles, *, shares_ports: bool = False
+) -> AsyncIterator[Running]:
+    """Serves while inside. It listens at once, and is healthy once a request could be placed.
+
+    Args:
+        shares_ports: with other processes of this router, see router/process/processes.py.
+    Raises:
+        ConfigError: a port is taken, an entry of --prefill or --decode is wrong, or the tokenizer
+            or chat template cannot be used.
+    """
+    changed = asyncio.Event()  # something that readiness depends on
+    served = served_model(model)
+    counts = RouterMetrics()
+    certificates = tls.certificates(config.front.tls, "--front.tls")
+    for_nodes = tls.certificates(config.tls_to_nodes, "--nodes-tls")
+    _tell_ends(counts.trust, certificates, for_nodes)
+    identity = identity_of("router", _name(), config.front.secret_file, counts.trust.refused)
+    asked = identity is not None or config.front.tls.mutual or config.tls_to_nodes.mutual
+    exposure.check(config.front.host, asked=asked, insecure=config.front.insecure)
+    clients = make_clients(config, counts)
+    admission = Admission(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
+    counts.waiting_from(lambda: admission.num_waiting)
+    tracer = tracing.start(config.front, "baton-router", ratio=config.trace_ratio)
+    async with AsyncExitStack() as resources:
+        if tracer is not None:
+            resources.callback(tracer.close)
+        cluster, survey, membership = await _make_cluster(
+            config,
+            served.tokenizer.hash,
+            partial(rpc.make_channel, certificates=for_nodes, identity=identity),
+            changed,
+            counts,
+        )
+        timelines = Timelines(counts, tracer)
+        generator = Generator(
+            served,
+            cluster,
+            admission,
+            Records(counts, timelines),
+            budget_s=config.budget_s,
+            tells_cached_tokens=not config.hide_cached_tokens,
+        )
+        why_not_ready = partial(_why_not_ready, admission, cluster)
+        report = ClusterReport(survey, admission, _constants(config, model), why_not_ready)
+        service = RouterService(clients.guard, generator, report, served, budget_s=config.budget_s)
+        guard = RpcGuard(clients.guard, for_operators=_FOR_OPERATORS)
+        server = rpc.make_server(
+            shares_port=shares_ports,
+            max_message_bytes=served.limits.message_bytes,
+            interceptors=[guard],
+        )
+        names = rpc.add_service(
+            server,
+            router_pb2_grpc.add_RouterServicer_to_server,
+            service,
+            max_fields=MAX_FIELDS,
+        )
+        health = rpc.add_health_and_reflection(server, names)
+        port = rpc.bind(
+            server, config.front.host, config.front.port, certificates, shares_port=shares_ports
+        )
+        metrics_port = resources.enter_context(
+            metrics.served(counts.registry, config.front.host, config.front.metrics_port)
+        )
+        await health.tell(False)
+        await resources.enter_async_context(
+            rpc.serving_health(
+                health, config.front.host, config.front.health_port, shares_port=shares_ports
+            )
+        )
+        http = _make_http(
+            config,
+            served,
+            clients,
+            generator,
+            report,
+            timelines,
+            counts,
+            why_not_ready,
+            certificates,
+            shares_port=shares_ports,
+        )
+        http_port = await http.start(config.front.host, config.http_port, shares_port=shares_ports)
+        resources.push_async_callback(http.stop, _LAST_WORDS_S)
+        await server.start()
+        host = config.front.host
+        log.info(
+            "listening %s",
+            kv(
+                address=f"{host}:{port}",
+                http=f"{host}:{http_port}",
+                tls=tls.kind(certificates),
+                secret="off" if identity is None else "on",
+                metrics_port=metrics_port,
+                policy=config.policy,
+                model=model.name,
+            ),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            nodes = tasks.create_task(membership.run())
+            readiness = tasks.create_task(_tell_readiness(cluster, changed, health, counts))
+            keys = tasks.create_task(clients.keep_up())
+            trimming = tasks.create_task(allocator.keep_trimming())
+            try:
+                yield Running(
+                    port, http_port, http, health, admission, cluster, counts, nodes, readiness
+                )
+            finally:
+                for task in (readiness, nodes, keys, trimming):
+                    task.cancel()
+                await rpc.stop(server, _LAST_WORDS_S)
+
+
+def _name() -> str:
+    """What nodes call this router in their logs."""
+    return f"router-{secrets.token_hex(4)}@{socket.gethostname()}"
+
+
+def _tell_ends(
+    trust: TrustMetrics, shown: tls.Certificates | None, to_nodes: tls.Certificates | None
+) -> None:
+    """Has the metrics tell until when certificates are good."""
+    if shown is not None:
+        trust.certificate_ends("shown", partial(tls.shown_end, shown))
+        trust.certificate_ends("authority", partial(tls.authority_end, shown))
+    if to_nodes is not None:
+        trust.certificate_ends("shown_to_nodes", partial(tls.shown_end, to_nodes))
+        trust.certificate_ends("authority_of_nodes", partial(tls.authority_end, to_nodes))
+
+
+async def _make_cluster(
+    config: RouterConfig,
+    tokenizer_hash: str,
+    make_channel: Callable[[str], grpc.aio.Channel],
+    changed: asyncio.Event,
+    counts: RouterMetrics,
+) -> tuple[Cluster, Survey, Membership]:
+    """The parts that know nodes; `changed` is set whenever one of them has moved."""
+    discovery = Discovery(config.prefill, config.decode)
+    await discovery.start()
+    load, prefixes = Load(), PrefixIndex()
+    survey = Survey(
+        tokenizer_hash=tokenizer_hash,
+        on_change=lambda: cluster.refresh(),
+        on_reports=lambda reports: counts.nodes(Counter((r.role, r.state) for r in reports)),
+    )
+    policy = make_policy(config.policy, load, prefixes)
+    cluster = Cluster(survey, policy, load, on_change=changed.set)
+    membership = Membership(
+        discovery,
+        survey,
+        cluster,
+        make_channel,
+        CacheWatch(prefixes) if config.policy in HEED_PREFIXES else None,
+        budget_s=config.budget_s,
+        on_stream_lost=counts.stream_lost,
+    )
+    return cluster, survey, membership
+
+
+def _make_http(
+    config: RouterConfig,
+    model: ServedModel,
+    clients: Clients,
+    generator: Generator,
+    report: ClusterReport,
+    timelines: Timelines,
+    counts: RouterMetrics,
+    why_not_ready: Callable[[], str | None],
+    certificates: tls.Certificates | None,
+    *,
+    shares_port: bool,
+) -> HttpServer:
+    checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
+    requests = RequestsEndpoint(timelines)
+    # Whoever scrapes a port that is shared meets one process now and another one then.
+    elsewhere = {"/metrics": {"GET": metrics_elsewhere}} if shares_port else {}
+    routes = api.routes(
+        generator,
+        counts,
+        checks.begin,
+        model_name=_served_name(config, model.files),
+        context_length=model.limits.context_length,
+        why_not_ready=why_not_ready,
+        others={
+            **page.routes(),
+            "/cluster": {"GET": ClusterEndpoint(report)},
+            REQUESTS_PATH: {"GET": requests.all},
+            **elsewhere,
+        },
+        others_below={f"{REQUESTS_PATH}/": {"GET": requests.one}},
+    )
+    limits = HttpLimits(
+        max_connections=config.max_requests + _SPARE_CONNECTIONS,
+        max_body_bytes=model.limits.body_bytes,
+        unread_s=config.unread_s,
+    )
+    contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
+    shared = Shared(limits, routes, problems.error_body, counts, checks)
+    return HttpServer(shared, contexts)
+
+
+def _served_name(config: RouterConfig, model: ModelFiles) -> str:
+    return config.served_model_name or model.name
+
+
+def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterState:
+    """What a router says of itself that never changes."""
+    return router_pb2.RouterState(
+        version=version("baton"),
+        model=_served_name(config, model),
+        context_length=model.context_length,
+        has_chat_template=model.chat_template is not None,
+    )
+
+
+def _why_not_ready(admission: Admission, cluster: Cluster) -> str | None:
+    if admission.closed:
+        return SHUTTING_DOWN
+    return None if cluster.ready else NOT_READY
+
+
+async def _tell_readiness(
+    cluster: Cluster, changed: asyncio.Event, health: rpc.Health, counts: RouterMetrics
+) -> None:
+    told = False
+    while True:
+        await changed.wait()
+        changed.clear()
+        ready = cluster.ready
+        if ready and not told:
+            log.info("ready")
+        elif told and not ready:
+            log.warning("not ready %s", kv(because=NOT_READY))
+        told = ready
+        counts.ready(ready)
+        await health.tell(ready)
+
+
+async def _first_of(
+    one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object], longest_s: float
+) -> None:
+    waits = {asyncio.create_task(one), asyncio.create_task(other)}
+    _, pending = await asyncio.wait(waits, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
+    for wait in pending:
+        wait.cancel()

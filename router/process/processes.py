@@ -1,0 +1,194 @@
+"""Several router processes on the same ports, kept by one that serves nothing itself.
+
+Each is a whole router, with its own streams to every node; they share no state. The kernel deals
+connections out to them. Limits hold for each, and what a process tells of itself (metrics,
+requests under way) is its own part.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from common import rpc
+from common.children import Child
+from common.config import RouterConfig
+from common.errors import ConfigError
+from common.logs import kv
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MIN_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 5.0
+_END_S = 10.0  # beyond the drain
+_MAX_PORT = 65535
+
+
+async def keep(config: RouterConfig) -> int:
+    """Runs `config.processes` routers until SIGTERM or SIGINT and starts again those that end.
+    Signals are passed on to them.
+
+    Returns:
+        The exit code: not 0 if one could not be started at first, or did not end as it should.
+    Raises:
+        ConfigError: a port is taken, or not all have one for their metrics.
+    """
+    with _reserved(config) as shared:
+        processes = [_Process(n, _part(shared, n)) for n in range(config.processes)]
+        stop = asyncio.Event()
+
+        def on_signal(number: signal.Signals) -> None:
+            stop.set()
+            for process in processes:
+                process.send(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        try:
+            up = await _started(processes, stop)
+            if up:
+                log.info("all processes are up %s", kv(processes=len(processes)))
+                await asyncio.gather(*(process.keep(stop) for process in processes))
+        finally:
+            codes = await asyncio.gather(
+                *(process.end(config.front.drain_s + _END_S) for process in processes)
+            )
+        return max(codes) if up else max(codes) or 1
+
+
+async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
+    """The first one alone, so that what is wrong with all of them is said once."""
+    first, *others = processes
+    if not await first.start():
+        return False
+    return not stop.is_set() and all(await asyncio.gather(*(one.start() for one in others)))
+
+
+class _Process:
+    """One of them. Never started again once it has been told to end."""
+
+    def __init__(self, number: int, config: RouterConfig) -> None:
+        self._number = number
+        self._config_json = config.model_dump_json()
+        self._child: Child | None = None
+        self._told = False
+
+    async def start(self) -> bool:
+        """Returns whether it listens; it has ended otherwise."""
+        here, there = os.pipe()
+        try:
+            command = [sys.executable, "-m", "router.process.worker", str(self._number), str(there)]
+            self._child = Child(
+                "router", [*command, self._config_json], log=None, descriptors=(there,)
+            )
+        finally:
+            os.close(there)
+        with os.fdopen(here, "rb", buffering=0) as end:
+            return await _first_byte(end.fileno())
+
+    async def keep(self, stop: asyncio.Event) -> None:
+        """Starts it again whenever it ends, until `stop`."""
+        backoff_s = _MIN_BACKOFF_S
+        while self._child is not None and not self._told:
+            started_at = time.monotonic()
+            code = await _unless(stop, self._child.ended())
+            if code is None:
+                return
+            if time.monotonic() - started_at > _MAX_BACKOFF_S:
+                backoff_s = _MIN_BACKOFF_S
+            fields = kv(process=self._number, code=code, restart_in_s=backoff_s)
+            log.error("a router process has ended %s", fields)
+            await _unless(stop, asyncio.sleep(backoff_s))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            if not stop.is_set():
+                await self.start()
+
+    def send(self, number: signal.Signals) -> None:
+        self._told = True
+        if self._child is not None:
+            self._child.send(number)
+
+    async def end(self, patience_s: float) -> int:
+        """Waits for its end and tells it to if nobody has; kills it after `patience_s`.
+
+        Returns:
+            0 if it ended as it should, its exit code if it ended by itself, else 1.
+        """
+        child = self._child
+        if child is None:
+            return 0
+        if not self._told and child.code is None:
+            self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(patience_s):
+                code = await child.ended()
+        except TimeoutError:
+            child.send(signal.SIGKILL)
+            code = await child.ended()
+        return code if code >= 0 else 1
+
+
+@contextlib.contextmanager
+def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
+    """Keeps the shared ports for this router's processes; gives the configuration with them."""
+    front = config.front
+    with contextlib.ExitStack() as ports:
+        port = ports.enter_context(rpc.reserved(front.host, front.port))
+        try:
+            http_port = ports.enter_context(rpc.reserved(front.host, config.http_port))
+        except ConfigError as error:
+            raise ConfigError(f"--http-port: {error}") from error
+        health_port = front.health_port
+        if health_port is not None:
+            health_port = ports.enter_context(rpc.reserved(front.host, health_port))
+        shared = front.model_copy(update={"port": port, "health_port": health_port})
+        yield config.model_copy(update={"front": shared, "http_port": http_port})
+
+
+def _part(config: RouterConfig, number: int) -> RouterConfig:
+    """The configuration of one process."""
+    metrics_port = config.front.metrics_port
+    if metrics_port:
+        metrics_port += number
+        if metrics_port > _MAX_PORT:
+            raise ConfigError(
+                f"--metrics-port: {config.processes} processes need ports to count up"
+            )
+    front = config.front.model_copy(update={"metrics_port": metrics_port})
+    return config.model_copy(update={"front": front})
+
+
+async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns, or None once `stop` is set, which cancels it."""
+    stopping, doing = asyncio.create_task(stop.wait()), asyncio.create_task(what)
+    try:
+        await asyncio.wait({stopping, doing}, return_when=asyncio.FIRST_COMPLETED)
+        return None if stop.is_set() else doing.result()
+    finally:
+        stopping.cancel()
+        doing.cancel()
+
+
+async def _first_byte(descriptor: int) -> bool:
+    """Whether one comes before the end. Sets no deadline: a process may have a model to fetch."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def on_readable() -> None:
+        loop.remove_reader(descriptor)
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(descriptor, on_readable)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(descriptor)
+    return bool(os.read(descriptor, 1))

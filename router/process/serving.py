@@ -1,0 +1,46 @@
+"""A router from its start to its end by a signal: the one program, or one of several processes."""
+
+import asyncio
+import gc
+import logging
+import signal
+from collections.abc import Callable
+
+from common import allocator
+from common.config import RouterConfig
+from router.process.assembly import running
+from router.text import model_files
+
+log = logging.getLogger(__name__)
+
+# Objects made and not freed until the collector looks at the youngest. Of a request little is part
+# of a cycle: at the default of 700 it is looked at twenty times over in vain.
+_COLLECT_EVERY = 50_000
+
+
+async def serve(
+    config: RouterConfig, *, shares_ports: bool = False, on_up: Callable[[], None] = lambda: None
+) -> None:
+    """Runs a router until SIGTERM or SIGINT, then drains it; a second signal cuts that short.
+
+    Args:
+        shares_ports: with the other processes of this router.
+        on_up: called once it listens.
+    """
+    allocator.hold_little()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    model = await asyncio.to_thread(model_files.load, config.model)
+    async with running(config, model, shares_ports=shares_ports) as router:
+        gc.collect()
+        gc.freeze()  # what is here now stays until the end
+        gc.set_threshold(_COLLECT_EVERY)
+        on_up()
+        await stop.wait()
+        await router.drain(config.front.drain_s, hurry)
+    log.info("stopped")

@@ -1,0 +1,1 @@
+"""What a client asks for: checked, admitted, recorded, answered."""

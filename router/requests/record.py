@@ -1,0 +1,154 @@
+"""What is told about one request, from its arrival to its end: to metrics, to the log, and to the
+limits of its client."""
+
+import asyncio
+import logging
+import time
+from types import TracebackType
+
+from common.errors import InvalidRequest, Overloaded, RateLimited, RequestAborted, ServingError
+from common.log_throttle import Throttle, ThrottledLog
+from common.logs import kv
+from common.metrics import RouterMetrics
+from router.clients.client import Client
+from router.requests.timelines import Timelines
+
+log = logging.getLogger(__name__)
+
+
+class Records:
+    """Where what all records tell goes. For one event loop."""
+
+    def __init__(self, metrics: RouterMetrics, timelines: Timelines) -> None:
+        self.metrics = metrics
+        self.timelines = timelines
+        self.refusals = ThrottledLog(log, Throttle())  # any client can make many
+
+    def begin(self, request_id: str, client: Client, traceparent: str) -> "RequestRecord":
+        """
+        Args:
+            traceparent: as the client sent it, or empty.
+        """
+        return RequestRecord(self, request_id, client, traceparent)
+
+
+class RequestRecord:
+    """A context around one request, made by `Records.begin`: leaving it is the request's end."""
+
+    def __init__(self, records: Records, request_id: str, client: Client, traceparent: str) -> None:
+        self._metrics = records.metrics
+        self._timelines = records.timelines
+        self._refusals = records.refusals
+        self._client = client
+        self.timeline = self._timelines.begin(request_id, traceparent)
+        self._arrived_at = self.timeline.arrived
+        self._wrote_at = self._arrived_at
+        self._accepted = False
+        self._num_tokens = 0
+        self._finish_reason = "error"
+
+    def __enter__(self) -> "RequestRecord":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        timeline = self.timeline
+        if not self._accepted:
+            self._refuse(error)
+            self._timelines.end(timeline, "error", str(error))
+            return
+        outcome = _outcome(error) if error else self._finish_reason
+        timeline.last_token, timeline.completion_tokens = self._wrote_at, self._num_tokens
+        self._timelines.end(timeline, outcome, str(error or ""))
+        seconds = time.monotonic() - self._arrived_at
+        self._metrics.ended(outcome, seconds)
+        if log.isEnabledFor(logging.INFO):
+            fields: dict[str, object] = {
+                **self._names(),
+                "outcome": outcome,
+                "tokens": self._num_tokens,
+                "seconds": seconds,
+                "client": self._client.name,
+            }
+            if isinstance(error, Exception):
+                fields |= {"decode": self.timeline.submissions[-1].decode, "error": error}
+            log.info("request ended %s", kv(**fields))
+
+    def accept(self, num_prompt_tokens: int, decode: str) -> None:
+        """The request is about to be submitted to a decode node."""
+        self._accepted = True
+        self._metrics.accepted(num_prompt_tokens)
+        self.timeline.prompt_tokens = num_prompt_tokens
+        self.timeline.submit(decode)
+        self._timelines.accept(self.timeline)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request accepted %s",
+                kv(**self._names(), prompt_tokens=num_prompt_tokens, decode=decode),
+            )
+
+    def replay(self, decode: str, lost: ServingError) -> None:
+        """Its decode node has let it go: it goes on at another."""
+        self._metrics.replayed()
+        self.timeline.submit(decode)
+        log.warning(
+            "request replayed %s",
+            kv(**self._names(), tokens=self._num_tokens, decode=decode, because=lost),
+        )
+
+    def write(self, num_tokens: int) -> None:
+        """A message with so many tokens goes to the client now."""
+        now = time.monotonic()
+        self._metrics.tokens(num_tokens)
+        self._client.usage.generated(num_tokens)
+        num_next, waited_s = num_tokens, now - self._wrote_at
+        if num_tokens and not self._num_tokens:
+            self._metrics.first_token(now - self._arrived_at)
+            self.timeline.first_token = now
+            num_next, waited_s = num_tokens - 1, 0.0  # those with the first one came at once
+        if num_next:
+            self._metrics.next_token(waited_s / num_next, num_next)
+        self._wrote_at = now
+        self._num_tokens += num_tokens
+
+    def finish(self, finish_reason: str, cached_tokens: int) -> None:
+        """finish_reason: "stop" or "length"."""
+        self._finish_reason = finish_reason
+        self.timeline.cached_tokens = cached_tokens
+
+    def _refuse(self, error: BaseException | None) -> None:
+        match error:
+            case InvalidRequest():
+                self._metrics.rejected("invalid")
+            case RateLimited():
+                self._metrics.rejected("limited")
+            case Overloaded():
+                self._metrics.rejected("overloaded")
+            case ServingError():
+                self._metrics.rejected("no_node")
+            case Exception():
+                pass  # a fault of ours: its traceback is logged elsewhere, whose it was is not
+            case _:
+                return
+        self._refusals.info(
+            "request refused", **self._names(), client=self._client.name, because=error
+        )
+
+    def _names(self) -> dict[str, object]:
+        """What is in every line about it."""
+        return {
+            "request_id": self.timeline.request_id,
+            **self.timeline.trace.log_fields,
+        }
+
+
+def _outcome(error: BaseException) -> str:
+    match error:
+        case asyncio.CancelledError() | RequestAborted():
+            return "cancelled"
+        case _:
+            return "error"

@@ -1,0 +1,33 @@
+"""What a router has of the model that it serves: its files, and what is made of them once.
+
+Knows nothing of requests.
+"""
+
+from dataclasses import dataclass
+
+from router.requests.prompts import Prompts
+from router.text.chat_template import ChatTemplate
+from router.text.limits import Limits
+from router.text.model_files import ModelFiles
+from router.text.tokenizer import RouterTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    files: ModelFiles
+    tokenizer: RouterTokenizer
+    limits: Limits
+    prompts: Prompts
+
+
+def served_model(files: ModelFiles) -> ServedModel:
+    """
+    Raises:
+        ConfigError: the tokenizer or chat template cannot be used.
+    """
+    tokenizer = RouterTokenizer(files.tokenizer_json)
+    template = (
+        ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
+    )
+    limits = Limits(files.context_length, files.vocabulary_size, tokenizer.longest_token_bytes)
+    return ServedModel(files, tokenizer, limits, Prompts(tokenizer, template, limits))

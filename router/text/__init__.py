@@ -1,0 +1,1 @@
+"""Text to tokens and back, as the served model has it."""
