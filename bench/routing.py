@@ -25,7 +25,7 @@ from typing import Any
 
 from bench import _record
 from bench._routing_nodes import PAGE_SIZE, Arrival, Costs, DecodeNode, PrefillNode
-from router.policy import DecodeChoice, PrefillChoice, Prompt, make_policy
+from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
 from router.policy.table import NAMES
@@ -135,7 +135,7 @@ class Simulation:
             )
             for address, node in self._decode.items()
         ]
-        prompt = Prompt(arrival.token_ids.tolist(), arrival.session)  # new, as of a tokenizer
+        prompt = PlacementKey(arrival.token_ids.tolist(), arrival.session)  # new, as of a tokenizer
         began = time.thread_time()
         placement = self._policy.pick(prompt, choices)
         self._picks_s.append(time.thread_time() - began)

@@ -44,8 +44,8 @@ from common.node.streams import Outgoing
 from common.node.supervision import Supervision
 from common.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
 from common.timeline import to_proto
-from common.trace_context import Trace, checked, log_fields
-from common.tracing import Tracer
+from common.tracing.context import Trace, checked, log_fields
+from common.tracing.tracer import Tracer
 from kvtransfer.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
 from protos import decode_pb2, decode_pb2_grpc, router_pb2
 

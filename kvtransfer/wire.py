@@ -12,7 +12,7 @@ from common.sampling import MAX_TOKEN_ID
 from common.sampling import from_proto as sampling_from_proto
 from common.sampling import to_proto as sampling_to_proto
 from common.timeline import PrefillTimes
-from common.trace_context import checked
+from common.tracing.context import checked
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,

@@ -28,7 +28,7 @@ from common.log_throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.messages import HandoffTraced
 from common.node.stamps import HandoffStamps
-from common.trace_context import is_sampled, log_fields
+from common.tracing.context import is_sampled, log_fields
 from kvtransfer.ports import (
     Admit,
     FailHandoff,

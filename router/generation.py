@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from common.errors import NodeUnavailable
 from router.clients.client import Client
 from router.cluster.cluster import Chosen, Cluster
-from router.policy.choices import Prompt
+from router.policy.choices import PlacementKey
 from router.requests import validation
 from router.requests.admission import Admission, new_request_id
 from router.requests.answer import Answer, LastPiece, Piece
@@ -163,7 +163,9 @@ class Generator:
     async def _choose(self, job: Job, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:
             await self._cluster.until_ready()
-        return self._cluster.choose(Prompt(job.token_ids, job.session, job.namespace), avoid)
+        return self._cluster.choose(
+            PlacementKey(job.token_ids, job.session_id, job.namespace), avoid
+        )
 
     async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
         """Where there is no other node, the request ends as the one that it had left it."""

@@ -20,7 +20,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from common import allocator, descriptors, logs, rpc, tls, tracing
+from common import allocator, descriptors, logs, rpc, tls
 from common.config import NodeConfig
 from common.errors import ConfigError, EngineFault, NodeUnavailable, ServingError
 from common.identity.caller import node_name
@@ -45,7 +45,8 @@ from common.node.messages import (
 from common.node.process import EngineProcess, exit_sentence
 from common.node.service import NodeService
 from common.node.supervision import Supervision
-from common.tracing import Tracer
+from common.tracing import export
+from common.tracing.tracer import Tracer
 from protos import node_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class _Node:
             )
             engine = EngineProcess(self._engine_module)
             stack.callback(engine.close)
-            tracer = tracing.start(front, f"baton-{self._role}")
+            tracer = export.start(front, f"baton-{self._role}")
             if tracer is not None:
                 stack.callback(tracer.close)
             start = Start(

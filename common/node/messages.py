@@ -13,7 +13,7 @@ from common.namespace import SHARED, Namespace
 from common.node.stamps import HandoffStamps, RequestStamps
 from common.sampling import SamplingParams
 from common.timeline import NOTHING, Timeline
-from common.trace_context import UNTRACED, Trace
+from common.tracing.context import UNTRACED, Trace
 
 # Front to engine --------------------------------------------------------------------------------
 

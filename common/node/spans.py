@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from common.node.messages import Ended, HandoffTraced
 from common.timeline import Attempt, Timeline
-from common.trace_context import Trace
-from common.tracing import Attributes, Child, Tracer
+from common.tracing.context import Trace
+from common.tracing.tracer import Attributes, Child, Tracer
 
 
 def tell_request(tracer: Tracer, ended: Ended) -> None:

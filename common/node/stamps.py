@@ -8,7 +8,7 @@ anything.
 import msgspec
 
 from common.timeline import MAX_ATTEMPTS, Attempt, Interval, Phase, PrefillTimes, Timeline
-from common.trace_context import Trace
+from common.tracing.context import Trace
 
 
 class AttemptStamps(msgspec.Struct, array_like=True, eq=False):

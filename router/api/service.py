@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from common.errors import Overloaded
-from common.trace_context import HEADER
+from common.tracing.context import HEADER
 from protos import router_pb2, router_pb2_grpc
 from router.api.cluster_report import ClusterReport
 from router.api.rpc_guard import address, authorization

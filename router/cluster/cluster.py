@@ -12,7 +12,7 @@ from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
 from router.cluster.survey import Survey
 from router.policy import Policy
-from router.policy.choices import DecodeChoice, PrefillChoice, Prompt
+from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
 from router.policy.load import Charge, Load
 from router.requests.admission import SHUTTING_DOWN
 
@@ -126,7 +126,7 @@ class Cluster:
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
 
-    def choose(self, prompt: Prompt, avoid: Collection[str] = ()) -> Chosen:
+    def choose(self, key: PlacementKey, avoid: Collection[str] = ()) -> Chosen:
         """
         Args:
             avoid: decode nodes that are taken only where there is no other.
@@ -138,11 +138,11 @@ class Cluster:
             raise NodeUnavailable(NOT_READY)
         if avoid:
             choices = [choice for choice in choices if choice.address not in avoid] or choices
-        placement = self._policy.pick(prompt, choices)
+        placement = self._policy.pick(key, choices)
         return Chosen(
             self._clients[placement.decode],
             placement.prefill[:_MAX_CANDIDATES],
-            self._load.charge(placement, len(prompt.token_ids)),
+            self._load.charge(placement, len(key.token_ids)),
         )
 
     def _read(self, client: DecodeClient) -> None:

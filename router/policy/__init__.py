@@ -1,6 +1,6 @@
 """Which nodes a request goes to: one policy a file, one table of names. No connections here."""
 
-from router.policy.choices import DecodeChoice, Placement, PrefillChoice, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey, PrefillChoice
 from router.policy.contract import Policy
 from router.policy.table import HEED_PREFIXES, make_policy
 
@@ -8,8 +8,8 @@ __all__ = [
     "HEED_PREFIXES",
     "DecodeChoice",
     "Placement",
+    "PlacementKey",
     "Policy",
     "PrefillChoice",
-    "Prompt",
     "make_policy",
 ]

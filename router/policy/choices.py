@@ -7,11 +7,11 @@ import msgspec
 from common.namespace import SHARED, Namespace
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PlacementKey(msgspec.Struct, frozen=True):
     """The part of a request that decides where it goes."""
 
     token_ids: Sequence[int]
-    session: str = ""  # requests of one session belong together; "": of none
+    session_id: str = ""  # requests of one session belong together; "": of none
     namespace: Namespace = SHARED  # of prefix caches: what others have sent is of no use to it
 
 

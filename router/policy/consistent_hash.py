@@ -1,10 +1,10 @@
-"""Equal keys to one prefill node, by arithmetic: routers agree without telling each other.
+"""Equal names to one prefill node, by arithmetic: routers agree without telling each other.
 
-The key is the session, or else the namespace and how the prompt begins. Each node draws a number
-from the key and its own address, and the highest goes first (rendezvous hashing, Thaler and
-Ravishankar 1996): when a node leaves, its keys move, and no others; when one comes, it takes its
+A name is the session, or else the namespace and how the prompt begins. Each node draws a number
+from the name and its own address, and the highest goes first (rendezvous hashing, Thaler and
+Ravishankar 1996): when a node leaves, its names move, and no others; when one comes, it takes its
 share from each. A node whose queue is a quarter longer than the mean, and a prompt, is passed over
-(consistent hashing with bounded loads, Mirrokni et al. 2018), or one key could make a hot spot.
+(consistent hashing with bounded loads, Mirrokni et al. 2018), or one name could make a hot spot.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from xxhash import xxh3_64_intdigest
 
 from common.prefix_hash import as_bytes
-from router.policy.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load
 
@@ -25,16 +25,16 @@ class ConsistentHash:
         self._load = load
         self._decode = LeastFull(load)
 
-    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
         decode = self._decode.pick(choices)
-        num_tokens = len(prompt.token_ids)
-        key = xxh3_64_intdigest(
-            prompt.session.encode() or prompt.namespace + as_bytes(prompt.token_ids[:KEY_TOKENS])
+        num_tokens = len(key.token_ids)
+        name = xxh3_64_intdigest(
+            key.session_id.encode() or key.namespace + as_bytes(key.token_ids[:KEY_TOKENS])
         )
         queued = {node.address: self._load.prefill.tokens(node.address) for node in decode.prefill}
         bound = MOST_OVER_MEAN * sum(queued.values()) / max(1, len(queued)) + num_tokens
         nodes = sorted(
             queued,
-            key=lambda node: (queued[node] > bound, -xxh3_64_intdigest(node.encode(), key)),
+            key=lambda node: (queued[node] > bound, -xxh3_64_intdigest(node.encode(), name)),
         )
         return Placement(decode.address, tuple(nodes), num_tokens)

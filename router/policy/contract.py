@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.policy.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey
 
 
 class Policy(Protocol):
@@ -12,6 +12,6 @@ class Policy(Protocol):
     Nodes come and go: what is a choice now may be none at the next call.
     """
 
-    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
         """Takes one of `choices`, which is never empty, and an order of what it can read from."""
         ...

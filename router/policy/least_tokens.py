@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load
 from router.policy.turns import Turns
@@ -16,8 +16,8 @@ class LeastTokens:
         self._decode = LeastFull(load)
         self._turns = Turns()
 
-    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
         decode = self._decode.pick(choices)
         nodes = self._turns.rotated([node.address for node in decode.prefill])
         nodes.sort(key=self._load.prefill.tokens)
-        return Placement(decode.address, tuple(nodes), len(prompt.token_ids))
+        return Placement(decode.address, tuple(nodes), len(key.token_ids))

@@ -7,7 +7,7 @@ run to the same node.
 import random
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load
 
@@ -23,9 +23,9 @@ class PowerOfTwo:
         self._rng = rng
         self._decode = LeastFull(load)
 
-    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
         decode = self._decode.pick(self._rng.sample(choices, min(2, len(choices))))
         nodes = [node.address for node in decode.prefill]
         self._rng.shuffle(nodes)
         nodes[:2] = sorted(nodes[:2], key=self._load.prefill.tokens)
-        return Placement(decode.address, tuple(nodes), len(prompt.token_ids))
+        return Placement(decode.address, tuple(nodes), len(key.token_ids))

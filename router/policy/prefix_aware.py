@@ -9,7 +9,7 @@ longer than the prefix, the next prompt goes elsewhere, and that node has the pr
 
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
@@ -29,13 +29,13 @@ class PrefixAware:
         self._decode = LeastFull(load)
         self._turns = Turns()
 
-    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
         decode = self._decode.pick(choices)
-        num_tokens = len(prompt.token_ids)
+        num_tokens = len(key.token_ids)
         nodes = self._turns.rotated([node.address for node in decode.prefill])
         if len(nodes) < 2:
             return Placement(decode.address, tuple(nodes), num_tokens)
-        prefixes = PromptPrefixes(prompt.token_ids, prompt.namespace)
+        prefixes = PromptPrefixes(key.token_ids, key.namespace)
         # The last token is always computed: its logits are wanted.
         cached = [
             min(self._prefixes.cached_tokens(prefixes, node), num_tokens - 1) for node in nodes

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey
 
 
 class Random:
@@ -15,9 +15,7 @@ class Random:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
         decode = self._rng.choice(choices)
         nodes = self._rng.sample(decode.prefill, len(decode.prefill))
-        return Placement(
-            decode.address, tuple(node.address for node in nodes), len(prompt.token_ids)
-        )
+        return Placement(decode.address, tuple(node.address for node in nodes), len(key.token_ids))

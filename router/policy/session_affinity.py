@@ -6,7 +6,7 @@ Requests without a session, and a session's first, go to the least loaded nodes.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, Prompt
+from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.least_tokens import LeastTokens
 from router.policy.load import Load
 
@@ -18,17 +18,17 @@ class SessionAffinity:
         self._least = LeastTokens(load)
         self._homes: OrderedDict[str, tuple[str, str]] = OrderedDict()  # decode, prefill
 
-    def pick(self, prompt: Prompt, choices: Sequence[DecodeChoice]) -> Placement:
-        decode, prefill = self._homes.get(prompt.session, ("", ""))
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
+        decode, prefill = self._homes.get(key.session_id, ("", ""))
         at_home = [choice for choice in choices if choice.address == decode]
-        placement = self._least.pick(prompt, at_home or choices)
+        placement = self._least.pick(key, at_home or choices)
         if prefill in placement.prefill:
             others = (node for node in placement.prefill if node != prefill)
             placement = Placement(placement.decode, (prefill, *others), placement.uncached_tokens)
-        if prompt.session:
+        if key.session_id:
             home = placement.decode, placement.prefill[0] if placement.prefill else ""
-            self._homes[prompt.session] = home
-            self._homes.move_to_end(prompt.session)
+            self._homes[key.session_id] = home
+            self._homes.move_to_end(key.session_id)
             if len(self._homes) > MAX_SESSIONS:
                 self._homes.popitem(last=False)
         return placement

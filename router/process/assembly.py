@@ -14,13 +14,14 @@ from typing import Any
 
 import grpc.aio
 
-from common import allocator, metrics, rpc, tls, tracing
+from common import allocator, metrics, rpc, tls
 from common.config import RouterConfig
 from common.identity import exposure
 from common.identity.program import identity_of
 from common.logs import kv
 from common.metrics import RouterMetrics
 from common.metrics.trust import TrustMetrics
+from common.tracing import export
 from protos import router_pb2, router_pb2_grpc
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
 from router.api.http.server import HttpServer
@@ -110,7 +111,7 @@ async def running(
     clients = make_clients(config, counts)
     admission = Admission(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
     counts.waiting_from(lambda: admission.num_waiting)
-    tracer = tracing.start(config.front, "baton-router", ratio=config.trace_ratio)
+    tracer = export.start(config.front, "baton-router", ratio=config.trace_ratio)
     async with AsyncExitStack() as resources:
         if tracer is not None:
             resources.callback(tracer.close)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from common.metrics import RouterMetrics
 from common.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
-from common.trace_context import UNTRACED, Trace, checked
-from common.tracing import Child, Tracer
+from common.tracing.context import UNTRACED, Trace, checked
+from common.tracing.tracer import Child, Tracer
 from protos import decode_pb2
 
 NUM_KEPT = 256  # requests that have ended

@@ -31,7 +31,7 @@ class Job(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     stop: Sequence[str]
     num_generated: int = 0  # of token_ids
-    session: str = ""
+    session_id: str = ""
     namespace: Namespace = SHARED  # of prefix caches
 
 
@@ -60,7 +60,7 @@ async def parse(
         token_ids=token_ids,
         sampling=params,
         stop=wanted.stop,
-        session=wanted.session_id,
+        session_id=wanted.session_id,
         namespace=namespace,
     )
 

@@ -12,7 +12,7 @@ from common.errors import ProtocolViolation
 from common.namespace import SHARED, namespace_of
 from common.sampling import SamplingParams
 from common.timeline import PrefillTimes
-from common.trace_context import SpanName
+from common.tracing.context import SpanName
 from kvtransfer import wire
 from kvtransfer.messages import (
     Admitted,

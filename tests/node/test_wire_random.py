@@ -20,7 +20,7 @@ from common.node.ipc import encode_frame
 from common.node.messages import SubmitRequest
 from common.sampling import SamplingParams
 from common.timeline import from_proto, split_ttft
-from common.trace_context import UNTRACED
+from common.tracing.context import UNTRACED
 from decode_node import serve
 from kvtransfer import wire
 from kvtransfer.front_messages import PairMessage

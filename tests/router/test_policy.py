@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.namespace import SHARED, Namespace, namespace_of
 from common.prefix_hash import page_names
-from router.policy import DecodeChoice, Placement, Policy, PrefillChoice, Prompt, make_policy
+from router.policy import DecodeChoice, Placement, PlacementKey, Policy, PrefillChoice, make_policy
 from router.policy.load import Load
 from router.policy.prefix_aware import NEAR_TOKENS
 from router.policy.prefix_index import PrefixIndex
@@ -31,7 +31,7 @@ class Rig:
     def pick(
         self, tokens: list[int], session: str = "", namespace: Namespace = SHARED
     ) -> Placement:
-        return self.policy.pick(Prompt(tokens, session, namespace), self.choices)
+        return self.policy.pick(PlacementKey(tokens, session, namespace), self.choices)
 
     def place(self, tokens: list[int], session: str = "") -> Placement:
         """Picks and charges; the request never ends."""
@@ -79,14 +79,16 @@ _choices = st.lists(
     unique_by=lambda choice: choice.address,
 )
 _prompts = st.builds(
-    Prompt, st.lists(st.integers(0, 3), min_size=1, max_size=80), st.sampled_from(["", "a", "é"])
+    PlacementKey,
+    st.lists(st.integers(0, 3), min_size=1, max_size=80),
+    st.sampled_from(["", "a", "é"]),
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(requests=st.lists(st.tuples(_prompts, _choices), min_size=1, max_size=8))
 def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and_go(
-    requests: list[tuple[Prompt, list[DecodeChoice]]],
+    requests: list[tuple[PlacementKey, list[DecodeChoice]]],
 ) -> None:
     for name in NAMES:
         load = Load()

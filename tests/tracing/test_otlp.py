@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common import otlp, tracing
 from common.config import FrontConfig
-from common.trace_context import UNTRACED, Trace, parse
-from common.tracing import Child, Tracer
+from common.tracing import export, otlp
+from common.tracing.context import UNTRACED, Trace, parse
+from common.tracing.tracer import FLUSH_S, Child, Tracer
 from tests.support.otlp_collector import collecting
 from tests.support.programs import ROOT
 
@@ -26,7 +26,7 @@ def tracer_to() -> Iterator[Callable[..., Tracer]]:
     made: list[Tracer] = []
 
     def make(endpoint: str, **how: float) -> Tracer:
-        tracer = tracing.start(FrontConfig(port=0, otlp_endpoint=endpoint), "baton-test", **how)
+        tracer = export.start(FrontConfig(port=0, otlp_endpoint=endpoint), "baton-test", **how)
         assert tracer is not None
         made.append(tracer)
         return tracer
@@ -42,7 +42,7 @@ def _tell(tracer: Tracer, trace: Trace, name: str = "part") -> None:
 
 
 def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library():
-    assert tracing.start(FrontConfig(port=0), "baton-test") is None
+    assert export.start(FrontConfig(port=0), "baton-test") is None
     code = f"import {PROGRAMS}; import sys; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -136,5 +136,5 @@ def test_more_spans_than_may_wait_are_dropped_and_telling_never_waits(tracer_to,
         closed_s = time.monotonic() - started
     assert "dropping" in caplog.text
     assert told_s < 5.0
-    assert closed_s < tracing.FLUSH_S + 2.0
+    assert closed_s < FLUSH_S + 2.0
     assert "spans are left" in caplog.text

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.trace_context import SpanName, Trace, checked, is_sampled, log_fields, parse
+from common.tracing.context import SpanName, Trace, checked, is_sampled, log_fields, parse
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{SPAN}-01"

@@ -15,7 +15,7 @@ class Asked(msgspec.Struct, frozen=True):
     num_per_prompt: int  # choices of each prompt, which stand together
     stream: bool
     include_usage: bool
-    session: str  # "": of none
+    session_id: str  # "": of none
 
     @classmethod
     def from_fields(cls, fields: Fields, requests: Sequence[Wanted], num_per_prompt: int) -> Self:
@@ -26,7 +26,7 @@ class Asked(msgspec.Struct, frozen=True):
             num_per_prompt=num_per_prompt,
             stream=bool(fields.stream),
             include_usage=options is not None and bool(options.include_usage),
-            session=fields.user or "",
+            session_id=fields.user or "",
         )
 
 

@@ -125,4 +125,4 @@ class GenerationEndpoint:
 
 def _session_id(request: Request, asked: Asked) -> str:
     """The header goes first: proxies can set it."""
-    return request.headers.get(b"x-session-id", b"").decode("latin-1") or asked.session
+    return request.headers.get(b"x-session-id", b"").decode("latin-1") or asked.session_id

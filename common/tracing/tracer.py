@@ -1,14 +1,10 @@
-"""Traces: spans made from timelines when a request has ended, for an OpenTelemetry collector.
-
-Off unless an endpoint is configured; then, and only then, the library behind common/otlp.py is
-loaded. Whoever serves keeps a `Tracer | None` and asks nothing more than whether it is None.
-"""
+"""What makes spans, to those who serve: they keep a `Tracer | None` and ask nothing more than
+whether it is None."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from common.config import FrontConfig
-from common.trace_context import Trace
+from common.tracing.context import Trace
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
 
@@ -58,16 +54,3 @@ class Tracer(Protocol):
     def close(self) -> None:
         """Sends what waits, for FLUSH_S at the most. Called last."""
         ...
-
-
-def start(front: FrontConfig, service: str, *, ratio: float = 1.0) -> Tracer | None:
-    """
-    Args:
-        service: such as "baton-router".
-        ratio: share of the requests without a parent that get a trace.
-    """
-    if front.otlp_endpoint is None:
-        return None
-    from common.otlp import OtlpTracer
-
-    return OtlpTracer(front.otlp_endpoint, service, ratio)

@@ -1,6 +1,6 @@
 """Spans by OpenTelemetry's own library, sent over OTLP/gRPC by a thread of its own.
 
-Imported by common/tracing.py only where an endpoint is configured. Headers, certificates and
+Imported by export.py only where an endpoint is configured. Headers, certificates and
 resource attributes come from the library's usual OTEL_* variables.
 """
 
@@ -29,8 +29,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from common.trace_context import UNTRACED, SpanName, Trace, parse
-from common.tracing import FLUSH_S, Attributes, Child
+from common.tracing.context import UNTRACED, SpanName, Trace, parse
+from common.tracing.tracer import FLUSH_S, Attributes, Child
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _LET_GO_S = 1.0  # for an export under way, once its channel is closed
 
 
 class OtlpTracer:
-    """A common.tracing.Tracer."""
+    """A Tracer."""
 
     def __init__(self, endpoint: str, service: str, ratio: float) -> None:
         self._ratio = ratio

@@ -1,6 +1,6 @@
 """W3C trace context: which trace a request belongs to, and what its next span hangs on.
 
-Only the header is known here; what becomes of spans, common/tracing.py knows. A header that is
+Only the header is known here; what becomes of spans, common/tracing/ knows. A header that is
 not one is ignored, as the standard asks: it never harms the request that brought it.
 """
 

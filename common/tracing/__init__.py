@@ -1,0 +1,1 @@
+"""Traces: spans made from timelines when a request has ended, for an OpenTelemetry collector."""
