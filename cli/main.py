@@ -1,9 +1,12 @@
-"""The `baton` command: turns into the program that the first word names. Imports none of them."""
+"""The `baton` command: turns into the program that the first word names. Imports none of them,
+and starts none where another package has taken a name of theirs."""
 
 import os
 import sys
 from importlib.metadata import version
 from typing import NamedTuple
+
+from cli import own_names
 
 EXIT_USAGE = 2
 
@@ -44,7 +47,9 @@ def usage() -> str:
 def main() -> int:
     match sys.argv[1:]:
         case [name, *arguments] if name in COMMANDS:
-            sys.stdout.flush()
+            if wrong := own_names.clash():
+                print(f"baton: {wrong}", file=sys.stderr)
+                return EXIT_USAGE
             # -P: a directory of the user's that is called router must not be taken for ours.
             program = [sys.executable, "-P", "-m", COMMANDS[name].module, *arguments]
             os.execv(sys.executable, program)

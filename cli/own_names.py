@@ -1,0 +1,57 @@
+"""Are the packages that Baton imports its own? Installed, it owns names that others have too, such
+as `kernels` and `common`; where two of one name share an environment, the later one has overwritten
+the other. Reads files, imports none of them."""
+
+import base64
+import hashlib
+from importlib.metadata import Distribution, PackageNotFoundError, packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+DISTRIBUTION = "baton"
+PACKAGES = (
+    *("protos", "kernels", "common", "kvtransfer", "prefill_node", "decode_node", "router"),
+    *("loadtest", "cli"),
+)
+_HERE = Path(__file__).resolve().parent.parent
+
+
+def clash() -> str | None:
+    """What is wrong, in one line; None: nothing is."""
+    recorded = _recorded()
+    for package in PACKAGES:
+        spec = find_spec(package)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin == _HERE / package / "__init__.py" and recorded.get(package) in (
+            None,
+            _digest(origin),
+        ):
+            continue
+        others = sorted(set(packages_distributions().get(package, ())) - {DISTRIBUTION})
+        whose = f", but of {' and '.join(others)}" if others else ""
+        return (
+            f"the package {package!r} in {origin.parent if origin else 'no place'} is not "
+            f"Baton's{whose}: install Baton into an environment of its own"
+        )
+    return None
+
+
+def _recorded() -> dict[str, str]:
+    """The digest of each package's __init__.py as it was installed; empty in a checkout."""
+    try:
+        files = Distribution.from_name(DISTRIBUTION).files or ()
+    except PackageNotFoundError:
+        return {}
+    return {
+        file.parts[0]: file.hash.value
+        for file in files
+        if file.hash
+        and file.name == "__init__.py"
+        and Path(str(file.locate())).resolve() == _HERE / file.parts[0] / file.name
+    }
+
+
+def _digest(file: Path) -> str:
+    """As in a wheel's RECORD."""
+    digest = hashlib.sha256(file.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
