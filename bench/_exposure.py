@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from bench._load import Answer, Client, Job, make_jobs
+from bench._load import Answer, Client, make_jobs
 from bench._record import percentiles, say
 from bench._systems import Mode, System, prefilling, serving
 from bench._watcher import Watched, Watcher, watching
 from common.config import EngineConfig, TransferConfig
+from loadtest.workload import Job
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 
 # 64 KiB of KV per token against little compute, so that moving it takes a while.
@@ -122,7 +123,7 @@ async def _watch(model: Path, plan: Plan, chunk_tokens: int) -> tuple[str, list[
 
 
 async def _take(watcher: Watcher, job: Job) -> Watched:
-    return await watcher.take(np.array(job.token_ids, np.int32))
+    return await watcher.take(np.array(job.prompt, np.int32))
 
 
 async def _ask(model: Path, plan: Plan, mode: Mode) -> tuple[list[Answer], list[Answer]]:
@@ -138,7 +139,7 @@ async def _answers(system: System, plan: Plan, prompt_tokens: int) -> list[Answe
     async with Client(system.target) as client:
         answers = await client.closed_loop(plan.jobs(prompt_tokens), streams=1)
     for answer in answers:
-        if answer.error or len(answer.arrivals) < 2:
+        if answer.error or len(answer.chunks) < 2:
             raise SystemExit(f"an answer is not what was asked for: {answer}")
     return answers[POOL_PROMPTS:]
 
@@ -162,9 +163,9 @@ def _seen_row(
     return {
         "who": f"clients, {mode}",
         "chunks": plan.num_chunks,
-        "ttft_ms": percentiles((a.arrivals[0] - a.sent for a in long), 1e3),
-        "one_page_ttft_ms": percentiles((a.arrivals[0] - a.sent for a in short), 1e3),
-        "second_token_ms": percentiles((a.arrivals[1] - a.arrivals[0] for a in long), 1e3),
+        "ttft_ms": percentiles((a.chunks[0] - a.due for a in long), 1e3),
+        "one_page_ttft_ms": percentiles((a.chunks[0] - a.due for a in short), 1e3),
+        "second_token_ms": percentiles((a.gaps[0] for a in long), 1e3),
     }
 
 

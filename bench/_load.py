@@ -1,12 +1,11 @@
-"""Load on a router over gRPC, closed loop and open loop, and what its clients saw.
+"""Load on a router over gRPC, in the loops of `loadtest`, and what its clients saw.
 
 The client is a Python process that pays about 0.1 ms of CPU for each message: its own share of a
 core is part of every result, and near 1.0 the numbers are the client's, not the server's.
 """
 
-import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,9 @@ import numpy as np
 
 from bench._record import percentiles
 from common.rpc import make_channel
+from loadtest.load import Load, poisson
+from loadtest.outcome import Outcome
+from loadtest.workload import Job
 from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
@@ -22,23 +24,11 @@ from protos.sampling_pb2 import Sampling
 REQUEST_S = 120.0  # longest wait for a whole answer
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request: greedy, and never ended by a token."""
-
-    token_ids: tuple[int, ...]
-    max_tokens: int
-
-
 @dataclass(slots=True)
-class Answer:
-    """What the client saw of one job. Times are time.perf_counter()."""
+class Answer(Outcome):
+    """What the client saw of one job, and its tokens."""
 
-    sent: float  # open loop: when it was due, so that a late client cannot flatter the server
-    arrivals: list[float] = field(default_factory=list)  # of messages that carried tokens
     token_ids: list[int] = field(default_factory=list)
-    ended: float = 0.0
-    error: str = ""
 
 
 def make_jobs(
@@ -62,78 +52,78 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self._channel.close()
 
-    async def ask(self, job: Job, due: float | None = None) -> Answer:
-        """Sends one job and takes its answer; what goes wrong is in `Answer.error`."""
+    async def ask(self, job: Job, start: float, due: float) -> Answer:
+        """Sends one job and takes its answer; what goes wrong is in its `error`.
+
+        Args:
+            start: time.perf_counter() of the run's start, from which the answer's times count.
+        """
         request = GenerateRequest(
-            token_ids=TokenIds(ids=job.token_ids),
+            token_ids=TokenIds(ids=job.prompt),
             sampling=Sampling(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
         )
-        answer = Answer(sent=due if due is not None else time.perf_counter())
+        sent = time.perf_counter() - start
+        answer = Answer(job.group, len(job.prompt), due, sent, usage_told=True)
         try:
             message: GenerateResponse
             async for message in self._stub.Generate(request, timeout=REQUEST_S):
                 if message.token_ids:
-                    answer.arrivals.append(time.perf_counter())
+                    answer.chunks.append(time.perf_counter() - start)
+                    answer.chunk_tokens.append(len(message.token_ids))
                     answer.token_ids.extend(message.token_ids)
         except grpc.aio.AioRpcError as error:
-            answer.error = f"{error.code().name}: {error.details()}"
-        answer.ended = time.perf_counter()
+            answer.error, answer.detail = error.code().name, error.details() or ""
+        answer.output_tokens = len(answer.token_ids)
+        answer.ended = time.perf_counter() - start
         return answer
 
     async def closed_loop(self, jobs: Sequence[Job], streams: int) -> list[Answer]:
         """`streams` callers, each with one job under way, until all are done. In job order."""
-        answers: list[Answer | None] = [None] * len(jobs)
-        waiting: Iterator[tuple[int, Job]] = iter(enumerate(jobs))
-
-        async def caller() -> None:
-            for index, job in waiting:
-                answers[index] = await self.ask(job)
-
-        await asyncio.gather(*(caller() for _ in range(streams)))
-        return [answer for answer in answers if answer is not None]
+        loop = _InOrder(self)
+        async with loop.load.measuring():
+            await loop.load.closed_loop(iter(jobs), concurrency=streams)
+        return loop.answers(jobs)
 
     async def open_loop(self, jobs: Sequence[Job], rate: float, seed: int) -> list[Answer]:
         """Poisson arrivals at `rate` jobs per second, however slow the answers are."""
-        gaps = np.random.default_rng(seed).exponential(1.0 / rate, len(jobs)).tolist()
-        due = time.perf_counter()
-        calls: list[asyncio.Task[Answer]] = []
-        for job, gap in zip(jobs, gaps, strict=True):
-            due += gap
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            calls.append(asyncio.create_task(self.ask(job, due)))
-        return list(await asyncio.gather(*calls))
+        loop = _InOrder(self)
+        async with loop.load.measuring():
+            due = poisson(rate, seed)
+            await loop.load.open_loop(iter(jobs), due, max_in_flight=len(jobs))
+        return loop.answers(jobs)
+
+
+class _InOrder:
+    """A load whose answers can be compared with another system's, job by job."""
+
+    def __init__(self, client: Client) -> None:
+        self.load = Load(self._ask)
+        self._client = client
+        self._answers: dict[int, Answer] = {}
+
+    def answers(self, jobs: Sequence[Job]) -> list[Answer]:
+        return [self._answers[id(job)] for job in jobs]
+
+    async def _ask(self, job: Job, start: float, due: float) -> Answer:
+        answer = self._answers[id(job)] = await self._client.ask(job, start, due)
+        return answer
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Throughput and latencies of one run.
-
-    ttft: sent -> first token. itl: gap between messages, as a reader of the stream sees them (one
-    message may carry several tokens). tpot: mean time per token of one answer after its first.
-    """
+    """Throughput and latencies of one run, in the words of loadtest.summary.DEFINITIONS."""
     good = [answer for answer in answers if not answer.error]
     wall_s = _wall_s(answers)
-    tokens = sum(len(answer.token_ids) for answer in good)
-    messages = sum(len(answer.arrivals) for answer in good)
-    gaps = [
-        later - earlier
-        for answer in good
-        for earlier, later in zip(answer.arrivals, answer.arrivals[1:], strict=False)
-    ]
-    per_token = [
-        (answer.arrivals[-1] - answer.arrivals[0]) / (len(answer.token_ids) - 1)
-        for answer in good
-        if len(answer.token_ids) > 1
-    ]
-    firsts = [answer.arrivals[0] - answer.sent for answer in good if answer.arrivals]
+    tokens = sum(answer.output_tokens for answer in good)
+    messages = sum(len(answer.chunks) for answer in good)
     return {
         "requests": len(answers),
         "failed": len(answers) - len(good),
         "wall_s": round(wall_s, 3),
         "tokens_per_s": round(tokens / wall_s, 1),
         "tokens_per_message": round(tokens / max(1, messages), 2),
-        "ttft_ms": percentiles(firsts, 1e3),
-        "itl_ms": percentiles(gaps, 1e3),
-        "tpot_ms": percentiles(per_token, 1e3),
+        "ttft_ms": percentiles((a.ttft for a in good if a.ttft is not None), 1e3),
+        "itl_ms": percentiles((gap for answer in good for gap in answer.gaps), 1e3),
+        "tpot_ms": percentiles((a.per_token for a in good if a.per_token is not None), 1e3),
     }
 
 
@@ -148,4 +138,4 @@ def cpu_row(spent_s: Mapping[str, float], answers: Sequence[Answer]) -> dict[str
 
 
 def _wall_s(answers: Sequence[Answer]) -> float:
-    return max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+    return max(answer.ended for answer in answers) - min(answer.due for answer in answers)

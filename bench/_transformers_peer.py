@@ -20,7 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from bench._load import Answer, Job, cpu_row, summary
+from bench._load import Answer, cpu_row, summary
+from loadtest.workload import Job
 
 PAGE_SIZE = 32
 RESULT_S = 60.0  # longest wait for any answer
@@ -56,7 +57,7 @@ def _closed_loop(
 ) -> tuple[list[Answer], float]:
     """Answers in job order, and the CPU seconds this process spent on them."""
     generation = GenerationConfig(do_sample=False, eos_token_id=-1)
-    longest = max(len(job.token_ids) + job.max_tokens for job in jobs)
+    longest = max(len(job.prompt) + job.max_tokens for job in jobs)
     accelerated = True if model.device.type == "cuda" else None
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
@@ -83,9 +84,10 @@ def _answers(manager: ContinuousBatchingManager, jobs: list[Job], streams: int) 
 
     def submit() -> None:
         for index, job in waiting:
-            answer = Answer(sent=time.perf_counter())
+            now = time.perf_counter()
+            answer = Answer(job.group, len(job.prompt), due=now, sent=now)
             name = manager.add_request(
-                list(job.token_ids), max_new_tokens=job.max_tokens, record_timestamps=True
+                list(job.prompt), max_new_tokens=job.max_tokens, record_timestamps=True
             )
             under_way[name] = index, answer
             return
@@ -99,8 +101,9 @@ def _answers(manager: ContinuousBatchingManager, jobs: list[Job], streams: int) 
         index, answer = under_way.pop(result.request_id)
         answer = dataclasses.replace(
             answer,
-            arrivals=list(result.timestamps or ()),
+            chunks=list(result.timestamps or ()),
             token_ids=list(result.generated_tokens),
+            output_tokens=len(result.generated_tokens),
             ended=time.perf_counter(),
             error=result.error or "",
         )

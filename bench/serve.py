@@ -21,10 +21,11 @@ from typing import Any
 
 import uvloop
 
-from bench._load import Answer, Client, Job, cpu_row, make_jobs, summary
+from bench._load import Answer, Client, cpu_row, make_jobs, summary
 from bench._peer import transformers_peer
 from bench._record import emit, say, table
 from bench._systems import Mode, System, serving
+from loadtest.workload import Job
 from tests.support.checkpoints import make_checkpoint
 
 GOAL_STREAMS = 16
@@ -170,7 +171,7 @@ async def _timed(
     spent = {name: after[name] - before[name] for name in before}
     for answer in answers:
         if answer.error:
-            say(f"{system.name}: {answer.error}")
+            say(f"{system.name}: {answer.error}: {answer.detail}")
     row = {**summary(answers), **cpu_row(spent, answers), "client_cpu": round(cpu_s / wall_s, 2)}
     return row, answers
 

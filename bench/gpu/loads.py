@@ -6,14 +6,16 @@ what is seen is the system.
 
 import asyncio
 import operator
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from bench._load import Answer, Client, Job, make_jobs, summary
+from bench._load import Answer, Client, make_jobs, summary
 from bench._record import percentiles
+from loadtest.workload import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,12 @@ class Loads:
         They come so that prefilling takes half of the time."""
         sizes = self._sizes
         (alone,) = await self._ask(self._jobs(1, sizes.long_prompt, 1, series=6), streams=1)
-        took_s = alone.ended - alone.sent
+        took_s = alone.e2e
         streams = asyncio.create_task(self._ask(self._streams(series=7), sizes.streams))
         visitors: list[asyncio.Task[Answer]] = []
         jobs = iter(self._jobs(64, sizes.long_prompt, 1, series=8))
         while not streams.done() and (job := next(jobs, None)) is not None:
-            visitors.append(asyncio.create_task(self._client.ask(job)))
+            visitors.append(asyncio.create_task(self._client.ask(job, time.perf_counter(), 0.0)))
             await asyncio.wait([streams], timeout=2.0 * took_s)
         gaps = _gaps(await streams)
         _check(await asyncio.gather(*visitors))
@@ -102,7 +104,7 @@ class Loads:
 
 
 def ttft_ms(answers: Sequence[Answer]) -> dict[str, float]:
-    return percentiles((answer.arrivals[0] - answer.sent for answer in answers), 1e3)
+    return percentiles((answer.chunks[0] - answer.due for answer in answers), 1e3)
 
 
 def equal_share(answers: Sequence[list[int]], others: Sequence[list[int]]) -> float:
@@ -113,12 +115,12 @@ def equal_share(answers: Sequence[list[int]], others: Sequence[list[int]]) -> fl
 
 def _gaps(answers: Sequence[Answer]) -> dict[str, float]:
     """Between messages while all streams decode: from the last first token to the first end."""
-    begin = max(answer.arrivals[0] for answer in answers)
-    end = min(answer.arrivals[-1] for answer in answers)
+    begin = max(answer.chunks[0] for answer in answers)
+    end = min(answer.chunks[-1] for answer in answers)
     gaps = [
         later - earlier
         for answer in answers
-        for earlier, later in zip(answer.arrivals, answer.arrivals[1:], strict=False)
+        for earlier, later in zip(answer.chunks, answer.chunks[1:], strict=False)
         if begin <= earlier and later <= end
     ]
     largest = round(1e3 * float(np.max(gaps, initial=0.0)), 2)
@@ -127,5 +129,5 @@ def _gaps(answers: Sequence[Answer]) -> dict[str, float]:
 
 def _check(answers: Sequence[Answer]) -> None:
     for answer in answers:
-        if answer.error or not answer.arrivals:
+        if answer.error or not answer.chunks:
             raise RuntimeError(f"an answer is not what was asked for: {answer.error or answer}")

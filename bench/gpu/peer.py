@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench._load import Job
 from bench._peer import transformers_peer
 from bench.gpu.setting import Setting
+from loadtest.workload import Job
 
 LIMIT_S = 150.0
 WARM_UP_TOKENS = 8
