@@ -300,6 +300,8 @@ def _own(page_bytes: int, num_pages: int, core: int) -> None:
     bare.register_memory(_region(pages.pool), "DRAM")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         _serve_socket(listener, memoryview(pages.pages.reshape(-1)))  # type: ignore[arg-type]
+        for owner in owners.values():
+            owner.prepare(_READER).result()
         descriptions = {name: owner.admit(_READER) for name, owner in owners.items()}
         for owner in owners.values():
             owner.publish(_READER, np.arange(num_pages, dtype=np.int32))

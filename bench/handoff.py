@@ -4,6 +4,7 @@
     python -m bench.handoff --parts rates          page reads between two processes
     python -m bench.handoff --parts cost           CPU on the engine threads
     python -m bench.handoff --parts exposure       what of a transfer clients still see
+    python -m bench.handoff --parts readers        an agent of its own for each reader
 
 Goals: one descriptor per page; at least 95 % of the bare rate of each path; at most 100 us of CPU
 per hand-off and side on the engine thread (1k tokens, 64 pages, one chunk).
@@ -14,10 +15,10 @@ from typing import Any
 
 import uvloop
 
-from bench import _exposure, _rates, _role_cost
+from bench import _exposure, _rates, _reader_agents, _role_cost
 from bench._record import emit, say, table
 
-PARTS = ("rates", "cost", "exposure")
+PARTS = ("rates", "cost", "exposure", "readers")
 GOAL_CPU_US = 100.0
 
 RATE_COLUMNS = {
@@ -61,6 +62,18 @@ SEEN_COLUMNS = {
     "p90 ": "{one_page_ttft_ms[p90]:.1f}",
     "second token ms later": "{second_token_ms[p50]:.1f}",
 }
+READER_COLUMNS = {
+    "path": "{path}",
+    "pool GiB": "{pool_gib:g}",
+    "readers": "{readers}",
+    "made, ms p50": "{made_ms[p50]:.1f}",
+    "p90": "{made_ms[p90]:.1f}",
+    "ended, ms": "{ended_ms:.1f}",
+    "of each: KiB": "{memory_kib}",
+    "KiB pinned": "{pinned_kib}",
+    "descriptors": "{descriptors}",
+    "mappings": "{mappings}",
+}
 
 
 def main() -> None:
@@ -76,6 +89,11 @@ def main() -> None:
                 measured, results[part] = _cost(options)
             case "exposure":
                 measured, results[part] = _exposed(options)
+            case "readers":
+                measured = _reader_agents.measure(
+                    _reader_agents.Plan(options.page_kib << 10, options.pool_gib, options.readers)
+                )
+                table(measured, READER_COLUMNS)
         rows += [{"part": part, **row} for row in measured]
     emit("handoff", vars(options), rows, results=results)
 
@@ -85,8 +103,10 @@ def _options() -> argparse.Namespace:
         prog="python -m bench.handoff", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--page-kib", type=int, default=64, help="rates")
+    parser.add_argument("--page-kib", type=int, default=64, help="rates, readers")
     parser.add_argument("--rounds", type=int, default=15, help="rates: samples per row")
+    parser.add_argument("--pool-gib", type=float, default=1.0, help="readers: the owner's pool")
+    parser.add_argument("--readers", type=int, default=32, help="readers: at once")
     parser.add_argument("--handoffs", type=int, default=1000, help="cost: hand-offs per row")
     parser.add_argument("--tokens", type=int, default=1024, help="cost: tokens of a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="exposure")

@@ -50,7 +50,9 @@ class DialTimes:
     first_s: float = 0.2  # after the first failure; doubles from then on
     longest_s: float = 5.0
     refused_s: float = 30.0
-    hello_s: float = 5.0  # from the dial to the owner's Hello
+    # From the dial to the owner's Hello, which is longer than an owner takes at most
+    # (admissions.WAIT_S).
+    hello_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)

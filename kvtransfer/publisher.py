@@ -3,14 +3,15 @@
 Decisions are OwnerEnd's; this module carries them out. It knows no requests and counts no pages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from common.errors import LayoutMismatch
+from kvtransfer.admissions import Admissions
 from kvtransfer.backends.base import Ints, Owner
 from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open
-from kvtransfer.pairing import DataPath, Hello, compare
+from kvtransfer.pairing import Hello, compare
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
 from kvtransfer.protocol.beats import earliest
@@ -27,6 +28,7 @@ class Publisher:
     Args:
         hello: this node's, without paths.
         owners: by name of their backend, in the order in which readers should try them.
+        wake: ends the transfer thread's sleep; called by any thread.
         max_untaken_tokens: of one reader's Opens that the engine thread has not taken yet; one
             too many is answered by Failed, retryable.
     """
@@ -37,6 +39,7 @@ class Publisher:
         hello: Hello,
         owners: Mapping[str, Owner],
         outlet: Outlet[OwnerEvent],
+        wake: Callable[[], None],
         *,
         max_untaken_tokens: int = MAX_TOKENS,
     ) -> None:
@@ -44,6 +47,7 @@ class Publisher:
         self._hello = hello
         self._owners = owners
         self._outlet = outlet
+        self._admissions = Admissions(owners, wake)
         self._untaken = Untaken(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._poll_at: float | None = None
@@ -57,9 +61,11 @@ class Publisher:
         except LayoutMismatch as mismatch:
             self._outlet.end(stream, str(mismatch), refused=True)
             return
-        paths = tuple(DataPath(name, owner.admit(stream)) for name, owner in self._owners.items())
-        self._outlet.answer_hello(stream, msgspec.structs.replace(self._hello, paths=paths))
-        self._carry_out(self._end.stream_up(stream, hello.instance, now))
+        for old in self._admissions.streams_of(hello.instance):
+            self._outlet.end(old, "the reader has opened another stream", refused=False)
+            self._dismiss(old)
+        self._admissions.begin(stream, hello, now)
+        self._answer_ready(now)
 
     def closed(self, stream: int, reason: str) -> None:
         self._carry_out(self._end.stream_down(stream, reason))
@@ -76,6 +82,7 @@ class Publisher:
         self._carry_out(self._end.command(command))
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
+        self._answer_ready(now)
         self._end.engine_moves(engine_moves)
         self._carry_out(self._end.tick(now))
         self._poll_at = now + CONNECTING_POLL_S if self._end.polls(now) else None
@@ -84,11 +91,18 @@ class Publisher:
                 owner.poll()
 
     def next_deadline(self) -> float | None:
-        return earliest((self._end.next_deadline(), self._poll_at))
+        admission = self._admissions.next_deadline()
+        return earliest((self._end.next_deadline(), admission, self._poll_at))
 
     def close(self) -> None:
         for owner in self._owners.values():
             owner.close()
+
+    def _answer_ready(self, now: float) -> None:
+        for reader in self._admissions.take_ready(now):
+            hello = msgspec.structs.replace(self._hello, paths=reader.paths)
+            self._outlet.answer_hello(reader.stream, hello)
+            self._carry_out(self._end.stream_up(reader.stream, reader.instance, now))
 
     def _open(self, stream: int, message: Open, now: float) -> None:
         self._untaken.taken(self._outlet.num_taken)
@@ -104,6 +118,7 @@ class Publisher:
 
     def _dismiss(self, stream: int) -> None:
         """What a reader was given for a stream ends with the stream."""
+        self._admissions.forget(stream)
         for owner in self._owners.values():
             owner.dismiss(stream)
 

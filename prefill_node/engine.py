@@ -36,12 +36,13 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
 
-    def publisher(outlet: Outlet[OwnerEvent], _: Callable[[], None]) -> Publisher:
+    def publisher(outlet: Outlet[OwnerEvent], wake: Callable[[], None]) -> Publisher:
         return Publisher(
             OwnerEnd(config.transfer, page_size=page_size),
             hello,
             owners,
             outlet,
+            wake,
             max_untaken_tokens=config.engine.scheduler.max_waiting_tokens,
         )
 

@@ -97,6 +97,7 @@ def main(device_name: str, page_bytes: str, num_pages: str) -> None:
     for name, backend in backends().items():
         try:
             owners[name] = backend.serve(pool_of(pages), OWNER)
+            owners[name].prepare(READER).result()
             owners[name].publish(READER, np.arange(len(pages), dtype=np.int32))
         except (TransferError, ModuleNotFoundError) as error:
             missing[name] = str(error)

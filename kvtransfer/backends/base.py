@@ -4,8 +4,9 @@ An Owner serves reads of its pool. A Connection reads from one owner into the lo
 one user thread (the link's), which blocks in `copy`; any other thread may `stop` it.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -90,6 +91,13 @@ def first_outside(pages: Ints, num_pages: int) -> int | None:
     return int(pages[(pages < 0) | (pages >= num_pages)][0])
 
 
+def prepared() -> Future[Any]:
+    """What `Owner.prepare` returns where nothing takes time."""
+    done: Future[Any] = Future()
+    done.set_result(None)
+    return done
+
+
 class Owner(Protocol):
     """Serves reads of one pool to any number of readers.
 
@@ -97,15 +105,25 @@ class Owner(Protocol):
     another reader. What it is given here is its own, and ends with it.
     """
 
+    def prepare(self, reader: int) -> Future[Any]:
+        """Begins what is to be this reader's alone and takes longer than `admit` may. Called at
+        most once of a reader. Done when there is no more to wait for, whatever has come of it."""
+        ...
+
     def admit(self, reader: int) -> bytes:
-        """What this reader needs to connect, until it is dismissed; opaque to everyone but the
-        same backend's `connect`. May hold a key that is this reader's alone."""
+        """What this reader needs to connect, until it is dismissed, as far as it has been
+        prepared; opaque to everyone but the same backend's `connect`. May hold a key that is this
+        reader's alone.
+
+        Raises:
+            TransferError: there is nothing for this reader.
+        """
         ...
 
     def dismiss(self, reader: int) -> None:
-        """Ends what `admit` has begun: its publications are gone, its connections end, and it
-        cannot connect again. Never waits; idempotent. A one-sided backend can do nothing here: who
-        has been told where memory is still knows it."""
+        """Ends what `prepare` and `admit` have begun: its publications are gone, its connections
+        end, and it cannot connect again. Never waits; idempotent. On a path without keys a
+        one-sided backend can do nothing here: who has been told where memory is still knows it."""
         ...
 
     def publish(self, reader: int, pages: Ints) -> None:

@@ -9,6 +9,8 @@ import itertools
 import struct
 import threading
 from collections import deque
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from kvtransfer.backends.base import (
     RemotePool,
     check_pages,
     check_pool,
+    prepared,
 )
 from kvtransfer.backends.publications import Publications
 from kvtransfer.backends.scratch import Scratch, measure
@@ -100,6 +103,9 @@ class LoopbackOwner:
         self.pool = pool
         self._backend = backend
         self._instance = instance
+
+    def prepare(self, reader: int) -> Future[Any]:
+        return prepared()
 
     def admit(self, reader: int) -> bytes:
         self._backend.admit(self._instance, reader)

@@ -1,12 +1,15 @@
 """The data path for a proved one-sided path: the reader copies, the owner does nothing.
 
-One passive agent for each path that the owner can offer, and one agent per connection on the
-reader. nixl_paths.py says which paths there are, and what proves them.
+One passive agent for each path that the owner can offer (for each of its readers where the path
+gives them keys: nixl_readers.py), and one agent per connection on the reader. nixl_paths.py says
+which paths there are, and what proves them.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -20,76 +23,67 @@ from kvtransfer.backends.base import (
     check_pool,
     parse_description,
 )
-from kvtransfer.backends.nixl_agent import Agent
-from kvtransfer.backends.nixl_connection import Description, NixlConnection, Offer
+from kvtransfer.backends.nixl_connection import Description, NixlConnection
 from kvtransfer.backends.nixl_memory import Memory, memory_of
-from kvtransfer.backends.nixl_paths import PATHS, Evidence, PathKind, kind_of_memory
+from kvtransfer.backends.nixl_offering import Offering
+from kvtransfer.backends.nixl_paths import PATHS, PathKind, kind_of_memory
+from kvtransfer.backends.nixl_readers import ReaderAgents
 
 _log = logging.getLogger(__name__)
 
 
-class _Offering:
-    """One path that an owner offers: a passive agent with the pool registered."""
-
-    def __init__(self, kind: PathKind, memory: Memory) -> None:
-        """Raises TransferError where this machine cannot offer it."""
-        self._evidence: Evidence = kind.evidence(memory.pool, memory.scratch)
-        self._polled = kind.transports.polled
-        self._agent = Agent(kind.transports)
-        try:
-            self._agent.register(memory.pool)
-            self._agent.register(memory.scratch)
-            metadata = self._agent.metadata()
-            self.offer = Offer(kind.name, self._evidence.tell(metadata), metadata)
-        except BaseException:
-            self._agent.destroy()
-            raise
-
-    def poll(self) -> None:
-        if self._polled:
-            self._agent.poll()
-
-    def close(self) -> None:
-        self._agent.destroy()
-
-
 class NixlOwner:
-    """Offers every path that this machine has. `poll` and `close` are for one thread at a time."""
+    """Offers every path that this machine has. For one thread at a time."""
 
     def __init__(self, memory: Memory, kinds: Sequence[PathKind]) -> None:
         """Raises TransferError where it can offer none."""
         memory.use()
         self._memory = memory
-        self._offerings: list[_Offering] = []
+        self._offerings: list[Offering] = []  # that all readers share
+        keyed: list[PathKind] = []
         reasons = []
         for kind in kinds:
             try:
-                self._offerings.append(_Offering(kind, memory))
+                offering = Offering(kind, memory)
             except TransferError as error:
                 reasons.append(f"{kind.name}: {error}")
-        if not self._offerings:
+                continue
+            if kind.keyed:  # it was to see whether there can be any
+                offering.close()
+                keyed.append(kind)
+            else:
+                self._offerings.append(offering)
+        if not self._offerings and not keyed:
             raise TransferError(f"no one-sided path: {'; '.join(reasons)}")
+        self._readers = ReaderAgents(keyed, memory)
+        shared = [offering.offer.path for offering in self._offerings]
         _log.info(
             "nixl offers %s",
             kv(
-                paths=", ".join(offering.offer.path for offering in self._offerings),
+                paths=", ".join(shared + [kind.name for kind in keyed]),
                 because="; ".join(f"not {reason}" for reason in reasons),
             ),
         )
-        self._description = msgspec.msgpack.encode(
+
+    def prepare(self, reader: int) -> Future[Any]:
+        return self._readers.prepare(reader)
+
+    def admit(self, reader: int) -> bytes:
+        offers = *(each.offer for each in self._offerings), *self._readers.offers(reader)
+        if not offers:
+            raise TransferError("no agent has been made for this reader")
+        return msgspec.msgpack.encode(
             Description(
-                device=memory.pool.device,
-                scratch_base=memory.scratch.base,
-                scratch_pages=memory.scratch.num_pages,
-                offers=tuple(offering.offer for offering in self._offerings),
+                device=self._memory.pool.device,
+                scratch_base=self._memory.scratch.base,
+                scratch_pages=self._memory.scratch.num_pages,
+                offers=offers,
             )
         )
 
-    def admit(self, reader: int) -> bytes:
-        return self._description
-
     def dismiss(self, reader: int) -> None:
-        """Nothing to do: what a reader knows of this memory it goes on knowing."""
+        """On paths without keys, what a reader knows of this memory it goes on knowing."""
+        self._readers.dismiss(reader)
 
     def publish(self, reader: int, pages: Ints) -> None:
         """Nothing to do: nobody asks the owner."""
@@ -101,9 +95,11 @@ class NixlOwner:
         self._memory.use()
         for offering in self._offerings:
             offering.poll()
+        self._readers.poll()
 
     def close(self) -> None:
         self._memory.use()
+        self._readers.close()
         for offering in self._offerings:
             offering.close()
 

@@ -9,6 +9,9 @@ cma, cuda_ipc and nvlink join processes of one host. rdma joins hosts, and has b
 yet. There the owner's metadata is believed as far as the pair stream that brought it: UCX ends the
 process that is given some forgeries of it. And there the owner is polled while readers connect,
 because two ends of a reliable connection have to be told of each other.
+
+Only rdma gives keys that can be taken back. Within a host a reader reads by process id and address,
+or maps the whole of a device's memory by a handle that the driver never revokes.
 """
 
 from collections.abc import Callable
@@ -54,6 +57,9 @@ class PathKind:
     part_bytes: int  # of one read: the time until it is seen that the connection was stopped
     # A detour inside UCX, through the host's memory, stays below; 0: there is none.
     min_gib_per_s: float = 0.0
+    # What a reader is told has keys in it, with which it can read until they are taken back: each
+    # has an agent of its own at the owner, and they end with it.
+    keyed: bool = False
 
 
 PATHS = (
@@ -76,6 +82,7 @@ PATHS = (
         RdmaEvidence,
         RdmaPath,
         16 * _MIB,
+        keyed=True,
     ),
     # Without GPUDirect RDMA, UCX would go through host memory with the owner's help.
     PathKind(
@@ -86,6 +93,7 @@ PATHS = (
         RdmaPath,
         32 * _MIB,
         min_gib_per_s=2.0,
+        keyed=True,
     ),
 )
 

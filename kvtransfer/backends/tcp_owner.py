@@ -9,15 +9,17 @@ import logging
 import socket
 import threading
 from collections import deque
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation, ServingError, TransferError
 from common.log_throttle import Throttle, ThrottledLog
-from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside
+from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside, prepared
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import Publications
 from kvtransfer.backends.tcp_channel import Channel, PlainChannel
@@ -66,6 +68,9 @@ class TcpOwner:
         self._readers = Readers()
         self._door = Door(host, port, self._let_in)
         _log.info("tcp serves pages", host=host, port=self._door.port, encrypted=tls is not None)
+
+    def prepare(self, reader: int) -> Future[Any]:
+        return prepared()
 
     def admit(self, reader: int) -> bytes:
         return msgspec.msgpack.encode(

@@ -4,6 +4,8 @@ what lands in the reader's pages.
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,8 +15,10 @@ from common.config import TransferConfig
 from common.errors import EngineFault, TransferError
 from common.node.ipc import FrameSocket, socket_pair
 from common.sampling import SamplingParams
-from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool
-from kvtransfer.backends.loopback import LoopbackBackend
+from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool, prepared
+from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
+from kvtransfer.backends.nixl import NixlBackend
+from kvtransfer.backends.nixl_paths import PATHS
 from kvtransfer.backends.tcp import TcpBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import Cancel, Done, Failed, Grant, HandoffId, Open, Released
@@ -113,6 +117,7 @@ class Rig:
                 _hello(OWNER, self.source.pool),
                 self.owners,
                 outlet,
+                wake,
             ),
             engine_moves=lambda: self.owner.moves,
             wake_engine=self.owner.wake.release,
@@ -414,6 +419,9 @@ class Diary:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
+    def prepare(self, reader: int) -> Future[Any]:
+        return prepared()
+
     def admit(self, reader: int) -> bytes:
         self.asked.append(f"admit {reader}")
         return b""
@@ -438,7 +446,7 @@ def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     end = OwnerEnd(TransferConfig(), page_size=PAGE_SIZE)
-    publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, Outlet(frames))
+    publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, Outlet(frames), lambda: None)
     publisher.opened(7, _hello(READER, pool), 0.0)
     sampling = SamplingParams(max_tokens=8, seed=3)
     publisher.received(7, Open(ID, tuple(range(7)), 0, sampling, 9.0, ""), 0.0)
@@ -479,6 +487,65 @@ def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig: Callable[.
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     reason = rig.pump.ended[1].reason
     assert "nowhere: no such way" in reason and "slow: " in reason
+
+
+class Slow(LoopbackBackend):
+    """A backend whose readers' own takes until the test says so."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preparations: dict[int, Future[Any]] = {}  # by reader
+
+    def serve(self, pool: PagePool, instance: int) -> LoopbackOwner:
+        owner = super().serve(pool, instance)
+        owner.prepare = self._prepare  # type: ignore[method-assign]
+        return owner
+
+    def _prepare(self, reader: int) -> Future[Any]:
+        self.preparations[reader] = Future()
+        return self.preparations[reader]
+
+
+# Seen failing with `Admissions.begin` waiting for what it has begun.
+def test_a_reader_that_waits_for_its_paths_holds_nobody_up(make_rig: Callable[..., Rig]) -> None:
+    slow = Slow()
+    rig = make_rig(backends={"slow": slow})
+    first = rig.pump.connect()
+    wait_for(lambda: first in slow.preparations)
+    slow.preparations[first].set_result(None)
+    assert rig.reader.next(OwnerUp).owner == OWNER
+    second = rig.pump.connect()
+    wait_for(lambda: second in slow.preparations)
+    rig.open()
+    rig.grant()
+    rig.publish_first()
+    rig.publish_last()
+    rig.reader.next(FirstToken)
+    assert rig.reader.next(Held).id == ID and rig.landed(9, 5)
+
+
+# Seen failing with `admit` before `prepare` is done in `Admissions.take_ready`: no path is offered.
+def test_readers_with_agents_of_their_own_come_go_and_come_again(
+    make_rig: Callable[..., Rig], one_sided: None
+) -> None:
+    rig = make_rig(backends={"nixl": NixlBackend([replace(PATHS[0], keyed=True)])})
+    for id in (ID, OTHER):
+        stream = rig.pump.connect()
+        assert rig.reader.next(OwnerUp).path == "cma"
+        rig.open(id)
+        rig.grant(id, (1, 2))
+        rig.publish_first(id)
+        rig.publish_last(id)
+        rig.reader.next(FirstToken)
+        rig.reader.next(Held)
+        assert rig.landed(9, 5)
+        rig.landing.pages[:] = CANARY
+        rig.reader.next(ReadsEnded)
+        assert rig.owner.next(HandoffDropped).held
+        rig.pump.cut(stream)
+        rig.reader.next(OwnerDown)
 
 
 def test_a_fault_of_the_thread_reaches_the_engine(rig: Rig) -> None:

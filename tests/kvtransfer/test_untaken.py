@@ -52,7 +52,9 @@ def owner() -> Iterator[Owner]:
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
     outlet: Outlet[OwnerEvent] = Outlet(frames)
     end = OwnerEnd(TransferConfig(), page_size=4)
-    publisher = Publisher(end, _hello(OWNER), {}, outlet, max_untaken_tokens=MAX_TOKENS)
+    publisher = Publisher(
+        end, _hello(OWNER), {}, outlet, lambda: None, max_untaken_tokens=MAX_TOKENS
+    )
     for reader in (LOUD, QUIET):
         publisher.opened(reader, _hello(reader), 0.0)
     yield Owner(publisher, outlet, front)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,19 @@ class TwoPathNixl(NixlBackend):
         super().__init__((SOCKETS, PATHS[0]))
 
 
+# A stand-in for RDMA: what a reader reads by ends with the owner's agent, which is polled.
+KEYED = replace(SOCKETS, name="keyed", min_gib_per_s=0.0, keyed=True)
+
+
+class KeyedNixl(NixlBackend):
+    """As between hosts, where there is no RDMA."""
+
+    name = "nixl-keyed"
+
+    def __init__(self) -> None:
+        super().__init__((KEYED,))
+
+
 class CudaTcp(TcpBackend):
     name = "tcp-cuda"
 
@@ -95,6 +109,8 @@ def make_backend(name: str) -> Backend:
             return NixlBackend()
         case "nixl-two-paths":
             return TwoPathNixl()
+        case "nixl-keyed":
+            return KeyedNixl()
         case "nixl-cuda":
             return CudaNixl()
         case "tcp-cuda":
@@ -254,6 +270,7 @@ def owner_program(
             continue
         match pipe.recv():
             case ("admit", reader):
+                owner.prepare(reader).result(REPLY_S)
                 pipe.send(owner.admit(reader))
             case ("dismiss", reader):
                 owner.dismiss(reader)

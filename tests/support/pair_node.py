@@ -216,6 +216,7 @@ def prefill_node(
             hello,
             {common.backend.name: owner},
             outlet,
+            wake,
         ),
         engine_moves=lambda: True,
         wake_engine=common.wake,

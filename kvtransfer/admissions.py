@@ -1,0 +1,86 @@
+"""Readers that have said Hello and wait until what they will be told has been made.
+
+Knows streams, owners and a deadline; what becomes of a reader that is ready is the publisher's.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import TransferError
+from common.log_throttle import Throttle, ThrottledLog
+from kvtransfer.backends.base import Owner
+from kvtransfer.pairing import DataPath, Hello
+
+WAIT_S = 10.0  # longest; a reader waits longer
+_log = ThrottledLog(logging.getLogger(__name__), Throttle())
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReader:
+    """A reader, and the paths that it is offered."""
+
+    stream: int
+    instance: int
+    paths: tuple[DataPath, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    instance: int
+    preparations: tuple[Future[Any], ...]
+    due: float
+
+
+class Admissions:
+    """Transfer thread only.
+
+    Args:
+        owners: by name of their backend, in the order in which readers should try them.
+        wake: has `take_ready` be called soon; called by any thread.
+    """
+
+    def __init__(self, owners: Mapping[str, Owner], wake: Callable[[], None]) -> None:
+        self._owners = owners
+        self._wake = wake
+        self._waiting: dict[int, _Waiting] = {}  # by stream, in the order of their coming
+
+    def begin(self, stream: int, hello: Hello, now: float) -> None:
+        preparations = tuple(owner.prepare(stream) for owner in self._owners.values())
+        self._waiting[stream] = _Waiting(hello.instance, preparations, now + WAIT_S)
+        for preparation in preparations:
+            preparation.add_done_callback(lambda _: self._wake())
+
+    def forget(self, stream: int) -> None:
+        """It is not ready ever. The owners must be told apart from this; idempotent."""
+        self._waiting.pop(stream, None)
+
+    def streams_of(self, instance: int) -> list[int]:
+        """Those on which a reader waits."""
+        return [stream for stream, one in self._waiting.items() if one.instance == instance]
+
+    def take_ready(self, now: float) -> list[ReadyReader]:
+        """Those for whom all has been made, or who cannot wait any longer."""
+        ready = []
+        for stream, waiting in list(self._waiting.items()):
+            done = all(preparation.done() for preparation in waiting.preparations)
+            if done or now >= waiting.due:
+                if not done:
+                    _log.warning("a path is not ready in time", stream=stream, seconds=WAIT_S)
+                del self._waiting[stream]
+                ready.append(ReadyReader(stream, waiting.instance, self._paths(stream)))
+        return ready
+
+    def next_deadline(self) -> float | None:
+        return min((waiting.due for waiting in self._waiting.values()), default=None)
+
+    def _paths(self, stream: int) -> tuple[DataPath, ...]:
+        paths = []
+        for name, owner in self._owners.items():
+            try:
+                paths.append(DataPath(name, owner.admit(stream)))
+            except TransferError as error:
+                _log.warning("a path is not offered", path=name, stream=stream, because=error)
+        return tuple(paths)

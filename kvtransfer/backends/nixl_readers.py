@@ -1,0 +1,107 @@
+"""Agents that are one reader's each, for paths that give keys: what a reader was told ends with it.
+
+The end of the agent is what takes its keys back. To deregister the memory would not be enough: UCX
+keeps what it has registered in a cache until the context of the agent ends. Each agent has
+connections, a protection domain and a registration of its own, so others do not notice.
+
+Agents are made and ended one after the other, on one thread: one that is dismissed while it is
+being made ends right after, and there are never more of them than places.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from common.errors import EngineFault, TransferError
+from common.log_throttle import Throttle, ThrottledLog
+from kvtransfer.backends.base import prepared
+from kvtransfer.backends.nixl_connection import Offer
+from kvtransfer.backends.nixl_memory import Memory
+from kvtransfer.backends.nixl_offering import Offering
+from kvtransfer.backends.nixl_paths import PathKind
+
+# Each has the pool registered: 8 bytes for every page that the network card maps, and as much of
+# RLIMIT_MEMLOCK as the pool has bytes.
+MAX_READERS = 64
+
+_Made = tuple[Offering, ...]
+_log = ThrottledLog(logging.getLogger(__name__), Throttle())
+
+
+class ReaderAgents:
+    """For one thread at a time; no call but `close` waits."""
+
+    def __init__(
+        self, kinds: Sequence[PathKind], memory: Memory, *, max_readers: int = MAX_READERS
+    ) -> None:
+        """kinds: of which each reader gets one agent."""
+        self._kinds = kinds
+        self._memory = memory
+        self._max_readers = max_readers
+        self._places = threading.BoundedSemaphore(max_readers)
+        self._made: dict[int, Future[_Made]] = {}  # by reader
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl-readers")
+
+    def prepare(self, reader: int) -> Future[Any]:
+        """Begins to make a reader's agents. Done as well where there is none to be made, or no
+        place for one: readers that are gone keep theirs until their agents have ended."""
+        if not self._kinds:
+            return prepared()
+        if not self._places.acquire(blocking=False):
+            paths = ", ".join(kind.name for kind in self._kinds)
+            _log.warning("a reader gets no keys", paths=paths, because=f"{self._max_readers} have")
+            return prepared()
+        self._made[reader] = self._thread.submit(self._make)
+        return self._made[reader]
+
+    def offers(self, reader: int) -> tuple[Offer, ...]:
+        """What has been made for it so far."""
+        made = self._made.get(reader)
+        return tuple(each.offer for each in made.result()) if made and made.done() else ()
+
+    def dismiss(self, reader: int) -> None:
+        """Ends its agents, and with them what it can do with its keys, soon. Idempotent."""
+        made = self._made.pop(reader, None)
+        if made is not None:
+            made.cancel()
+            self._thread.submit(self._end, made)
+
+    def poll(self) -> None:
+        """Dismisses those whose agents fail: what a reader does to its own harms it alone."""
+        for reader, made in list(self._made.items()):
+            try:
+                for offering in made.result() if made.done() else ():
+                    offering.poll()
+            except TransferError as error:
+                _log.warning("a reader loses its keys", reader=reader, because=error)
+                self.dismiss(reader)
+
+    def close(self) -> None:
+        """Dismisses everybody, and waits until all agents have ended."""
+        for reader in list(self._made):
+            self.dismiss(reader)
+        self._thread.shutdown()
+
+    # On the thread that makes them ---------------------------------------------------------------
+
+    def _make(self) -> _Made:
+        made = []
+        for kind in self._kinds:
+            try:
+                self._memory.use()
+                made.append(Offering(kind, self._memory))
+            except TransferError as error:
+                _log.warning("a reader gets no keys", paths=kind.name, because=error)
+        return tuple(made)
+
+    def _end(self, made: Future[_Made]) -> None:
+        try:
+            self._memory.use()
+            for offering in () if made.cancelled() or made.exception() else made.result():
+                offering.close()
+        except (EngineFault, TransferError) as fault:
+            _log.error("a reader that is gone keeps its keys", because=fault)
+        finally:
+            self._places.release()
