@@ -2,7 +2,6 @@
 
     python -m bench.router                  about four minutes; installs the peers once
     python -m bench.router --no-peers       Baton alone
-    python -m bench.router --aiohttp        beside itself on aiohttp.web (pip install aiohttp)
 
 Behind every router answer stubs that take no time to think (bench/_behind_router.py), before it
 clients in a process of their own. All routers are pinned to one core and run at the same time, all
@@ -113,8 +112,6 @@ def main() -> None:
             _line(clients)
             quiet = "--log-level=warning"
             routers = [("baton", "router", quiet), ("baton, logging", "router", "--log-level=info")]
-            if options.aiohttp:
-                routers.append(("baton on aiohttp", "bench._router_on_aiohttp", quiet))
             systems = [
                 programs.enter_context(
                     _baton(cores[:1], options.python, module, model, node, name, level)
@@ -137,9 +134,6 @@ def _options() -> argparse.Namespace:
         prog="python -m bench.router", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--no-peers", action="store_true", help="Baton alone")
-    parser.add_argument(
-        "--aiohttp", action="store_true", help="beside Baton's router with another HTTP server"
-    )
     parser.add_argument(
         "--cache",
         type=Path,

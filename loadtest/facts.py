@@ -9,7 +9,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("baton", "torch", "triton", "transformers", "grpcio", "nixl", "uvloop", "httptools")
+PACKAGES = (
+    "baton",
+    "torch",
+    "triton",
+    "transformers",
+    "grpcio",
+    "nixl",
+    "uvloop",
+    "httptools",
+    "aiohttp",
+)
 _SMI_S = 20.0
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from aiohttp import web
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from protos import router_pb2
+from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.http.responder import JSON, Responder
 from router.cluster.survey import NodeReport, Survey
 from router.requests.admission import Admission
 
@@ -71,13 +72,13 @@ class ClusterEndpoint:
         self._making: asyncio.Task[bytes] | None = None
         self._made_at = 0.0
 
-    async def __call__(self, request: Request, responder: Responder) -> None:
+    async def __call__(self, request: Request) -> web.Response:
         making = self._making
         if making is None or (making.done() and time.monotonic() > self._made_at + REUSE_S):
             making = self._making = asyncio.create_task(self._make())
         # A viewer that goes away must not take the others' answer with it.
         body = await asyncio.shield(making)
-        responder.reply(200, body, JSON, (("cache-control", "no-store"),))
+        return whole(200, body, headers=(("cache-control", "no-store"),))
 
     async def _make(self) -> bytes:
         body = msgspec.json.encode(plain(await self._report.make()))

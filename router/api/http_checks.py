@@ -5,11 +5,16 @@ In this order: who asks for this host by somebody else's name learns nothing els
 
 from collections.abc import Sequence
 
+from aiohttp import web
+
 from common.errors import RateLimited, ServingError
 from common.metrics import RouterMetrics
-from router.api.http.request import Check, Head, Peer, Refused, Request
+from router.api.http.answers import whole
+from router.api.http.request import Check, Request
+from router.api.http.shared import Peer
 from router.api.key_connections import KeyConnections
 from router.api.openai import problems
+from router.api.openai.problems import Refusal
 from router.clients.client import Client
 from router.clients.cors import Cors, Headers
 from router.clients.guard import Guard
@@ -39,46 +44,46 @@ class HttpChecks:
             Unauthenticated: its key has gone since.
             RateLimited, InvalidRequest: as Usage.begin.
         """
-        shown = _text(request, b"authorization")
-        client = self._guard.client(shown, request.peer.host)
+        client = self._guard.client(request.header("authorization"), request.peer.host)
         self._guard.begin(client, num_requests)
         return client
 
     def headers(self, request: Request) -> Headers:
         """What every answer to it has, besides its own."""
-        return self._cors.headers(request.path, _text(request, b"origin"))
+        return self._cors.headers(request.route, request.header("origin"))
 
     def closed(self, peer: Peer) -> None:
         """The connection has."""
         self._connections.closed(peer)
 
-    def _host(self, head: Head) -> Refused | None:
-        sentence = self._hosts.refusal(_text(head, b"host"))
+    def _host(self, request: Request) -> web.Response | None:
+        sentence = self._hosts.refusal(request.header("host"))
         if sentence is None:
             return None
         self._metrics.stranger("host")
-        return Refused(421, problems.error_body(421, sentence))
+        return Refusal(421, sentence).response()
 
-    def _preflight(self, head: Head) -> Refused | None:
-        if head.method != "OPTIONS" or b"access-control-request-method" not in head.headers:
+    def _preflight(self, request: Request) -> web.Response | None:
+        asked = request.header("access-control-request-method")
+        if request.method != "OPTIONS" or not asked:
             return None
-        wanted = _text(head, b"access-control-request-headers")
-        headers = self._cors.preflight(head.path, _text(head, b"origin"), wanted)
-        return Refused(200, b"", headers) if headers else None
+        wanted = request.header("access-control-request-headers")
+        headers = self._cors.preflight(request.route, request.header("origin"), wanted)
+        return whole(200, b"", headers=headers) if headers else None
 
-    def _access(self, head: Head) -> Refused | None:
-        if head.path in _OPEN or head.path.startswith(_OPEN_BELOW):
+    def _access(self, request: Request) -> web.Response | None:
+        path = request.route
+        if path in _OPEN or path.startswith(_OPEN_BELOW):
             return None
-        operators = head.path in _FOR_OPERATORS or head.path.startswith(_FOR_OPERATORS_BELOW)
+        operators = path in _FOR_OPERATORS or path.startswith(_FOR_OPERATORS_BELOW)
         ask = self._guard.operator if operators else self._guard.client
         try:
-            client = ask(_text(head, b"authorization"), head.peer.host)
-            self._admit(client, head.peer)
-            if head.method == "POST":
+            client = ask(request.header("authorization"), request.peer.host)
+            self._admit(client, request.peer)
+            if request.method == "POST":
                 self._guard.begin(client, 0)
         except ServingError as error:
-            refusal = problems.of_error(error, frozenset())
-            return Refused(refusal.status, refusal.body, refusal.headers)
+            return problems.of_error(error, frozenset()).response()
         return None
 
     def _admit(self, client: Client, connection: Peer) -> None:
@@ -88,7 +93,3 @@ class HttpChecks:
         except RateLimited:
             self._metrics.rejected("limited")
             raise
-
-
-def _text(head: Head | Request, name: bytes) -> str:
-    return head.headers.get(name, b"").decode("latin-1")

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from common.errors import RateLimited
-from router.api.http.request import Peer
+from router.api.http.shared import Peer
 from router.clients.client import Client
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from urllib.parse import unquote
 
 import msgspec
+from aiohttp import web
 
 from common.timeline import Attempt, Interval, TtftPhase
+from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.http.responder import JSON, Responder
 from router.api.openai.problems import Refusal
 from router.requests.timelines import RequestTimeline, Submission, Timelines
 
@@ -26,19 +27,18 @@ class RequestsEndpoint:
     def __init__(self, timelines: Timelines) -> None:
         self._timelines = timelines
 
-    async def all(self, request: Request, responder: Responder) -> None:
+    async def all(self, request: Request) -> web.Response:
         content = {"requests": [_summary(timeline) for timeline in self._timelines]}
-        responder.reply(200, msgspec.json.encode(content), JSON, _FRESH)
+        return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
-    async def one(self, request: Request, responder: Responder) -> None:
-        request_id = unquote(request.path.removeprefix(f"{PATH}/"))
+    async def one(self, request: Request) -> web.Response:
+        request_id = unquote(request.route.removeprefix(f"{PATH}/"))
         timeline = self._timelines.find(request_id)
         if timeline is None:
             message = f"no request {request_id[:256]!r} is under way or among the last that ended"
-            Refusal(404, message, code="request_not_found").reply(responder)
-            return
+            return Refusal(404, message, code="request_not_found").response()
         content = _summary(timeline) | _details(timeline)
-        responder.reply(200, msgspec.json.encode(content), JSON, _FRESH)
+        return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
 
 def _summary(timeline: RequestTimeline) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from common.tracing import export
 from protos import router_pb2, router_pb2_grpc
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
 from router.api.http.server import HttpServer
+from router.api.http.service import Service
 from router.api.http.shared import Limits as HttpLimits
 from router.api.http.shared import Shared
 from router.api.http_checks import HttpChecks
@@ -287,8 +288,8 @@ def _make_http(
         unread_s=config.unread_s,
     )
     contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
-    shared = Shared(limits, routes, problems.error_body, counts, checks)
-    return HttpServer(shared, contexts)
+    shared = Shared(limits, problems.error_body, counts)
+    return HttpServer(shared, Service(shared, routes, checks), contexts)
 
 
 def _served_name(config: RouterConfig, model: ModelFiles) -> str:

@@ -12,7 +12,7 @@ from common.config import ClientsConfig
 from common.errors import RateLimited
 from common.metrics import RouterMetrics
 from protos.decode_pb2 import FINISH_REASON_STOP
-from router.api.http.request import Peer
+from router.api.http.shared import Peer
 from router.api.key_connections import KeyConnections
 from router.clients.client import Client
 from router.clients.usage import Usage

@@ -5,12 +5,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from aiohttp import web
+
 from common.metrics import RouterMetrics
-from router.api.http.request import Check, Peer, Request
-from router.api.http.responder import Headers, Responder
+from router.api.http.answers import Headers, Stream, whole
+from router.api.http.request import Check, Request
 from router.api.http.routes import Routes
 from router.api.http.server import HttpServer
-from router.api.http.shared import Limits, Shared
+from router.api.http.service import Service
+from router.api.http.shared import Limits, Peer, Shared
 from router.api.openai import problems
 
 
@@ -54,54 +57,56 @@ class Site:
             problems.error_body,
         )
         allowed = Limits(**{"max_connections": 100, "tick_s": 0.02, **limits})
-        self.shared = Shared(allowed, routes, problems.error_body, self.metrics, Checked(checks))
-        self.server = HttpServer(self.shared)
+        self.shared = Shared(allowed, problems.error_body, self.metrics)
+        self.server = HttpServer(self.shared, Service(self.shared, routes, Checked(checks)))
         self.port = 0
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    async def _echo(self, asked: Request, responder: Responder) -> None:
-        responder.reply(200, asked.take_body(), "application/octet-stream")
+    async def _echo(self, asked: Request) -> web.StreamResponse:
+        return whole(200, asked.take_body(), "application/octet-stream")
 
-    async def _name(self, asked: Request, responder: Responder) -> None:
-        responder.reply(200, asked.headers.get(b"name", b"none"), "text/plain")
+    async def _name(self, asked: Request) -> web.StreamResponse:
+        return whole(200, (asked.header("name") or "none").encode(), "text/plain")
 
-    async def _where(self, asked: Request, responder: Responder) -> None:
-        responder.reply(200, asked.path.encode(), "text/plain")
+    async def _where(self, asked: Request) -> web.StreamResponse:
+        return whole(200, asked.route.encode(), "text/plain")
 
-    async def _hold(self, asked: Request, responder: Responder) -> None:
+    async def _hold(self, asked: Request) -> web.StreamResponse:
         self.started.set()
         try:
             await self.go_on.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        responder.reply(200, b"held")
+        return whole(200, b"held")
 
-    async def _take_and_hold(self, asked: Request, responder: Responder) -> None:
+    async def _take_and_hold(self, asked: Request) -> web.StreamResponse:
         asked.take_body()
-        await self._hold(asked, responder)
+        return await self._hold(asked)
 
-    async def _whole(self, asked: Request, responder: Responder) -> None:
-        responder.reply(200, self.whole, "text/plain")
+    async def _whole(self, asked: Request) -> web.StreamResponse:
+        return whole(200, self.whole, "text/plain")
 
-    async def _stream(self, asked: Request, responder: Responder) -> None:
+    async def _stream(self, asked: Request) -> web.StreamResponse:
+        stream = Stream(asked, "text/plain")
         try:
             for piece in self.pieces:
-                await responder.send(piece, "text/plain")
+                await stream.send(piece)
                 self.num_sent += 1
             await self.may_end.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        responder.finish(b"end", "text/plain")
+        stream.finish(b"end")
+        return stream
 
-    async def _fails(self, asked: Request, responder: Responder) -> None:
+    async def _fails(self, asked: Request) -> web.StreamResponse:
         raise ValueError("a bug")
 
-    async def _fails_late(self, asked: Request, responder: Responder) -> None:
-        await responder.send(b"begun", "text/plain")
+    async def _fails_late(self, asked: Request) -> web.StreamResponse:
+        await Stream(asked, "text/plain").send(b"begun")
         raise ValueError("a bug")
 
 

@@ -7,15 +7,13 @@ import msgspec
 
 from common.errors import DeadlineExceeded
 from common.metrics import RouterMetrics
-from router.api.http.request import Request
-from router.api.http.responder import Responder
 from router.api.openai.completions import Completions
 from router.api.openai.generation_endpoint import GenerationEndpoint
 from router.clients.client import Client, by_address
 from router.generation import Generator, Write
 from router.requests.answer import LastPiece, Usage
 from router.requests.wanted import Wanted
-from tests.support.pipe import Pipe
+from tests.support.pipe import Client as HttpClient
 
 
 class OneTooSlow:
@@ -37,11 +35,9 @@ class OneTooSlow:
 
 
 async def test_an_answer_that_has_ended_does_not_end_again() -> None:
-    pipe, writable = Pipe(), asyncio.Event()
+    http = HttpClient()
     body = msgspec.json.encode({"prompt": "x", "n": 2, "stream": True})
-    headers = {b"content-type": b"application/json"}
-    request = Request("POST", "/", headers, body, takes_chunks=True, keep_alive=True)
-    responder = Responder(pipe, writable, request, date="", keep_alive=True)
+    request = http.request(body)
     generator = cast(Generator, OneTooSlow())
     endpoint = GenerationEndpoint(
         Completions(),
@@ -50,6 +46,8 @@ async def test_an_answer_that_has_ended_does_not_end_again() -> None:
         lambda request, num_requests: by_address("10.0.0.1"),
         model_name="m",
     )
-    await endpoint(request, responder)
-    assert pipe.written.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    assert pipe.written.count(b"\r\n0\r\n\r\n") == 1
+    response = await endpoint(request)
+    await response.prepare(request)
+    await response.write_eof()
+    assert http.written.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert http.written.count(b"\r\n0\r\n\r\n") == 1

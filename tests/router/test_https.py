@@ -9,12 +9,14 @@ import time
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from aiohttp import web
 
 from common import tls
 from common.metrics import RouterMetrics
+from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.http.responder import Responder
 from router.api.http.server import HttpServer
+from router.api.http.service import Service
 from router.api.http.shared import Limits, Shared
 from tests.router.http_site import Checked
 from tests.support.certificates import Authority
@@ -27,17 +29,18 @@ def authority():
     return Authority()
 
 
-async def echo(request: Request, responder: Responder) -> None:
-    responder.reply(200, request.take_body())
+async def echo(request: Request) -> web.Response:
+    return whole(200, request.take_body())
 
 
 @asynccontextmanager
 async def serving(config, **limits):
     """A server that echoes, and its Shared."""
     given = {"max_connections": 8, **limits}
-    shared = Shared(Limits(**given), lambda _: echo, lambda *_: b"{}", RouterMetrics(), Checked())
+    shared = Shared(Limits(**given), lambda *_: b"{}", RouterMetrics())
+    service = Service(shared, lambda _: echo, Checked())
     contexts = tls.server_contexts(tls.Certificates(config, "--front.tls"), "http/1.1")
-    server = HttpServer(shared, contexts)
+    server = HttpServer(shared, service, contexts)
     port = await server.start("127.0.0.1", 0)
     try:
         yield port, shared

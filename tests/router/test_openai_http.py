@@ -14,6 +14,8 @@ from tests.router.http_site import Site, site
 from tests.router.rig import eventually
 from tests.support.http_client import WAIT_S, Wire, connected, get, post, request
 
+CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
 
 async def test_one_connection_carries_many_requests() -> None:
     async with site() as served, connected(served.port) as wire:
@@ -42,7 +44,9 @@ async def test_a_request_may_come_in_pieces_of_any_size(size: int) -> None:
 async def test_a_length_may_have_any_number_of_zeros_in_front() -> None:
     async with site() as served, connected(served.port) as wire:
         length = b"0" * 5000 + b"5"
-        await wire.send(b"POST /echo HTTP/1.1\r\ncontent-length: " + length + b"\r\n\r\nhello")
+        await wire.send(
+            b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: " + length + b"\r\n\r\nhello"
+        )
         assert (await wire.response()).body == b"hello"
 
 
@@ -52,9 +56,16 @@ async def test_a_trailer_is_no_header() -> None:
             (b"Name: x\r\n", b"", b"x"),
             (b"", b"Name: x\r\n", b"none"),
         ):
-            start = b"POST /name HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+            start = b"POST /name HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
             await wire.send(start + headers + b"\r\n0\r\n" + trailers + b"\r\n")
             assert (await wire.response()).body == told
+
+
+@pytest.mark.parametrize("sent", [b"na\xc3\xafve", b"na\xefve"], ids=["UTF-8", "latin-1"])
+async def test_any_byte_of_a_header_can_be_told_again(sent: bytes) -> None:
+    async with site() as served, connected(served.port) as wire:
+        await wire.send(b"POST /name HTTP/1.1\r\nhost: x\r\nname: " + sent + b"\r\n\r\n")
+        assert (await wire.response()).body.decode() == "naïve"
 
 
 async def test_requests_sent_ahead_are_answered_in_order() -> None:
@@ -84,11 +95,11 @@ async def test_too_much_sent_ahead_ends_the_connection_after_the_first_answer(
         assert await wire.ended()
 
 
-async def test_a_client_that_sends_much_ahead_at_once_is_answered_first() -> None:
+async def test_any_number_of_requests_sent_at_once_is_answered_in_order() -> None:
     async with site(max_ahead_bytes=1000) as served, connected(served.port) as wire:
-        await wire.send(100 * request("POST", "/echo", b"x"))
-        assert (await wire.response()).body == b"x"
-        assert await wire.ended()
+        await wire.send(b"".join(request("POST", "/echo", b"%d" % number) for number in range(500)))
+        for number in range(500):
+            assert (await wire.response()).body == b"%d" % number
 
 
 async def test_a_body_is_asked_for_when_its_client_wants_to_be() -> None:
@@ -121,8 +132,8 @@ async def test_an_unknown_path_is_404_and_an_unknown_method_405() -> None:
 @pytest.mark.parametrize(
     "head, connection, ends",
     [
-        ("HTTP/1.1\r\nConnection: close", "close", True),
-        ("HTTP/1.1", None, False),
+        ("HTTP/1.1\r\nHost: x\r\nConnection: close", "close", True),
+        ("HTTP/1.1\r\nHost: x", None, False),
         ("HTTP/1.0", "close", True),
         ("HTTP/1.0\r\nConnection: keep-alive", "keep-alive", False),
     ],
@@ -154,14 +165,15 @@ async def test_a_stream_to_an_http_1_0_client_ends_with_its_connection() -> None
     "sent",
     [
         b"not http at all\r\n\r\n",
-        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-        b"GET / HTTP/1.1\r\na: b\x00c\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\ncontent-length: x\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"CONNECT host:1 HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
+        b"GET / HTTP/2.0\r\nhost: x\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        CHUNKED.replace(b"\r\n\r\n", b"\r\ncontent-length: 3\r\n\r\n"),
+        CHUNKED + b"zz\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
 )
@@ -180,15 +192,27 @@ async def test_what_is_no_request_is_400_and_the_end_of_the_connection(sent: byt
     [
         b"GET /" + b"x" * 3000 + b" HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nname: " + b"x" * 3000,
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 2000 + b"\r\n",
-        b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 2000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        CHUNKED + b"0\r\n" + b"a: b\r\n" * 200,
     ],
     ids=["path", "one header", "many headers", "trailers"],
 )
-async def test_a_head_that_is_too_long_is_431(sent: bytes) -> None:
-    async with site(max_head_bytes=2000) as served, connected(served.port) as wire:
+async def test_a_head_that_is_too_long_is_refused(sent: bytes) -> None:
+    async with site(max_line_bytes=2000) as served, connected(served.port) as wire:
         await wire.send(sent)
-        assert (await wire.response()).status == 431
+        assert (await wire.response()).status == 400
+        assert await wire.ended()
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"zz\r\n", b"0\r\n" + b"a: b\r\n" * 200], ids=["size", "trailers"]
+)
+async def test_what_is_wrong_with_a_body_is_said_at_once(wrong: bytes) -> None:
+    async with site() as served, connected(served.port) as wire:
+        await wire.send(CHUNKED)
+        await eventually(lambda: served.shared.num_arriving > 0)
+        await wire.send(wrong)
+        assert (await wire.response()).status == 400
         assert await wire.ended()
 
 
@@ -211,10 +235,30 @@ async def test_a_client_that_sends_a_body_too_long_can_read_why_it_was_turned_aw
 
 async def test_a_body_in_chunks_without_end_is_413() -> None:
     async with site(max_body_bytes=100_000) as served, connected(served.port) as wire:
-        await wire.send(b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        await wire.send(CHUNKED)
         for _ in range(200):
             await wire.send(b"400\r\n" + 1024 * b"x" + b"\r\n")
         assert (await wire.response()).status == 413
+
+
+async def test_a_body_in_chunks_that_is_a_little_too_long_is_413() -> None:
+    async with site(max_body_bytes=1000) as served, connected(served.port) as wire:
+        for length, status in ((1000, 200), (1001, 413)):
+            await wire.send(CHUNKED)
+            await wire.send(b"%x\r\n%b\r\n0\r\n\r\n" % (length, length * b"x"))
+            assert (await wire.response()).status == status
+
+
+@pytest.mark.parametrize(
+    "endless", [b"\r\n", CHUNKED + b"1;x="], ids=["blank lines", "a chunk's extension"]
+)
+async def test_what_is_no_body_has_an_end_too(endless: bytes) -> None:
+    async with site(max_body_bytes=1000) as served, connected(served.port) as wire:
+        await wire.send(endless)
+        filling = b"\r\n" if endless == b"\r\n" else b"xx"
+        await wire.send(40_000 * filling)
+        assert (await wire.response()).status == 413
+        assert await wire.ended()
 
 
 async def test_a_request_that_does_not_arrive_in_time_is_408() -> None:
@@ -241,7 +285,7 @@ async def test_bytes_that_trickle_in_do_not_move_the_deadline() -> None:
 
 
 async def _trickle(wire: Wire) -> None:
-    await wire.send(b"GET / HTTP/1.1\r\nname: ")
+    await wire.send(b"GET / HTTP/1.1\r\nhost: x\r\nname: ")
     while True:
         await wire.send(b"x")
         await asyncio.sleep(0.02)

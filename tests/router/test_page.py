@@ -135,19 +135,12 @@ async def test_a_viewer_that_leaves_does_not_take_the_others_answer_with_it():
             await self.answers.wait()
             return GetClusterResponse()
 
-    class Body:
-        content = b""
-
-        def reply(self, status: int, body: bytes, *_: object) -> None:
-            self.content = body
-
-    report, stays = SlowReport(), Body()
+    report = SlowReport()
     endpoint: Any = ClusterEndpoint(report)  # type: ignore[arg-type]
-    leaving = asyncio.create_task(endpoint(None, Body()))
+    leaving = asyncio.create_task(endpoint(None))
     await report.asked.wait()
-    staying = asyncio.create_task(endpoint(None, stays))
+    staying = asyncio.create_task(endpoint(None))
     leaving.cancel()
     await asyncio.wait([leaving])
     report.answers.set()
-    await staying
-    assert stays.content.startswith(b'{"nodes":[]')
+    assert (await staying).body.startswith(b'{"nodes":[]')

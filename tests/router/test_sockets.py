@@ -44,7 +44,7 @@ async def test_every_tcp_connection_of_a_router_has_nodelay(model: Path) -> None
         await collect(call)
         assert (await get(router.http_port, "/health")).status == 200
         async with connected(router.http_port) as wire:
-            await wire.send(b"GET /health HTTP/1.1\r\n\r\n")
+            await wire.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await wire.response()
             ours = {"http": router.http_port, "grpc": router.port}
             node_port = int(node.address.rpartition(":")[2])

@@ -74,9 +74,12 @@ class Wire:
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode("ascii")
         first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
         version, status, phrase = first.split(" ", 2)
-        assert version == "HTTP/1.1" and phrase
-        headers = dict(line.split(": ", 1) for line in lines)
+        assert version in ("HTTP/1.0", "HTTP/1.1") and phrase
+        fields = (line.split(": ", 1) for line in lines)
+        headers = {name.lower(): value for name, value in fields}
         assert len(headers) == len(lines), "a header comes twice"
+        if version == "HTTP/1.0":
+            headers.setdefault("connection", "close")
         return int(status), headers
 
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on asyncio: bytes to whole requests, answers to bytes. Knows nothing of what it serves.
+"""The router's HTTP port. aiohttp.web speaks HTTP/1.1; what clients may take is bounded here.
 
-The parser is httptools (llhttp). Ours are the bounds, the deadlines and the order of answers.
+Knows nothing of what it serves.
 """

@@ -1,4 +1,4 @@
-"""A client's connection until TLS stands. From then on a Connection has it.
+"""A client's connection until TLS stands. From then on a Door has it.
 
 It counts as a connection from the start and has a deadline: a client that says nothing does not
 hold its place for long.
@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
-from router.api.http.connection import Connection
+from router.api.http.door import Door
 from router.api.http.room import Place
 from router.api.http.shared import Shared, peer_of
 
@@ -20,13 +20,17 @@ from router.api.http.shared import Shared, peer_of
 class Handshake(asyncio.Protocol):
     """Made by the server for each client that connects, where it serves TLS."""
 
-    def __init__(self, shared: Shared, context: Callable[[], ssl.SSLContext]) -> None:
+    def __init__(
+        self, shared: Shared, door: Callable[[], Door], context: Callable[[], ssl.SSLContext]
+    ) -> None:
         """
         Args:
+            door: makes what has the connection afterwards.
             context: asked once for each handshake.
         """
         self.deadline = math.inf  # the event loop has one for handshakes
         self._shared = shared
+        self._door = door
         self._context = context
         self._peer = ""
         self._place: Place | None = None
@@ -74,9 +78,9 @@ class Handshake(asyncio.Protocol):
 
     def _stands(self, transport: asyncio.Transport) -> None:
         self._leave()
-        connection = Connection(self._shared)
-        transport.set_protocol(connection)
-        connection.connection_made(transport)
+        door = self._door()
+        transport.set_protocol(door)
+        door.connection_made(transport)
 
     def _leave(self) -> None:
         self._shared.leave(self)

@@ -1,97 +1,57 @@
-"""One request, and what it can get instead of an answer of its handler's."""
+"""One request as its handler sees it: aiohttp's, and the door that it came through."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
-import msgspec
+from aiohttp import web
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Peer:
-    """The other end of one connection. No two are equal, while addresses can be: a router that
-    listens on two of its own can be called from one port twice."""
-
-    host: str
-    address: str  # host:port
+from router.api.http.door import Door
+from router.api.http.shared import Peer
 
 
-NOBODY = Peer("", "")
+class Request(web.BaseRequest):
+    """Its whole body is here before its handler is called, and is given away once."""
 
-
-class Head(msgspec.Struct, frozen=True):
-    """What there is of a request before its body."""
-
-    method: str
-    path: str  # as sent, without the query
-    headers: Mapping[bytes, bytes]  # names in lower case; of a repeated one the last
-    peer: Peer
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """A whole answer, which a request gets instead of its handler's."""
-
-    status: int
-    body: bytes  # JSON
-    headers: Sequence[tuple[str, str]] = ()
-
-
-# Why a request is refused before its body is read, or None.
-Check = Callable[[Head], Refused | None]
-
-
-class Request:
-    """One request with its whole body, which is given away once."""
-
-    __slots__ = (
-        *("_body", "_on_taken", "headers", "keep_alive", "method", "path", "peer", "refused"),
-        "takes_chunks",
-    )
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[bytes, bytes],
-        body: bytes,
-        *,
-        takes_chunks: bool,
-        keep_alive: bool,
-        peer: Peer = NOBODY,
-        refused: Refused | None = None,
-        on_taken: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, door: Door, *parts: Any) -> None:
         """
         Args:
-            method, path, headers, peer: as of Head.
-            takes_chunks: whether its client understands an answer in chunks: HTTP/1.1.
-            on_taken: called when the body is taken.
+            parts: what aiohttp makes its requests of.
         """
-        self.method = method
-        self.path = path
-        self.headers = headers
-        self.takes_chunks = takes_chunks
-        self.keep_alive = keep_alive
-        self.peer = peer
-        self.refused = refused
-        self._body = body
-        self._on_taken = on_taken
+        super().__init__(*parts)
+        self.door = door
+        # As sent, without the query: who checks a path and who answers there read the same.
+        self.route = self.rel_url.raw_path
+        self.answer_headers: tuple[tuple[str, str], ...] = ()  # of any answer, besides its own
+        self.body = b""
 
     @property
-    def num_body_bytes(self) -> int:
-        """0 once it has been taken."""
-        return len(self._body)
+    def keep_alive(self) -> bool:
+        """Whether the connection can go on after the answer; asked when its head is written."""
+        return super().keep_alive and self.door.goes_on
+
+    @property
+    def peer(self) -> Peer:
+        return self.door.peer
+
+    def header(self, name: str) -> str:
+        """Its value; "" of none. What is not UTF-8 is read as latin-1: it can be sent again."""
+        value = self.headers.get(name, "")
+        if value.isascii():
+            return value
+        sent = value.encode("utf-8", "surrogateescape")  # as aiohttp has decoded it
+        try:
+            return sent.decode()
+        except UnicodeDecodeError:
+            return sent.decode("latin-1")
 
     def take_body(self) -> bytes:
         """The body is the caller's from now on, and nobody else's: what has been read of it need
         not be held until the answer ends."""
-        body, self._body = self._body, b""
-        self._on_taken()
+        body, self.body = self.body, b""
+        self.door.body_taken()
         return body
 
 
-class BadRequest(Exception):
-    """What a client sent is no request, or more than is taken. Nothing after it can be read."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
+Handler: TypeAlias = Callable[[Request], Awaitable[web.StreamResponse]]
+# An answer that a request gets before its body is read, or None.
+Check: TypeAlias = Callable[[Request], web.Response | None]

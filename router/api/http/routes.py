@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 
-from router.api.http.request import Refused, Request
-from router.api.http.responder import JSON, Responder
-from router.api.http.shared import ErrorBody, Handler
+from aiohttp import web
+
+from router.api.http.answers import whole
+from router.api.http.request import Handler, Request
+from router.api.http.shared import ErrorBody
 
 
 class Routes:
@@ -26,25 +28,24 @@ class Routes:
         self._error_body = error_body
 
     def __call__(self, request: Request) -> Handler:
-        methods = self._exact.get(request.path) or self._methods_below(request.path)
+        path = request.route
+        methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
-            sentence = f"there is nothing at {request.path}"
-            return refusing(Refused(404, self._error_body(404, sentence)))
+            return self._refusing(404, f"there is nothing at {path}")
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             allowed = ", ".join(methods)
-            sentence = f"{request.path} takes {allowed}, not {request.method}"
-            return refusing(Refused(405, self._error_body(405, sentence), (("allow", allowed),)))
+            sentence = f"{path} takes {allowed}, not {request.method}"
+            return self._refusing(405, sentence, (("allow", allowed),))
         return handler
 
     def _methods_below(self, path: str) -> Mapping[str, Handler] | None:
         return next((m for start, m in self._below.items() if path.startswith(start)), None)
 
+    def _refusing(
+        self, status: int, sentence: str, headers: tuple[tuple[str, str], ...] = ()
+    ) -> Handler:
+        async def refuse(_: Request) -> web.Response:
+            return whole(status, self._error_body(status, sentence), headers=headers)
 
-def refusing(refused: Refused) -> Handler:
-    """A handler that answers every request so."""
-
-    async def refuse(_: Request, responder: Responder) -> None:
-        responder.reply(refused.status, refused.body, JSON, refused.headers)
-
-    return refuse
+        return refuse

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from common.errors import ConfigError
 from common.rpc import join_address
-from router.api.http.connection import Connection
+from router.api.http.door import Door
 from router.api.http.handshake import Handshake
+from router.api.http.service import Service
 from router.api.http.shared import Shared
 
 _BACKLOG = 1024
@@ -22,13 +23,18 @@ class HttpServer:
     """For one event loop. `start` once, `stop` at the end."""
 
     def __init__(
-        self, shared: Shared, tls_context: Callable[[], ssl.SSLContext] | None = None
+        self,
+        shared: Shared,
+        service: Service,
+        tls_context: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         """
         Args:
+            service: answers what comes through its doors.
             tls_context: asked before each TLS handshake; None: without TLS.
         """
         self._shared = shared
+        self._service = service
         self._tls_context = tls_context
         self._listener: asyncio.Server | None = None
         self._next_tick: asyncio.TimerHandle | None = None
@@ -77,10 +83,10 @@ class HttpServer:
         if self._next_tick is not None:
             self._next_tick.cancel()
 
-    def _protocol(self) -> Connection | Handshake:
+    def _protocol(self) -> Door | Handshake:
         if self._tls_context is None:
-            return Connection(self._shared)
-        return Handshake(self._shared, self._tls_context)
+            return self._service.door()
+        return Handshake(self._shared, self._service.door, self._tls_context)
 
     def _tick(self) -> None:
         self._shared.tick()

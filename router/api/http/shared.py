@@ -3,22 +3,30 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from email.utils import formatdate
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from common.rpc import join_address
-from router.api.http.request import Check, Peer, Request
-from router.api.http.responder import Headers, Responder
 from router.api.http.room import Room
 
 log = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """The other end of one connection. No two are equal, while addresses can be: a router that
+    listens on two of its own can be called from one port twice."""
+
+    host: str
+    address: str  # host:port
+
+
+NOBODY = Peer("", "")
 
 
 def peer_of(transport: asyncio.BaseTransport) -> Peer:
@@ -32,7 +40,8 @@ class Limits:
     """What clients may take, and for how long."""
 
     max_connections: int
-    max_head_bytes: int = 32 << 10
+    max_line_bytes: int = 8 << 10  # of a request line or a header
+    max_headers: int = 128  # trailers included
     max_body_bytes: int = 12 << 20  # as of a gRPC message: a prompt of a million tokens fits
     max_arriving_bytes: int = 256 << 20  # of what no handler has read yet, over all connections
     max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being answered
@@ -59,34 +68,13 @@ class Member(Protocol):
         """Ends it at once."""
 
 
-class Checks(Protocol):
-    """What is asked of every request, and told in every answer, whatever its path."""
-
-    in_order: Sequence[Check]  # asked in this order, before the body is read
-
-    def headers(self, request: Request) -> Headers:
-        """Of the answer, besides its own."""
-
-    def closed(self, peer: Peer) -> None:
-        """The connection has ended."""
-
-
 class Shared:
     """For one event loop."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        route: Callable[[Request], Handler],
-        error_body: ErrorBody,
-        metrics: RouterMetrics,
-        checks: Checks,
-    ) -> None:
+    def __init__(self, limits: Limits, error_body: ErrorBody, metrics: RouterMetrics) -> None:
         self.limits = limits
-        self.route = route
         self.error_body = error_body
         self.metrics = metrics
-        self.checks = checks
         self.room = Room(limits.max_connections)
         self.log = ThrottledLog(log, Throttle())  # of clients that are not served
         self.members: set[Member] = set()
@@ -95,7 +83,6 @@ class Shared:
         self.num_arriving = 0  # bytes of requests that no handler has read yet
         self.draining = False
         self.now = time.monotonic()  # as of the last tick
-        self.date = formatdate(usegmt=True)  # likewise, as the header has it
 
     def join(self, member: Member) -> None:
         self.members.add(member)
@@ -111,6 +98,5 @@ class Shared:
     def tick(self) -> None:
         """Moves the clock and ends what is overdue."""
         self.now = time.monotonic()
-        self.date = formatdate(usegmt=True)
         for member in [m for m in self.members if m.deadline < self.now]:
             member.expire()

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from common.metrics import RouterMetrics
+from router.api.http.request import Handler
 from router.api.http.routes import Routes
-from router.api.http.shared import Handler
 from router.api.openai import problems
 from router.api.openai.chat import Chat
 from router.api.openai.completions import Completions

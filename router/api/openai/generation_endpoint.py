@@ -5,13 +5,13 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from aiohttp import web
 from msgspec.structs import replace
 
 from common.errors import ServingError
 from common.log_throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.api.http.request import Request
-from router.api.http.responder import Responder
 from router.api.openai import problems
 from router.api.openai.asked import Asked, Dialect
 from router.api.openai.problems import Refusal
@@ -51,38 +51,37 @@ class GenerationEndpoint:
         self._model_name = model_name
         self._refusals = ThrottledLog(log, Throttle())
 
-    async def __call__(self, request: Request, responder: Responder) -> None:
+    async def __call__(self, request: Request) -> web.StreamResponse:
         """Being cancelled cancels every choice on its nodes."""
-        given_id = request.headers.get(b"x-request-id")
-        request_id = given_id.decode("latin-1") if given_id else new_request_id()
+        request_id = request.header("x-request-id") or new_request_id()
         headers: tuple[tuple[str, str], ...] = (("x-request-id", request_id),)
         try:
             asked = self._read(request)
             client = self._begin(request, len(asked.requests))
-            headers += tuple(client.usage.headers())
-            make_reply = StreamedReply if asked.stream else WholeReply
-            origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
-            reply = make_reply(self._dialect, asked, origin, responder, headers)
-            traceparent = request.headers.get(b"traceparent", b"").decode("latin-1")
-            session_id = _session_id(request, asked)
-            await self._generate(asked.requests, client, request_id, session_id, reply, traceparent)
         except Refusal as refusal:
             self._metrics.rejected("invalid")
             self._refusals.info("request refused", request_id=request_id, because=refusal)
-            refusal.reply(responder, headers)
+            return refusal.response(headers)
         except ServingError as error:
-            if responder.finished:
-                return  # all choices have ended; one only waited for a slow client to take its end
-            problem = problems.of_error(error, self._dialect.field_names)
-            if responder.status:
-                # Too late for a status. Without [DONE] no client takes this for the whole answer.
-                responder.finish(b"data: " + problem.body + b"\n\n")
-            else:
-                problem.reply(responder, headers)
+            return self._problem(error).response(headers)
+        headers += tuple(client.usage.headers())
+        make_reply = StreamedReply if asked.stream else WholeReply
+        origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
+        reply = make_reply(self._dialect, asked, origin, request, headers)
+        traceparent = request.header("traceparent")
+        session_id = _session_id(request, asked)
+        try:
+            await self._generate(asked.requests, client, request_id, session_id, reply, traceparent)
+        except ServingError as error:
+            return reply.failed(self._problem(error))
+        return reply.response()
+
+    def _problem(self, error: ServingError) -> Refusal:
+        return problems.of_error(error, self._dialect.field_names)
 
     def _read(self, request: Request) -> Asked:
-        kind = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+        kind = request.header("content-type").partition(";")[0].strip().lower()
+        if kind != "application/json":
             # A web page may make its visitors' browsers post any of the other kinds here.
             raise Refusal(415, "the body must be JSON, with content-type: application/json")
         asked = self._dialect.read(request.take_body())
@@ -125,4 +124,4 @@ class GenerationEndpoint:
 
 def _session_id(request: Request, asked: Asked) -> str:
     """The header goes first: proxies can set it."""
-    return request.headers.get(b"x-session-id", b"").decode("latin-1") or asked.session_id
+    return request.header("x-session-id") or asked.session_id

@@ -7,11 +7,12 @@ from typing import Any
 from urllib.parse import unquote
 
 import msgspec
+from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.http.responder import Responder
 from router.api.openai import openapi
 from router.api.openai.problems import Refusal
 
@@ -44,41 +45,39 @@ class Operations:
         self._why_not_ready = why_not_ready
         self._openapi = msgspec.json.encode(openapi.document(version("baton")))
 
-    async def models(self, request: Request, responder: Responder) -> None:
+    async def models(self, request: Request) -> web.Response:
         content = {"object": "list", "data": [self._model]}
-        responder.reply(200, msgspec.json.encode(content))
+        return whole(200, msgspec.json.encode(content))
 
-    async def model(self, request: Request, responder: Responder) -> None:
-        name = unquote(request.path.removeprefix(f"{MODELS_PATH}/"))
+    async def model(self, request: Request) -> web.Response:
+        name = unquote(request.route.removeprefix(f"{MODELS_PATH}/"))
         if name == self._model["id"]:
-            responder.reply(200, msgspec.json.encode(self._model))
-            return
+            return whole(200, msgspec.json.encode(self._model))
         message = f"there is no model {name!r} here; {self._model['id']!r} is served"
-        Refusal(404, message, code="model_not_found").reply(responder)
+        return Refusal(404, message, code="model_not_found").response()
 
-    async def health(self, request: Request, responder: Responder) -> None:
+    async def health(self, request: Request) -> web.Response:
         """For liveness: that this is answered is the answer."""
-        responder.reply(200, b'{"status":"alive"}')
+        return whole(200, b'{"status":"alive"}')
 
-    async def ready(self, request: Request, responder: Responder) -> None:
+    async def ready(self, request: Request) -> web.Response:
         reason = self._why_not_ready()
         if reason is None:
-            responder.reply(200, b'{"status":"ready"}')
-        else:
-            responder.reply(503, msgspec.json.encode({"status": "not ready", "reason": reason}))
+            return whole(200, b'{"status":"ready"}')
+        return whole(503, msgspec.json.encode({"status": "not ready", "reason": reason}))
 
-    async def metrics(self, request: Request, responder: Responder) -> None:
-        encode, kind = choose_encoder(request.headers.get(b"accept", b"").decode("latin-1"))
-        responder.reply(200, encode(self._registry), kind)
+    async def metrics(self, request: Request) -> web.Response:
+        encode, kind = choose_encoder(request.header("accept"))
+        return whole(200, encode(self._registry), kind)
 
-    async def openapi(self, request: Request, responder: Responder) -> None:
-        responder.reply(200, self._openapi)
+    async def openapi(self, request: Request) -> web.Response:
+        return whole(200, self._openapi)
 
 
-async def metrics_elsewhere(request: Request, responder: Responder) -> None:
+async def metrics_elsewhere(request: Request) -> web.Response:
     """Instead of metrics, where several processes share the port."""
     sentence = (
         "several processes answer here; the metrics of each are on a port of its own, counted up "
         "from --metrics-port"
     )
-    Refusal(404, sentence).reply(responder)
+    return Refusal(404, sentence).response()

@@ -4,10 +4,11 @@ import re
 from math import ceil
 
 import msgspec
+from aiohttp import web
 from grpc import StatusCode
 
 from common.errors import RateLimited, ServingError, cut
-from router.api.http.responder import JSON, Headers, Responder
+from router.api.http.answers import Headers, whole
 
 _STATUS = {
     StatusCode.INVALID_ARGUMENT: 400,
@@ -72,9 +73,8 @@ class Refusal(Exception):
             }
         )
 
-    def reply(self, responder: Responder, headers: Headers = ()) -> None:
-        """Answers with it; nothing may have been answered yet."""
-        responder.reply(self.status, self.body, JSON, (*self.headers, *headers))
+    def response(self, headers: Headers = ()) -> web.Response:
+        return whole(self.status, self.body, headers=(*self.headers, *headers))
 
 
 def of_error(error: ServingError, fields: frozenset[str]) -> Refusal:

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from aiohttp import web
 
-from router.api.http.responder import EVENT_STREAM, JSON, Headers, Responder
+from router.api.http.answers import EVENT_STREAM, Headers, Stream, whole
+from router.api.http.request import Request
 from router.api.openai.asked import Asked, Dialect
+from router.api.openai.problems import Refusal
 from router.requests.answer import LastPiece, Piece
 
 _DONE = b"data: [DONE]\n\n"
@@ -57,6 +60,14 @@ class Origin(msgspec.Struct, frozen=True):
 class Reply(Protocol):
     """What becomes of the choices of one request."""
 
+    def response(self) -> web.StreamResponse:
+        """Once all have ended."""
+        ...
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        """Instead, if they will not."""
+        ...
+
     async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
         """Takes what choice `index` adds. After the last piece of all the answer is complete."""
         ...
@@ -71,12 +82,11 @@ class WholeReply:
     """One JSON object at the end."""
 
     def __init__(
-        self, dialect: Dialect, asked: Asked, origin: Origin, responder: Responder, headers: Headers
+        self, dialect: Dialect, asked: Asked, origin: Origin, request: Request, headers: Headers
     ) -> None:
         self._dialect = dialect
         self._num_per_prompt = asked.num_per_prompt
         self._origin = origin
-        self._responder = responder
         self._headers = headers
         self._texts: list[list[str]] = [[] for _ in asked.requests]
         self._ends: dict[int, LastPiece] = {}
@@ -85,14 +95,12 @@ class WholeReply:
         self.offer(index, piece)
         if isinstance(piece, LastPiece):
             self._ends[index] = piece
-            if len(self._ends) == len(self._texts):
-                self._reply()
 
     def offer(self, index: int, piece: Piece) -> bool:
         self._texts[index].append(piece.text)
         return True
 
-    def _reply(self) -> None:
+    def response(self) -> web.StreamResponse:
         choices = [
             self._dialect.choice(index, "".join(texts), self._ends[index].finish_reason)
             for index, texts in enumerate(self._texts)
@@ -100,14 +108,17 @@ class WholeReply:
         envelope = self._origin.envelope(
             self._dialect.whole_object, choices, _usage(self._ends, self._num_per_prompt)
         )
-        self._responder.reply(200, _encode(envelope), JSON, self._headers)
+        return whole(200, _encode(envelope), headers=self._headers)
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        return why.response(self._headers)
 
 
 class StreamedReply:
     """Server-sent events: one for whatever tokens were there, and the last one says [DONE]."""
 
     def __init__(
-        self, dialect: Dialect, asked: Asked, origin: Origin, responder: Responder, headers: Headers
+        self, dialect: Dialect, asked: Asked, origin: Origin, request: Request, headers: Headers
     ) -> None:
         self._dialect = dialect
         self._num_per_prompt = asked.num_per_prompt
@@ -117,8 +128,12 @@ class StreamedReply:
         usage = None if asked.include_usage else msgspec.UNSET
         envelope = _event(origin.envelope(dialect.chunk_object, (), usage))
         self._before, _, self._after = envelope.rpartition(b"]")
-        self._responder = responder
-        self._headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers)
+        self._headers = headers
+        self._stream = Stream(
+            request,
+            EVENT_STREAM,
+            (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers),
+        )
         self._tells_usage = asked.include_usage
         self._num_choices = len(asked.requests)
         self._begun: set[int] = set()
@@ -129,21 +144,32 @@ class StreamedReply:
             self._ends[index] = piece
             event = self._event(index, piece.text, piece.finish_reason)
             if len(self._ends) == self._num_choices:
-                self._responder.finish(event + self._last_words(), EVENT_STREAM, self._headers)
+                self._stream.finish(event + self._last_words())
                 return
         elif self._is_news(index, piece):
             event = self._event(index, piece.text, None)
         else:
             return
-        await self._responder.send(event, EVENT_STREAM, self._headers)
+        await self._stream.send(event)
 
     def offer(self, index: int, piece: Piece) -> bool:
-        if self._responder.slow:
+        if self._stream.slow:
             return False
         if self._is_news(index, piece):
-            event = self._event(index, piece.text, None)
-            self._responder.push(event, EVENT_STREAM, self._headers)
+            self._stream.push(self._event(index, piece.text, None))
         return True
+
+    def response(self) -> web.StreamResponse:
+        return self._stream
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        if self._stream.finished:  # one choice only waited for a slow client to take its end
+            return self._stream
+        if not self._stream.prepared:
+            return why.response(self._headers)
+        # Too late for a status. Without [DONE] no client takes this for the whole answer.
+        self._stream.finish(b"data: " + why.body + b"\n\n")
+        return self._stream
 
     def _is_news(self, index: int, piece: Piece) -> bool:
         """Half a character is none; that the answer has begun is."""

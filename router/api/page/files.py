@@ -4,9 +4,10 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from router.api.http.request import Request
-from router.api.http.responder import Responder
-from router.api.http.shared import Handler
+from aiohttp import web
+
+from router.api.http.answers import whole
+from router.api.http.request import Handler, Request
 
 DIRECTORY = Path(__file__).parent
 KINDS = {
@@ -37,11 +38,11 @@ class PageFile:
         self._kind = KINDS[path.suffix]
         self._etag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
 
-    async def __call__(self, request: Request, responder: Responder) -> None:
-        given = request.headers.get(b"if-none-match", b"").decode("latin-1")
-        known = {tag.strip().removeprefix("W/") for tag in given.split(",")}
+    async def __call__(self, request: Request) -> web.Response:
+        given = request.header("if-none-match").split(",")
+        known = {tag.strip().removeprefix("W/") for tag in given}
         status = 304 if self._etag in known else 200
-        responder.reply(status, self._content, self._kind, (("etag", self._etag), *_HEADERS))
+        return whole(status, self._content, self._kind, (("etag", self._etag), *_HEADERS))
 
 
 def routes() -> Mapping[str, Mapping[str, Handler]]:

@@ -52,6 +52,7 @@ async def odd_heads(target: Target, draw: Random) -> None:
     async with _connected(target) as (reader, writer):
         for _ in range(draw.randint(1, 5)):
             lines = [f"{draw.choice(_METHODS)} {draw.choice(_PATHS)} HTTP/1.{draw.choice('0119')}"]
+            lines += ["host: localhost"] if draw.random() < 0.9 else []
             lines += draw.choices(_LINES, k=draw.randint(0, 6))
             writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n")
         await _drained(writer)
