@@ -41,8 +41,8 @@ class CacheConfig(Record):
     host_pages: int = Field(
         -1,
         ge=-1,
-        description="host pages for retracted requests; -1: as many as the pool, and with CUDA at "
-        "most a quarter of the host's memory",
+        description="host pages for retracted requests, on decode nodes; -1: as many as the pool, "
+        "and with CUDA 4 GiB of them at most, which are pinned",
     )
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for reuse")
 
@@ -97,7 +97,9 @@ class EngineConfig(Record):
     context_length: Positive | None = Field(None, description="default: the model's")
     threads: Positive = Field(1, description="torch threads of the engine on a CPU")
     cuda_graphs: bool = Field(
-        True, description="decode steps on CUDA as graphs, captured at start; off: for debugging"
+        True,
+        description="decode steps of decode nodes on CUDA as graphs, captured at start; off: for "
+        "debugging",
     )
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -35,7 +35,8 @@ def body(start: EngineStart[DecodeConfig]) -> None:
     page_size = engine.shape.layout.page_size
     hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
-
+    paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
+    data_paths.rehearse(paths, pool)
     reads = ReadMeter(kv.page_bytes)
 
     def reader(outlet: Outlet[ReaderEvent], wake: Callable[[], None]) -> Reader:
@@ -43,7 +44,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
             ReaderEnd(config.transfer, page_size=page_size),
             hello,
             pool,
-            data_paths.backends(config.transfer, tls=config.front.tls.cert is not None),
+            paths,
             config.transfer,
             outlet,
             wake,

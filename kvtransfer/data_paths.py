@@ -9,7 +9,7 @@ from common.logs import kv
 from kvtransfer.backends.base import Backend, Owner, PagePool
 from kvtransfer.backends.nixl import NixlBackend
 from kvtransfer.backends.nixl_paths import PATHS
-from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.backends.tcp import TcpBackend, memory_of
 
 log = logging.getLogger(__name__)
 
@@ -48,3 +48,17 @@ def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dic
         raise ConfigError(f"transfer.path: no data path can be served here: {'; '.join(reasons)}")
     log.info("pages are served %s", kv(device=pool.device, over=", ".join(owners)))
     return owners
+
+
+def rehearse(backends: Mapping[str, Backend], pool: PagePool) -> None:
+    """Compiles what the first reads into `pool` would else wait for; serving it does so too.
+
+    Raises:
+        ConfigError: the device has no memory left for the copies.
+    """
+    if pool.device == "cpu" or "tcp" not in backends:
+        return
+    try:
+        memory_of(pool)
+    except TransferError as error:
+        raise ConfigError(f"transfer.path: tcp cannot read into the pool: {error}") from None

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from common.config import PrefillConfig
+from common.config import EngineConfig, PrefillConfig
 from common.engine.build import build
 from common.engine.drive import drive, introduce
 from common.engine.loop.clock import StepClock
@@ -24,9 +24,16 @@ from prefill_node.role import PrefillRole
 TRANSFER_END_S = 3.0
 
 
+def without_decode(config: EngineConfig) -> EngineConfig:
+    """What of an engine a prefill node has use for. Its requests end with their first token: none
+    grows until it must be retracted to host memory, and no step is one of decode rows alone."""
+    cache = config.cache.model_copy(update={"host_pages": 0})
+    return config.model_copy(update={"cache": cache, "cuda_graphs": False})
+
+
 def body(start: EngineStart[PrefillConfig]) -> None:
     config, channel = start.config, start.channel
-    engine = build(config.engine)
+    engine = build(without_decode(config.engine))
     clock = StepClock()
     kv = engine.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))

@@ -25,6 +25,7 @@ from common.engine.models import (
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
 from common.engine.rows.table import RequestTable
+from common.engine.run.gpu import use_gpu
 from common.engine.run.graphs import CudaRecorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream, open_stream
@@ -90,7 +91,7 @@ def build(config: EngineConfig) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     else:
-        torch.cuda.set_device(device)  # of this thread: the one that launches kernels
+        use_gpu(device)  # in this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)
     spec = read_spec(directory)
     model = _load(directory, spec, device, config)
@@ -104,7 +105,7 @@ def build(config: EngineConfig) -> Engine:
     recorder = CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
     runner = ModelRunner(model, pool, host_pool, table, stream, recorder)
     if device.type == "cuda":
-        _prepare(runner, largest_forward(shape, config.scheduler.max_running))
+        prepare(runner, largest_forward(shape, config.scheduler.max_running))
     log.info(
         "engine built %s",
         kv(
@@ -166,14 +167,22 @@ def _shape(config: EngineConfig, model: Model) -> EngineShape:
     )
     log.info(
         "memory beside weights and pages %s",
-        kv(forward_mib=footprint.forward >> 20, graphs_mib=footprint.graphs >> 20),
+        kv(
+            forward_mib=footprint.forward >> 20,
+            graphs_mib=footprint.graphs >> 20,
+            state_mib=footprint.state >> 20,
+        ),
     )
     free = free_bytes(model.device, fraction) - footprint.total
     return resolve_shape(config, model.spec, free=free)
 
 
-def _prepare(runner: ModelRunner, num_tokens: int) -> None:
-    """All that would otherwise hold up the first requests: graphs, kernels, memory."""
+def prepare(runner: ModelRunner, num_tokens: int) -> None:
+    """All that would otherwise hold up the first requests: graphs, kernels, memory.
+
+    Args:
+        num_tokens: see `largest_forward`.
+    """
     sizes = runner.graph_sizes
     told = time.monotonic()
     for done, size in enumerate(sizes, start=1):

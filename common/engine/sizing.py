@@ -4,6 +4,7 @@ The configuration says what is wanted; an EngineShape says what is. Neither chan
 """
 
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from common.config import EngineConfig
 from common.engine.memory.kv import KVLayout
 from common.engine.models import ModelSpec, resolve_dtype
 from common.engine.models.checkpoint import Checkpoint
+from common.engine.run.gpu import check_allocator, has_gpu
 from common.errors import ConfigError
 
 CPU_POOL_BYTES = 1 << 30  # unless num_pages says otherwise: a CPU serves small models
 DEVICE_CHUNK_TOKENS = 2048
 CUDA_CONTEXT_BYTES = 1 << 29  # what driver and libraries take beside torch's allocator
-PINNED_FRACTION = 0.25  # of the host's available memory: retracted requests get no more on CUDA
+PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages says otherwise:
+PINNED_FRACTION = 0.25  # and of what the host has left no more, for other nodes start here too
 CPU_CHUNK_S = 0.4  # a chunk on a CPU takes at most so long: cancels wait for a chunk's edge
 
 
@@ -38,9 +41,16 @@ class EngineShape:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Raises ConfigError where the device is not there."""
+    """Raises ConfigError where the device is not there, or cannot be used as it is set up."""
+    device = _device_named(name)
+    if device.type == "cuda":
+        check_allocator(os.environ)
+    return device
+
+
+def _device_named(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda:0" if has_gpu() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -50,6 +60,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cpu":
         return device
     index = device.index or 0
+    has_gpu()  # says why, where there is one that cannot be used
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.device: {name} is not there, this machine has "
@@ -139,7 +150,7 @@ def _host_pages(
         return config.cache.host_pages
     if device.type == "cpu":
         return num_pages
-    room = free_bytes(torch.device("cpu"), PINNED_FRACTION)
+    room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION))
     return min(num_pages, room // layout.page_bytes)
 
 

@@ -62,6 +62,12 @@ class Device(Protocol):
     """One device, for any number of pools on it. Everything but `queue` may raise TransferError:
     the memory is not there, or not the device's."""
 
+    def use(self) -> None:
+        """Makes the calling thread one whose calls are for this device, also those that name none,
+        as waiting for a mark or asking for pinned memory. Every thread that has to do with the
+        device calls it first: such a call would else make a context on GPU 0, some hundred MiB."""
+        ...
+
     def view(self, pool: PagePool) -> Tensor:
         """uint8 [num_pages, page_bytes], the pool's own bytes. Keeps nothing alive."""
         ...
@@ -101,6 +107,9 @@ class CudaDevice:
             for direction in ("to host", "to device")
         }
 
+    def use(self) -> None:
+        cuda_driver.use(self.index)
+
     def view(self, pool: PagePool) -> Tensor:
         shape = (pool.num_pages, pool.page_bytes)
         with _failures(f"no memory of {self._device}"):
@@ -128,10 +137,6 @@ class CudaDevice:
 
     def queue(self, direction: Direction) -> "_CudaQueue":
         return self._queues[direction]
-
-    def use(self) -> None:
-        """Makes the calling thread one whose calls into other libraries are for this device."""
-        cuda_driver.use(self.index)
 
     def read(self, address: int, num_bytes: int) -> bytes:
         """Of any memory that this device reaches. Blocks, in a thread that uses the device."""

@@ -54,6 +54,7 @@ class CudaMemory:
     def __init__(self, pool: PagePool) -> None:
         """Raises TransferError where the pool is not on that device, or its memory is short."""
         self._device = cuda_device(pool.device)
+        self._device.use()
         self._device.view(pool)
         self._scratch = self._device.scratch(pool.page_bytes)
         self.pool = pool

@@ -32,6 +32,7 @@ class StagedMemory:
 
     def __init__(self, pool: PagePool, device: Device) -> None:
         """Raises TransferError where the pool is not on that device, or its memory is short."""
+        device.use()
         self._device = device
         self._scratch = device.scratch(pool.page_bytes)
         self._pages = {
@@ -39,19 +40,35 @@ class StagedMemory:
             Kind.SCRATCH: device.view(self._scratch.pool),
         }
         self.scratch_pages = self._scratch.pool.num_pages
+        aligned = not (pool.base % _PACK_BYTES or pool.page_bytes % _PACK_BYTES)
+        if aligned and pool.page_bytes < _LARGE_PAGE_BYTES:
+            self._slot: type[_Slot] = _PackingSlot
+            self._rehearse()
+        else:
+            self._slot = _Slot
 
     def departures(self) -> "_StagedDepartures":
+        self._device.use()
         return _StagedDepartures(self._pages, self._slots(), self._device.queue("to host"))
 
     def arrivals(self) -> "_StagedArrivals":
+        self._device.use()
         return _StagedArrivals(self._pages, self._slots(), self._device.queue("to device"))
 
     def _slots(self) -> "list[_Slot]":
         """For one connection."""
-        pool = self._pages[Kind.POOL]
-        packs = not (pool.data_ptr() % _PACK_BYTES or pool.shape[1] % _PACK_BYTES)
-        slot = _PackingSlot if packs and pool.shape[1] < _LARGE_PAGE_BYTES else _Slot
-        return [slot(self._device, pool.shape[1]) for _ in range(_NUM_SLOTS)]
+        page_bytes = self._pages[Kind.POOL].shape[1]
+        return [self._slot(self._device, page_bytes) for _ in range(_NUM_SLOTS)]
+
+    def _rehearse(self) -> None:
+        """Packs and unpacks a scratch page: both are compiled here, and not while a reader waits
+        for its first pages."""
+        scratch, page = self._pages[Kind.SCRATCH], np.zeros(1, np.int32)
+        slot = self._slot(self._device, scratch.shape[1])
+        slot.fetch(scratch, page, self._device.queue("to host"))
+        slot.wait()
+        slot.bring(scratch, page, self._device.queue("to device"))
+        slot.wait()
 
 
 class _Slot:

@@ -77,6 +77,23 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig()
 
 
+# Seen failing with `use` taken out of `StagedMemory`, and out of its `departures`.
+def test_every_thread_of_a_connection_says_which_device_its_calls_are_for(rig: Rig) -> None:
+    source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
+
+    def link() -> None:
+        connection = rig.connect()
+        connection.probe()
+        connection.copy(source, destination)
+        connection.close()
+
+    thread = threading.Thread(target=link, name="link")
+    thread.start()
+    thread.join()
+    assert rig.there.users.strays == rig.here.users.strays == []
+    assert (rig.memory.pages[destination] == rig.source.pages[source]).all()
+
+
 # Seen failing with the `settle` taken out of `TcpConnection._read`.
 def test_a_copy_is_over_only_when_the_device_has_every_byte(rig: Rig) -> None:
     connection = rig.connect()

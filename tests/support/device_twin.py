@@ -1,7 +1,8 @@
 """A device that is a thread and host memory: its copies run later than they were asked for.
 
 In the place of a CudaDevice: who forgets to wait, or touches what a copy still needs, gets wrong
-bytes. A test may hold its copies, count them, and make it fail.
+bytes. A test may hold its copies, count them, and make it fail. Threads that have to do with it
+and have not said so are noted.
 """
 
 import ctypes
@@ -26,13 +27,30 @@ class TwinMark:
         self._number = number
 
     def wait(self) -> None:
+        self._queue.users.check()
         self._queue.wait_until_done(self._number)
+
+
+class Users:
+    """The threads whose calls are for the device."""
+
+    def __init__(self) -> None:
+        self._threads: set[int] = set()
+        self.strays: list[str] = []  # by name, of threads whose calls would have been for another
+
+    def add(self) -> None:
+        self._threads.add(threading.get_ident())
+
+    def check(self) -> None:
+        if threading.get_ident() not in self._threads:
+            self.strays.append(threading.current_thread().name)
 
 
 class TwinQueue:
     """Runs what is added on a thread of its own, each a moment late."""
 
-    def __init__(self, delay_s: float) -> None:
+    def __init__(self, delay_s: float, users: Users) -> None:
+        self.users = users
         self._delay_s = delay_s
         self._changed = threading.Condition()
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -43,11 +61,13 @@ class TwinQueue:
         threading.Thread(target=self._run, name="device-twin", daemon=True).start()
 
     def add(self, copies: Callable[[], object]) -> None:
+        self.users.check()
         with self._changed:
             self.num_added += 1
         self._work.put(copies)
 
     def mark(self) -> TwinMark:
+        self.users.check()
         return TwinMark(self, self.num_added)
 
     def hold(self, after: int = 0) -> None:
@@ -97,10 +117,14 @@ class DeviceTwin:
     """A Device. Pools on it are in host memory."""
 
     def __init__(self, delay_s: float = 0.001) -> None:
+        self.users = Users()
         self.queues: dict[Direction, TwinQueue] = {
-            "to host": TwinQueue(delay_s),
-            "to device": TwinQueue(delay_s),
+            "to host": TwinQueue(delay_s, self.users),
+            "to device": TwinQueue(delay_s, self.users),
         }
+
+    def use(self) -> None:
+        self.users.add()
 
     def end(self) -> None:
         for queue in self.queues.values():
@@ -111,9 +135,11 @@ class DeviceTwin:
         return torch.frombuffer(memory, dtype=torch.uint8).view(pool.num_pages, pool.page_bytes)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        self.users.check()
         return torch.empty(shape, dtype=dtype)
 
     def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        self.users.check()
         return torch.empty(shape, dtype=dtype)
 
     def scratch(self, page_bytes: int) -> Scratch:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.engine.memory.pinned import pin
 from common.engine.rows.batch import PageCopies
 from common.errors import ConfigError
 from kernels.page_copy import copy_pages
@@ -110,15 +111,21 @@ class KVPool:
 
 
 class HostPool:
-    """Pages in host memory for requests that were taken off the device."""
+    """Pages in host memory for requests that were taken off the device; pinned for a GPU.
+
+    Raises:
+        ConfigError: the machine has not so much memory.
+    """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
         self.num_pages = num_pages
-        shape = (num_pages, *layout.page_shape)
-        if device.type == "cpu":
-            self.tensor = _host_memory(shape, layout.dtype)
-        else:
-            self.tensor = torch.empty(shape, dtype=layout.dtype, pin_memory=True)
+        try:
+            self.tensor = _host_memory((num_pages, *layout.page_shape), layout.dtype)
+        except OSError as error:
+            gib = num_pages * layout.page_bytes / 2**30
+            raise ConfigError(f"no room for {gib:.1f} GiB of host pages") from error
+        if device.type == "cuda":
+            pin(self.tensor, self)
 
 
 def swap_out(pool: KVPool, host_pool: HostPool, copies: PageCopies) -> None:

@@ -27,20 +27,26 @@ def decode_rehearsal(num_rows: int, num_pages: int = 0) -> ForwardBatch:
     )
 
 
-def prompt_rehearsal(num_tokens: int, page_size: int) -> ForwardBatch:
-    """One prompt that attends to itself as a real one would, on page 0 over and over."""
+def mixed_rehearsal(num_tokens: int, num_rows: int, page_size: int) -> ForwardBatch:
+    """One prompt that attends to itself as a real one would, on page 0 over and over, and behind it
+    decode rows of padding. All rows are sampled; `num_tokens` is of all of them together."""
+    num_decodes = num_rows - 1
+    num_prompt = num_tokens - num_decodes
+    starts = torch.arange(num_prompt, num_tokens + 1, dtype=torch.int32)
+    lengths = torch.zeros(num_rows, dtype=torch.int32)
+    lengths[0] = num_prompt
     return ForwardBatch(
         token_ids=torch.zeros(num_tokens, dtype=torch.int32),
         positions=torch.arange(num_tokens, dtype=torch.int32),
         locations=torch.full((num_tokens,), -1),
-        lengths=torch.tensor([num_tokens], dtype=torch.int32),
-        page_starts=torch.zeros(1, dtype=torch.int32),
-        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
-        sampled=torch.tensor([num_tokens - 1]),
-        page_ids=torch.zeros(-(-num_tokens // page_size), dtype=torch.int32),
-        slots=torch.zeros(1, dtype=torch.int64),
-        sampling=_sampling(1),
-        num_decodes=0,
+        lengths=lengths,
+        page_starts=torch.zeros(num_rows, dtype=torch.int32),
+        query_starts=torch.cat((torch.zeros(1, dtype=torch.int32), starts)),
+        sampled=torch.arange(num_prompt - 1, num_tokens),
+        page_ids=torch.zeros(-(-num_prompt // page_size), dtype=torch.int32),
+        slots=torch.arange(num_rows),
+        sampling=_sampling(num_rows),
+        num_decodes=num_decodes,
     )
 
 

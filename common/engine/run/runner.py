@@ -6,6 +6,7 @@ does not know yet from the future map.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
 from common.engine.run.future_map import FutureMap
 from common.engine.run.graphs import DecodeGraphs, Recorder
-from common.engine.run.rehearsal import decode_rehearsal, prompt_rehearsal
-from common.engine.run.stream import Event, Stream
+from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal
+from common.engine.run.stream import Event, Stream, made_on
 from kernels.sampling import sample
 
 
@@ -74,16 +75,19 @@ class ModelRunner:
         self._host_pool = host_pool
         self._builder = BatchBuilder(table)
         self._stream = stream
-        self._future = FutureMap(table.num_slots, model.device)
+        self._future = made_on(stream, lambda: FutureMap(table.num_slots, model.device))
         self._penalties = PenaltyCounts(table, model.spec.vocabulary_size, model.device)
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self._graphs = DecodeGraphs(
-                self._eager,
-                recorder,
-                model.device,
-                max_rows=table.num_slots,
-                max_pages=table.page_table.shape[1],
+            self._graphs = made_on(
+                stream,
+                lambda: DecodeGraphs(
+                    self._eager,
+                    recorder,
+                    model.device,
+                    max_rows=table.num_slots,
+                    max_pages=table.page_table.shape[1],
+                ),
             )
 
     @property
@@ -99,14 +103,22 @@ class ModelRunner:
         self._enqueue(lambda: graphs.capture(size)).wait()
 
     def rehearse(self, num_tokens: int) -> None:
-        """Runs the largest forward there will be, and all that follows a forward, over nobody's
-        tokens, and waits for it: kernels get compiled, and the memory they need allocated."""
-        prompt = prompt_rehearsal(num_tokens, self._pool.layout.page_size)
-        decode = decode_rehearsal(self._future.num_slots)
+        """Runs the largest forward there will be, and all that may follow a forward, over nobody's
+        tokens, and waits for it: kernels get compiled, and the memory they need allocated.
+
+        Args:
+            num_tokens: of the largest forward, at least one for each slot.
+        """
+        num_slots = self._future.num_slots
+        mixed = mixed_rehearsal(num_tokens, num_slots, self._pool.layout.page_size)
+        choices = tuple(product((True, False), (self._penalties.rehearsal(), None)))
 
         def work() -> None:
-            for inputs in (prompt, decode, replace(decode, sampling=None)):
-                self._sample(*self._forward(inputs), self._penalties.rehearsal())
+            for inputs in (mixed, decode_rehearsal(num_slots)):
+                uploaded, hidden = self._forward(inputs)
+                greedy = replace(uploaded, sampling=None)
+                for sampled, penalties in choices:
+                    _to_host(self._sample(uploaded if sampled else greedy, hidden, penalties))
 
         self._enqueue(work).wait()
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from common.errors import EngineFault
 
 MAX_QUEUED = 8  # the engine keeps two steps in flight; more is a fault of its own
 DEADLINE_S = 600.0  # longest wait for an event: nothing that is alive takes so long
+
+Made = TypeVar("Made")
 
 
 class Event(Protocol):
@@ -110,6 +112,14 @@ class CudaStream:
 
     def close(self) -> None:
         self._stream.synchronize()
+
+
+def made_on(stream: Stream, make: Callable[[], Made]) -> Made:
+    """What `make` returns. What fills its memory is part of the stream, and so before all that is
+    submitted later; on the caller's own stream nothing would order the two."""
+    made: list[Made] = []
+    stream.submit(lambda: made.append(make())).wait()
+    return made[0]
 
 
 def open_stream(device: torch.device) -> Stream:

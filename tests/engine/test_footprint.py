@@ -1,0 +1,122 @@
+"""What serving takes of a GPU is measured right while other processes come and go on it."""
+
+import random
+
+import pytest
+import torch
+
+from common.engine.footprint import DRIVER_BYTES_PER_GRAPH, Footprint, footprint_of
+from common.engine.sizing import free_bytes
+
+CUDA = torch.device("cuda", 0)
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class FakeGpu:
+    """A device with this process's caching allocator, and other processes whose memory is another
+    size whenever somebody looks."""
+
+    def __init__(self, monkeypatch, seed=0, others=GIB):
+        self.total = 80 * GIB
+        self.live = self.cached = self.most = 0
+        self._others = others
+        self._rng = random.Random(seed)
+        for name in ("memory_reserved", "empty_cache", "mem_get_info"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def use(self, num_bytes):
+        """Allocates and frees: the allocator keeps it."""
+        self.cached = max(self.cached, num_bytes)
+        self.most = max(self.most, self.live + self.cached)
+
+    def take(self, num_bytes):
+        self.live += num_bytes
+        self.most = max(self.most, self.live + self.cached)
+
+    def memory_reserved(self, device=None):
+        return self.live + self.cached
+
+    def empty_cache(self):
+        self.cached = 0
+
+    def mem_get_info(self, device=None):
+        others = self._rng.randrange(self._others + 1)
+        return self.total - self.live - self.cached - others, self.total
+
+
+class FakeRunner:
+    """Takes what a ModelRunner takes, in the order in which it does."""
+
+    def __init__(self, gpu, *, state=0, forward=0, largest=0, others=0, sizes=()):
+        self._gpu, self._forward, self._sizes = gpu, forward, sizes
+        self._bytes_of = dict.fromkeys(sizes, others) | dict.fromkeys(sizes[:1], largest)
+        gpu.take(state)
+
+    @property
+    def graph_sizes(self):
+        return self._sizes
+
+    def rehearse(self, num_tokens):
+        self._gpu.use(self._forward)
+
+    def capture(self, size):
+        self._gpu.use(self._forward // 4)  # the work is done once before it is captured
+        self._gpu.empty_cache()  # as torch does before every capture
+        self._gpu.take(self._bytes_of[size])
+
+
+def test_a_forward_and_graphs_are_what_they_take_whatever_happens_beside(monkeypatch):
+    gpu = FakeGpu(monkeypatch, others=52 * GIB)
+    gpu.take(16 * GIB)  # weights
+    gpu.use(3 * GIB)  # what loading them has left
+    footprint = footprint_of(
+        lambda: FakeRunner(
+            gpu,
+            state=150 * MIB,
+            forward=600 * MIB,
+            largest=100 * MIB,
+            others=10 * MIB,
+            sizes=(64, 32, 16, 8, 4, 2, 1, 0),
+        ),
+        2304,
+        CUDA,
+    )
+    graphs = 170 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
+    assert footprint == Footprint(state=150 * MIB, forward=600 * MIB, graphs=graphs)
+    assert footprint.total == 920 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
+
+
+def test_without_graphs_none_are_counted(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    footprint = footprint_of(lambda: FakeRunner(gpu, forward=7 * MIB), 16, CUDA)
+    assert footprint == Footprint(state=0, forward=7 * MIB, graphs=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_node_stays_within_its_share_and_uses_it_while_another_one_starts(monkeypatch, seed):
+    """Two nodes of 45 % each start on one GPU. What the other one has at any moment is anything up
+    to its share."""
+    rng = random.Random(seed)
+    share = int(0.45 * 80 * GIB)
+    gpu = FakeGpu(monkeypatch, seed, others=share)
+    gpu.take(rng.randrange(1, 16) * GIB)
+    sizes = tuple(range(rng.randrange(0, 40), 0, -1))
+    takes = {
+        "state": rng.randrange(1 * GIB),
+        "forward": rng.randrange(4 * GIB),
+        "largest": rng.randrange(2 * GIB),
+        "others": rng.randrange(50 * MIB),
+        "sizes": sizes,
+    }
+    weights = gpu.live
+    footprint = footprint_of(lambda: FakeRunner(gpu, **takes), 2304, CUDA)
+    gpu.live, gpu.cached = weights, 0  # the measured runner is gone
+    pool = free_bytes(CUDA, 0.45) - footprint.total
+    gpu.most = 0
+    gpu.take(pool)
+    runner = FakeRunner(gpu, **takes)
+    for size in runner.graph_sizes:
+        runner.capture(size)
+    runner.rehearse(2304)
+    assert gpu.most <= share
+    assert gpu.most > share - 2 * GIB  # the CUDA context and the driver's part of the graphs

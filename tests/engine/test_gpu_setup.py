@@ -1,0 +1,159 @@
+"""What is refused of a machine's CUDA before an engine is built, and what host memory is pinned."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.config import CacheConfig, EngineConfig, PrefillConfig
+from common.engine import sizing
+from common.engine.memory.kv import HostPool, KVLayout
+from common.engine.models import read_spec
+from common.engine.run.gpu import use_gpu
+from common.engine.sizing import resolve_device, resolve_shape
+from common.errors import ConfigError
+from prefill_node import engine as prefill_engine
+from tests.support.checkpoints import make_checkpoint
+
+CUDA = torch.device("cuda", 0)
+LAYOUT = KVLayout(16, 2, 1, 8, torch.bfloat16)
+
+
+def has(monkeypatch, *, complaint=None):
+    """A torch with CUDA on a machine with one GPU, or one where `torch.cuda.init` complains."""
+
+    def init():
+        raise RuntimeError(complaint)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: complaint is None)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(complaint is None))
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
+def test_a_gpu_that_torch_cannot_use_is_an_error_with_torchs_words(monkeypatch, name):
+    complaint = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"
+    has(monkeypatch, complaint=complaint)
+    with pytest.raises(ConfigError, match=r"driver on your system is too old .*12020") as error:
+        resolve_device(name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "complaint",
+    [
+        "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU.",
+        "No CUDA GPUs are available",
+    ],
+)
+def test_a_machine_without_a_gpu_serves_on_its_cpu(monkeypatch, complaint):
+    has(monkeypatch, complaint=complaint)
+    assert resolve_device("auto").type == "cpu"
+    with pytest.raises(ConfigError, match="cuda:0 is not there"):
+        resolve_device("cuda:0")
+
+
+def test_a_torch_that_was_built_without_cuda_serves_on_the_cpu(monkeypatch):
+    has(monkeypatch, complaint="Torch not compiled with CUDA enabled")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert resolve_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
+def test_memory_that_no_other_process_could_map_is_refused_by_name(monkeypatch, name, device):
+    has(monkeypatch)
+    monkeypatch.setenv(name, "garbage_collection_threshold:0.8, expandable_segments: True")
+    with pytest.raises(ConfigError, match=f"{name}: expandable_segments"):
+        resolve_device(device)
+    assert resolve_device("cpu").type == "cpu"
+    monkeypatch.setenv(name, "expandable_segments:False,max_split_size_mb:64")
+    assert resolve_device(device) == CUDA
+
+
+def test_sums_of_products_are_not_rounded_to_sixteen_bits_on_the_way(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    before = [getattr(matmul, name) for name in names]
+    try:
+        use_gpu(CUDA)
+        assert not any(getattr(matmul, name) for name in names)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(matmul, name, value)
+    assert chosen == [CUDA]
+
+
+class FakeRuntime:
+    """What torch shows of the CUDA runtime, and what it was asked to pin."""
+
+    def __init__(self, result=0):
+        self.pinned = {}
+        self._result = result
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.pinned[address] = num_bytes
+        return self._result
+
+    def cudaHostUnregister(self, address):
+        del self.pinned[address]
+        return 0
+
+
+def test_host_pages_for_a_gpu_are_pinned_where_they_are_and_not_a_byte_more(monkeypatch):
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pool = HostPool(LAYOUT, 35, CUDA)
+    num_bytes = 35 * LAYOUT.page_bytes
+    assert runtime.pinned == {pool.tensor.data_ptr(): num_bytes}
+    assert pool.tensor.nbytes == num_bytes
+    assert pool.tensor.data_ptr() % (2 << 20) == 0  # of huge pages
+    pool.tensor.fill_(1.0)
+    del pool
+    assert runtime.pinned == {}
+
+
+def test_host_pages_that_cannot_be_pinned_are_an_error_that_names_the_knob(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(result=2))
+    with pytest.raises(ConfigError, match=r"pinned \(CUDA error 2\); engine\.cache\.host_pages"):
+        HostPool(LAYOUT, 4, CUDA)
+
+
+def test_no_host_pages_pin_nothing_and_those_of_a_cpu_are_not_pinned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("asked to pin"))
+    assert HostPool(LAYOUT, 0, CUDA).tensor.shape[0] == 0
+    assert HostPool(LAYOUT, 3, torch.device("cpu")).tensor.shape[0] == 3
+
+
+@pytest.mark.parametrize(("left_gib", "pinned_gib"), [(100, 4), (8, 2)])
+def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is_left(
+    tmp_path, monkeypatch, left_gib, pinned_gib
+):
+    has(monkeypatch)
+    monkeypatch.setattr(sizing, "free_bytes", lambda _, fraction: int(fraction * left_gib) << 30)
+    spec = read_spec(make_checkpoint(tmp_path, max_position_embeddings=1 << 20))
+    config = EngineConfig(model=str(tmp_path), device="cuda:0")
+    shape = resolve_shape(config, spec, free=80 << 30)
+    assert shape.host_pages == (pinned_gib << 30) // shape.layout.page_bytes
+    asked = CacheConfig(host_pages=5_000_000)
+    shape = resolve_shape(config.model_copy(update={"cache": asked}), spec, free=80 << 30)
+    assert shape.host_pages == 5_000_000
+
+
+def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):
+    class BuiltError(Exception):
+        pass
+
+    def build(config):
+        assert config.cache.host_pages == 0 and not config.cuda_graphs
+        assert config.cache.num_pages == 77
+        raise BuiltError
+
+    monkeypatch.setattr(prefill_engine, "build", build)
+    asked = EngineConfig(model="m", cache=CacheConfig(num_pages=77, host_pages=9))
+    start = SimpleNamespace(config=PrefillConfig(engine=asked), channel=None)
+    with pytest.raises(BuiltError):
+        prefill_engine.body(start)

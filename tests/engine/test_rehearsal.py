@@ -1,0 +1,38 @@
+"""Nothing is compiled in traffic: what it launches was launched in rehearsal or capture."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# Seen failing with a rehearsal that always has penalties (sampling is compiled for bfloat16 then),
+# without greedy rows, without a prompt, and with no page copied at start.
+@pytest.mark.parametrize(
+    "architecture, dtype, graphs, sizes",
+    [
+        ("qwen3", "bfloat16", "graphs", {}),
+        ("qwen3", "bfloat16", "eager", {"vocab_size": 331, "hidden_size": 72}),
+        ("gemma2", "bfloat16", "graphs", {}),
+        ("llama", "float32", "eager", {}),
+    ],
+)
+def test_traffic_launches_no_kernel_that_was_not_rehearsed(
+    tmp_path: Path, architecture: str, dtype: str, graphs: str, sizes: dict[str, int]
+) -> None:
+    directory = make_checkpoint(tmp_path, architecture, **sizes)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(ROOT)
+    command = (sys.executable, "-m", "tests.support.rehearsed", directory, dtype, graphs, "3")
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["missing"] == []
+    assert found["rehearsed"] >= found["launched"] > 8

@@ -1,0 +1,124 @@
+"""On a GPU: work on the same memory is ordered, and what a forward launches depends on shapes."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.build import prepare
+from common.engine.memory.kv import KVPool
+from common.engine.models import Model, load
+from common.engine.rows.forward import ForwardBatch
+from common.engine.run import runner as runner_module
+from common.sampling import SamplingParams
+from kernels import device
+from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.steps import GREEDY, Steps
+from tests.support.stream_order import GPU, Operation, StreamOrder, followed
+from tests.support.traffic import Traffic
+
+pytestmark = pytest.mark.skipif(
+    not device.INTERPRETED, reason="kernels that Triton compiles cannot be followed"
+)
+NUM_SLOTS = 5
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def serve(steps: Steps, num_steps: int) -> None:
+    """An engine's start, as `build` has it, and traffic."""
+    prepare(steps.runner, 64 + NUM_SLOTS)
+    traffic = Traffic(steps, 1, vocabulary_size=VOCABULARY_SIZE)
+    for _ in range(num_steps):
+        traffic.step()
+    steps.settle()
+    steps.close()
+
+
+# Seen failing without the wait of a CudaStream for its maker's stream (weights), without the one of
+# a CudaEvent (tokens), and with a swap on the stream of the caller.
+def test_all_work_on_the_same_memory_is_ordered(checkpoint: Path) -> None:
+    with followed() as order:
+        model = load(checkpoint, GPU, torch.bfloat16)
+        serve(Steps(model, num_slots=NUM_SLOTS, recorder=order.record), 150)
+    assert order.problems == []
+    assert len(order.operations) > 1000
+
+
+def test_a_zero_fill_on_another_stream_is_found(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was once: what a runner keeps was zeroed on the stream of whoever made it."""
+    monkeypatch.setattr(runner_module, "made_on", lambda stream, make: make())
+    with followed() as order:
+        model = load(checkpoint, GPU, torch.bfloat16)
+        serve(Steps(model, num_slots=NUM_SLOTS, recorder=order.record), 3)
+    assert any("written by zeros on the default stream" in problem for problem in order.problems)
+
+
+class Watched:
+    """A model, and the hazards of its own work."""
+
+    def __init__(self, model: Model, order: StreamOrder) -> None:
+        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.hazards: list[str] = []
+        self._model = model
+        self._order = order
+
+    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor:
+        self._order.hazards.clear()
+        hidden = self._model.forward(batch, pool, future_tokens)
+        self.hazards += self._order.hazards
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._order.hazards.clear()
+        logits = self._model.logits(hidden)
+        self.hazards += self._order.hazards
+        return logits
+
+
+# Seen failing with a tensor made of a number in the forward, and with one of pinned memory.
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_a_forward_never_waits_nor_uploads_nor_pins(tmp_path: Path, architecture: str) -> None:
+    directory = make_checkpoint(tmp_path, architecture)
+    with followed() as order:
+        model = Watched(load(directory, GPU, torch.bfloat16), order)
+        serve(Steps(model, num_slots=NUM_SLOTS), 25)
+    assert model.hazards == []
+    assert any(operation.name == "_decode_kernel" for operation in order.operations)
+
+
+def launched(order: StreamOrder, model: Model, seed: int) -> list[Operation]:
+    """What steps of the same shapes enqueue, whatever is in them."""
+    rng = random.Random(seed)
+    steps = Steps(model, num_slots=NUM_SLOTS)
+    kinds = (
+        {"temperature": rng.uniform(0.5, 1.5), "top_k": rng.randrange(1, 99)},
+        {"temperature": rng.uniform(0.5, 1.5), "top_p": rng.uniform(0.1, 0.9)},
+        {"temperature": 0.0, "repetition_penalty": rng.uniform(1.1, 2.0)},
+    )
+    params = [GREEDY, *(SamplingParams(max_tokens=99, seed=seed, **kind) for kind in kinds)]
+    order.operations.clear()
+    slots = [steps.add([rng.randrange(VOCABULARY_SIZE) for _ in range(40)], own) for own in params]
+    steps.launch([(slot, 0, 32) for slot in slots], samples=[False] * len(slots))
+    steps.launch([(slot, 32, 40) for slot in slots])
+    for _ in range(3):
+        steps.decode(*slots)
+    steps.settle()
+    steps.close()
+    return list(order.operations)
+
+
+# Seen failing with page ids cut behind the largest one.
+def test_steps_of_equal_shapes_launch_the_same_whatever_is_in_them(checkpoint: Path) -> None:
+    with followed() as order:
+        model = load(checkpoint, GPU, torch.bfloat16)
+        first, *others = (launched(order, model, seed) for seed in range(4))
+    assert len(first) > 100
+    assert all(other == first for other in others)

@@ -1,0 +1,98 @@
+"""Which kernels traffic would compile although the rehearsal is over. No GPU, and no interpreter.
+
+    python -m tests.support.rehearsed CHECKPOINT DTYPE GRAPHS SEED
+
+prints an object: how many kernels were rehearsed, how many traffic launched, and those of them that
+were not rehearsed. For a process of its own: kernels are recorded as Triton would specialise them.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench._compile import Launch, recorded
+from common.engine.build import prepare
+from common.engine.features import penalties
+from common.engine.models import load
+from common.engine.rows import forward
+from common.engine.rows.upload import packed_bytes, upload
+from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.tcp_staging import StagedMemory
+from kvtransfer.backends.tcp_wire import Kind
+from tests.support.device_twin import DeviceTwin
+from tests.support.steps import Steps
+from tests.support.traffic import Traffic
+
+ARCH = 90
+NUM_SLOTS = 9
+CHUNK_TOKENS = 64
+NUM_STEPS = 150
+
+
+class Silent:
+    """A graph: replayed, it launches no kernel by itself."""
+
+    def replay(self) -> None:
+        pass
+
+
+def record(work: Callable[[], Tensor]) -> tuple[Silent, Tensor]:
+    return Silent(), work()
+
+
+def packed(tensors: Sequence[Tensor], device: torch.device, into: Tensor | None = None) -> object:
+    """`upload` as for a GPU: tensors lie where packing puts them, not where the host has them."""
+    if into is None:
+        into = torch.empty(packed_bytes(tensors), dtype=torch.uint8)
+    return upload(tensors, device, into)
+
+
+def copy_pages(memory: StagedMemory) -> None:
+    """Pages as a peer reads them, and as they are read from one."""
+    rng = np.random.default_rng(0)
+    departures, arrivals = memory.departures(), memory.arrivals()
+    for count in (1, 2, 3, 16, 33):
+        pages = rng.permutation(40)[:count].astype(np.int32)
+        departures.begin(Kind.POOL, pages)(bytearray(8))
+        arrivals.vectors(pages, bytearray(8), Kind.POOL)
+        arrivals.landed(pages, Kind.POOL)
+        arrivals.settle()
+    departures.close()
+
+
+def main(checkpoint: str, dtype: str, graphs: str, seed: str) -> None:
+    model = load(Path(checkpoint), torch.device("cpu"), getattr(torch, dtype))
+    launches: dict[Launch, None]
+    with (
+        recorded(ARCH) as launches,
+        mock.patch.object(forward, "upload", packed),
+        mock.patch.object(penalties, "upload", packed),
+    ):
+        steps = Steps(model, num_slots=NUM_SLOTS, recorder=record if graphs == "graphs" else None)
+        prepare(steps.runner, CHUNK_TOKENS + NUM_SLOTS)
+        kv = steps.pool
+        pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, "cpu")
+        memory = StagedMemory(pool, DeviceTwin())
+        rehearsed = set(launches)
+        launches.clear()
+        traffic = Traffic(steps, int(seed), vocabulary_size=model.spec.vocabulary_size)
+        for _ in range(NUM_STEPS):
+            traffic.step()
+        steps.settle()
+        copy_pages(memory)
+        steps.close()
+    missing = [dataclasses.asdict(launch) for launch in launches if launch not in rehearsed]
+    for launch in missing:
+        del launch["specialisation"]
+    print(json.dumps({"rehearsed": len(rehearsed), "launched": len(launches), "missing": missing}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
