@@ -169,7 +169,7 @@ def owner(load: Load) -> dict[str, Any]:
         pages=pages,
         page_size=PAGE_SIZE,
         limits=limits,
-        max_bootstrap=64,
+        max_waiting=64,
         max_waiting_tokens=1 << 24,
         port=port,
         desk=_desk(front, pages, cache),

@@ -94,7 +94,9 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     pages = PageAllocator(num_pages)
     table = RequestTable(batch_size, length, PAGE_SIZE)
     scheduler = Scheduler(
-        SchedulerConfig(max_running=batch_size, max_waiting=batch_size, chunk_tokens=-1),
+        SchedulerConfig(  # nobody decodes before all prompts are computed
+            max_running=batch_size, max_waiting=batch_size, chunk_tokens=-1, mixed_chunk=False
+        ),
         eos_token_ids=(EOS,),
         vocabulary_size=VOCABULARY,
         table=table,

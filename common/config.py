@@ -58,7 +58,9 @@ class SchedulerConfig(Record):
     """How batches are built."""
 
     max_running: Positive = Field(256, description="requests in the running batch, and slots")
-    max_waiting: Positive = Field(1024, description="requests queued before Overloaded")
+    max_waiting: Positive = Field(
+        1024, description="requests that wait, before Overloaded; before a replay is, twice as many"
+    )
     max_waiting_tokens: Positive = Field(
         1 << 24, description="tokens of requests that wait, before Overloaded; 4 bytes each"
     )
@@ -75,7 +77,11 @@ class SchedulerConfig(Record):
     overlap_prefills: bool = Field(
         True, description="overlap two prefills in a row; off favours the first one's TTFT"
     )
-    mixed_chunk: bool = Field(False, description="decode rows ride in a prefill chunk's forward")
+    mixed_chunk: bool = Field(
+        True,
+        description="decode rows ride in a prefill chunk's forward; off: they wait until no prompt "
+        "is to be computed",
+    )
     new_token_ratio: float = Field(
         0.7, gt=0, le=1, description="share of a request's remaining tokens reserved at first"
     )

@@ -2,17 +2,18 @@
 
 PreallocQueue: opened at an owner, waiting here for pages. TransferQueue: granted; its KV is being
 computed, read, or confirmed. A request holds nothing while it queues for pages, and all it needs
-from the grant on.
+from the grant on. Prompts that are prefilled here wait for the same pages, in the scheduler: both
+wait as if in one queue (arrivals.py).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.engine.rows.request import Ints, Request
+from common.engine.schedule.arrivals import ByArrival, Claim, Room, is_overdue
 from common.node.stamps import AttemptStamps
 from kvtransfer.messages import HandoffId
-
-SKIP_AHEAD_S = 2.0  # a request that has waited longer than this is not overtaken any more
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +26,11 @@ class Attempt:
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()
     stamps: AttemptStamps
+
+    @property
+    def arrived(self) -> float:
+        """The request's: who has lost a hand-off keeps its place."""
+        return self.request.arrived
 
 
 @dataclass(slots=True, eq=False)
@@ -40,44 +46,58 @@ class Transfer:
     held: bool = False  # the KV is here and right; waiting for a slot at most
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What may be granted now: pages of the pool, and of those how many before one is ready."""
-
-    num_pages: int
-    num_unready: int
-
-    def fits(self, num_pages: int) -> bool:
-        return num_pages <= self.num_pages and num_pages <= self.num_unready
-
-
 class PreallocQueue:
-    """Attempts in order of arrival. Small ones may overtake a large one for a while."""
+    """Attempts in order of their requests' arrival. Small ones may overtake a large one for a
+    while."""
 
     def __init__(self) -> None:
-        self._attempts: dict[HandoffId, Attempt] = {}
+        self._attempts: ByArrival[HandoffId, Attempt] = ByArrival()
 
     def __len__(self) -> int:
         return len(self._attempts)
 
     def __iter__(self) -> Iterator[Attempt]:
-        return iter(self._attempts.values())
+        return iter(self._attempts)
 
-    def append(self, attempt: Attempt) -> None:
-        self._attempts[attempt.id] = attempt
+    def put(self, attempt: Attempt) -> None:
+        self._attempts.put(attempt.id, attempt)
 
     def remove(self, handoff_id: HandoffId) -> Attempt | None:
-        return self._attempts.pop(handoff_id, None)
+        return self._attempts.take(handoff_id)
 
-    def take_fitting(self, now: float, room: Room) -> Attempt | None:
-        """Takes out the first attempt that there is room for. No head-of-line block, and no
-        starvation."""
-        for attempt in self._attempts.values():
-            if room.fits(attempt.num_pages):
-                return self._attempts.pop(attempt.id)
-            if now - attempt.opened > SKIP_AHEAD_S:
+    def take_fitting(
+        self, now: float, room: Room, num_unready: float, claim: Claim | None
+    ) -> Attempt | None:
+        """Takes out the first attempt that may be granted. No head-of-line block, and no
+        starvation.
+
+        Args:
+            num_unready: pages that may be granted before one of them is ready.
+            claim: of a prompt that waits to be prefilled here. Where there is room for it now,
+                those that came later share what it leaves.
+        """
+        for attempt in self._attempts:
+            if claim is not None and claim.arrived < attempt.arrived:
+                if room.fits(claim.num_pages):
+                    room = room.without(claim.num_pages)
+                elif is_overdue(claim.arrived, now):
+                    return None
+                claim = None
+            if room.fits(attempt.num_pages) and attempt.num_pages <= num_unready:
+                return self._attempts.take(attempt.id)
+            if is_overdue(attempt.arrived, now):
                 return None
         return None
+
+    def barrier(self, now: float, num_unready: float) -> float:
+        """Arrival of the first attempt that no prompt which came later may overtake any more;
+        infinite without one. Who waits for the end of other grants lacks nothing of theirs."""
+        for attempt in self._attempts:
+            if not is_overdue(attempt.arrived, now):
+                break
+            if attempt.num_pages <= num_unready:
+                return attempt.arrived
+        return math.inf
 
 
 class TransferQueue:
@@ -108,6 +128,9 @@ class TransferQueue:
         """Pages to keep free for all of them."""
         return sum(transfer.growth_pages for transfer in self._transfers.values())
 
-    def pages_not_ready(self) -> int:
-        """Pages that wait through an owner's prefill queue: granted, no first token yet."""
-        return sum(len(t.pages) for t in self._transfers.values() if t.first_token is None)
+    def num_unready(self, most: int) -> float:
+        """Pages that may be granted besides: those without a first token, which wait through an
+        owner's prefill queue, are `most`; a first one may have any number."""
+        if not self._transfers:
+            return math.inf
+        return most - sum(len(t.pages) for t in self._transfers.values() if t.first_token is None)

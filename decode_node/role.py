@@ -44,7 +44,7 @@ from common.node.messages import (
 from common.node.outbox import Outbox
 from common.node.stamps import AttemptStamps, RequestStamps
 from decode_node.counts import DecodeCounts
-from decode_node.queues import Attempt, PreallocQueue, Room, Transfer, TransferQueue
+from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     CancelHandoff,
@@ -63,6 +63,9 @@ from kvtransfer.ports import (
 log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 0.1
+# As many requests and tokens may wait here before one is refused whose client has tokens already:
+# all that another node had, when that one dies.
+REPLAYS_TIMES = 2
 
 
 class DecodeRole:
@@ -140,7 +143,7 @@ class DecodeRole:
         self._desk.poll(self, self._take)
         self._join()
         self._grant(now)
-        self._scheduler.kept_slots = len(self._transfer)
+        self._keep_room()
         self._expire(now)
         self._outbox.flush()
 
@@ -159,7 +162,12 @@ class DecodeRole:
         self._outbox.flush()
 
     def idle(self) -> None:
-        self._desk.rest(self, self._scheduler.check_idle)
+        self._desk.rest(self, self.check)
+
+    def check(self) -> None:
+        """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
+        joining = [transfer.pages for transfer in self._transfer]
+        self._scheduler.check_idle({Holder.REQUEST: joining, Holder.READ: self._reading.values()})
 
     # What the desk asks -------------------------------------------------------------------------
 
@@ -232,14 +240,20 @@ class DecodeRole:
                 raise InvalidRequest(f"request {message.request} is live on this stream already")
             if self._desk.draining:
                 raise NodeUnavailable("this decode node is draining")
-            if len(self._prealloc) >= self._config.engine.scheduler.max_waiting:
-                raise Overloaded("the prealloc queue is full")
+            times = REPLAYS_TIMES if message.num_generated else 1
+            if self._num_waiting >= times * self._config.engine.scheduler.max_waiting:
+                raise Overloaded(f"{self._num_waiting} requests wait here already")
             self._limits.check(token_ids)
-            self._tokens.take(request.key, len(token_ids))
+            self._tokens.take(request.key, len(token_ids), times=times)
             self._live[request.origin] = request
             self._dispatch(request, message.prefill_addresses)
         except ServingError as error:
             self._refuse(request, error)
+
+    @property
+    def _num_waiting(self) -> int:
+        """For pages, in either queue. Whoever is let in may go from one to the other."""
+        return len(self._prealloc) + self._scheduler.num_waiting
 
     # A request's way ----------------------------------------------------------------------------
 
@@ -248,7 +262,6 @@ class DecodeRole:
 
         Raises:
             DeadlineExceeded: no time is left.
-            Overloaded: the waiting queue is full.
         """
         now = time.monotonic()
         if request.deadline <= now:
@@ -268,7 +281,7 @@ class DecodeRole:
         num_pages = len(request.token_ids) // self._page_size + 1
         stamps = AttemptStamps(address, self._desk.links[address][0], opened=now)
         self._stamps[request.key].open(stamps)
-        self._prealloc.append(Attempt(handoff_id, request, rest, num_pages, now, stamps))
+        self._prealloc.put(Attempt(handoff_id, request, rest, num_pages, now, stamps))
         self._counts.opened(attempt)
         self._port.post(
             OpenHandoff(
@@ -303,9 +316,9 @@ class DecodeRole:
 
     def _grant(self, now: float) -> None:
         """Reserves all pages of as many waiting attempts as there is room for, and grants them."""
-        if not len(self._prealloc) or self._scheduler.num_retracted:
+        if self._scheduler.num_retracted:
             return  # what was taken off the device comes back before anything new
-        while (attempt := self._prealloc.take_fitting(now, self._room())) is not None:
+        while (attempt := self._next_fitting(now)) is not None:
             token_ids = attempt.request.token_ids
             prefix = self._cache.match(token_ids, attempt.request.namespace)
             self._pages.hold(prefix.pages, Holder.REQUEST)
@@ -313,8 +326,8 @@ class DecodeRole:
             fresh = self._scheduler.allocate(num_pages - len(prefix.pages), Holder.REQUEST)
             if fresh is None:  # what seemed evictable hangs below something held
                 self._pages.drop(prefix.pages, Holder.REQUEST)
-                self._prealloc.append(attempt)
-                return
+                self._prealloc.put(attempt)
+                break
             self._pages.hold(fresh, Holder.READ)
             self._reading[attempt.id] = fresh
             pages = np.concatenate([prefix.pages, fresh])
@@ -322,13 +335,21 @@ class DecodeRole:
             attempt.stamps.granted = time.monotonic()
             self._transfer.append(Transfer(attempt, pages, prefix.num_tokens, growth_pages))
             self._port.post(GrantHandoff(attempt.id, prefix.num_tokens, fresh))
+        num_unready = self._transfer.num_unready(self._max_granted_pages)
+        self._scheduler.barrier = self._prealloc.barrier(now, num_unready)
 
-    def _room(self) -> Room:
+    def _next_fitting(self, now: float) -> Attempt | None:
+        if not len(self._prealloc):
+            return None
+        self._keep_room()
+        room, claim = self._scheduler.room(), self._scheduler.claim
+        num_unready = self._transfer.num_unready(self._max_granted_pages)
+        return self._prealloc.take_fitting(now, room, num_unready, claim)
+
+    def _keep_room(self) -> None:
+        """For those that have their pages, and are going to join."""
         self._scheduler.kept_slots = len(self._transfer)
-        num_pages = self._scheduler.room() - self._transfer.growth_pages()
-        if not len(self._transfer):
-            return Room(num_pages, num_pages)
-        return Room(num_pages, self._max_granted_pages - self._transfer.pages_not_ready())
+        self._scheduler.kept_pages = self._transfer.growth_pages()
 
     def _admitted(self, event: HandoffAdmitted) -> None:
         transfer = self._transfer.get(event.id)

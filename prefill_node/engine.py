@@ -71,7 +71,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         pages=engine.pages,
         page_size=page_size,
         limits=engine.limits,
-        max_bootstrap=config.engine.scheduler.max_waiting,
+        max_waiting=config.engine.scheduler.max_waiting,
         max_waiting_tokens=config.engine.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,

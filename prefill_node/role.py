@@ -65,7 +65,7 @@ class PrefillRole:
         pages: PageAllocator,
         page_size: int,
         limits: RequestLimits,
-        max_bootstrap: int,
+        max_waiting: int,
         max_waiting_tokens: int,
         port: OwnerPort,
         desk: Desk,
@@ -74,8 +74,8 @@ class PrefillRole:
         self._pages = pages
         self._page_size = page_size
         self._limits = limits
-        self._max_bootstrap = max_bootstrap
-        self._waiting = HeldTokens(max_waiting_tokens)  # of those that have no pages yet
+        self._max_waiting = max_waiting
+        self._tokens = HeldTokens(max_waiting_tokens)  # of those that have no pages yet
         self._port = port
         self._desk = desk
         # By the serial of the hand-off, which is its request's key too.
@@ -121,7 +121,11 @@ class PrefillRole:
             self._ended_unpublished(finished.request, finished.finish)
 
     def idle(self) -> None:
-        self._desk.rest(self, self.scheduler.check_idle)
+        self._desk.rest(self, self.check)
+
+    def check(self) -> None:
+        """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
+        self.scheduler.check_idle({Holder.PUBLICATION: self._lent.values()})
 
     # What the desk asks -------------------------------------------------------------------------
 
@@ -174,12 +178,14 @@ class PrefillRole:
         if self._desk.draining:
             self._counts["refused/draining"] += 1
             return self._fail(event.serial, "this prefill node is draining", retryable=True)
-        if len(self._bootstrap) >= self._max_bootstrap:
+        num_waiting = len(self._bootstrap) + self.scheduler.num_waiting
+        if num_waiting >= self._max_waiting:
             self._counts["refused/overloaded"] += 1
-            return self._fail(event.serial, "the bootstrap queue is full", retryable=True)
+            reason = f"{num_waiting} prompts wait here already"
+            return self._fail(event.serial, reason, retryable=True)
         try:
             self._limits.check(event.token_ids)
-            self._waiting.take(event.serial, len(event.token_ids))
+            self._tokens.take(event.serial, len(event.token_ids))
         except InvalidRequest as error:
             self._counts["refused/invalid"] += 1
             return self._fail(event.serial, str(error), retryable=False)
@@ -216,15 +222,12 @@ class PrefillRole:
         except InvalidRequest as error:
             self._counts["refused/invalid"] += 1
             self._fail(event.serial, str(error), retryable=False)
-        except Overloaded as error:
-            self._counts["refused/overloaded"] += 1
-            self._fail(event.serial, str(error), retryable=True)
 
     def _admitted(self, request: Request, pages: Ints) -> None:
         """The scheduler has reserved the whole prompt and locked what this node has of it."""
         handoff = self._prefilling[request.key]
         handoff.pages = pages
-        self._waiting.drop(handoff.serial)
+        self._tokens.drop(handoff.serial)
         self._stamps[handoff.serial].admitted = request.admitted
         self._pages.hold(pages, Holder.PUBLICATION)
         self._lent[handoff.serial] = pages
@@ -298,7 +301,7 @@ class PrefillRole:
 
     def _forget(self, serial: int, finish: Finish) -> None:
         """Takes a hand-off out of its queue; its compute stops at the chunk's edge."""
-        self._waiting.drop(serial)
+        self._tokens.drop(serial)
         self._bootstrap.pop(serial, None)
         self._inflight.pop(serial, None)
         handoff = self._prefilling.pop(serial, None)

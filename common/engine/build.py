@@ -68,7 +68,7 @@ class Engine:
     ) -> Scheduler:
         """The scheduler of this engine; see Scheduler for `on_admit`."""
         spec = self.model.spec
-        chunked = {"chunk_tokens": self.shape.chunk_tokens}
+        chunked = {"chunk_tokens": self.shape.chunk_tokens or -1}
         return Scheduler(
             config.scheduler.model_copy(update=chunked),
             eos_token_ids=spec.eos_token_ids,

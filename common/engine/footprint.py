@@ -88,8 +88,8 @@ def measure_footprint(
 
 
 def largest_forward(shape: EngineShape, max_running: int) -> int:
-    """Tokens: a chunk, beside which decode rows may ride."""
-    return shape.chunk_tokens + max_running
+    """Tokens: of prompts, beside which decode rows may ride."""
+    return shape.prefill_tokens + max_running
 
 
 def footprint_of(

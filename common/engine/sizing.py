@@ -28,8 +28,9 @@ CPU_CHUNK_S = 0.4  # a chunk on a CPU takes at most so long: cancels wait for a 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """context_length is what requests may use; chunk_tokens is page aligned; host_pages is the
-    room for retracted requests."""
+    """context_length is what requests may use; chunk_tokens is page aligned, None: prompts are
+    never cut; prefill_tokens are the prompt tokens of the largest forward; host_pages is the room
+    for retracted requests."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,7 +38,8 @@ class EngineShape:
     context_length: int
     num_pages: int
     host_pages: int
-    chunk_tokens: int
+    chunk_tokens: int | None
+    prefill_tokens: int
 
 
 def resolve_device(name: str) -> torch.device:
@@ -132,6 +134,8 @@ def resolve_shape(config: EngineConfig, spec: ModelSpec, *, free: int) -> Engine
             f"engine.cache.num_pages: {num_pages} pages of {layout.page_bytes} bytes take "
             f"{_gib(num_pages * layout.page_bytes)}, {_gib(free)} are left for them"
         )
+    chunk_tokens = _chunk_tokens(config, spec, device)
+    whole_prompts = max(config.scheduler.max_prefill_tokens, context_length)
     return EngineShape(
         device=device,
         dtype=dtype,
@@ -139,7 +143,8 @@ def resolve_shape(config: EngineConfig, spec: ModelSpec, *, free: int) -> Engine
         context_length=context_length,
         num_pages=num_pages,
         host_pages=_host_pages(config, layout, device, num_pages),
-        chunk_tokens=_chunk_tokens(config, spec, device, context_length),
+        chunk_tokens=chunk_tokens,
+        prefill_tokens=whole_prompts if chunk_tokens is None else chunk_tokens,
     )
 
 
@@ -165,13 +170,11 @@ def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length:
     return num_pages
 
 
-def _chunk_tokens(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, context_length: int
-) -> int:
+def _chunk_tokens(config: EngineConfig, spec: ModelSpec, device: torch.device) -> int | None:
     wanted, page_size = config.scheduler.chunk_tokens, config.cache.page_size
     if wanted < 0:
-        wanted = context_length
-    elif wanted == 0:
+        return None
+    if wanted == 0:
         wanted = DEVICE_CHUNK_TOKENS
         if device.type == "cpu":
             wanted = min(wanted, int(CPU_CHUNK_S * _cpu_flops() / _flops_per_token(spec)))

@@ -23,3 +23,11 @@ def test_a_single_request_may_have_more_than_all_may() -> None:
     held.take(1, 50)
     held.drop(1)
     held.take(2, 50)
+
+
+def test_some_may_have_several_times_as_much_together_with_all_others() -> None:
+    held = HeldTokens(10)
+    held.take(1, 10)
+    held.take(2, 10, times=2)
+    with pytest.raises(Overloaded, match="20 tokens wait here already, of 20"):
+        held.take(3, 1, times=2)

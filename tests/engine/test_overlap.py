@@ -65,7 +65,7 @@ def test_the_pipeline_is_one_step_deep():
 
 @pytest.mark.parametrize("overlap_prefills", [True, False])
 def test_two_prefills_in_a_row_overlap_unless_told_not_to(overlap_prefills):
-    rig = Rig(overlap_prefills=overlap_prefills)
+    rig = Rig(overlap_prefills=overlap_prefills, config=SchedulerConfig(mixed_chunk=False))
     rig.add([1] * 20, max_tokens=5)
     rig.step()
     rig.add([2] * 20, max_tokens=5)
@@ -133,7 +133,7 @@ def test_a_slot_is_not_reused_while_a_forward_has_it():
 
 
 def test_what_a_batch_says_never_changes_after_its_launch():
-    rig = Rig(num_pages=6, config=SchedulerConfig(new_token_ratio=0.02, mixed_chunk=True))
+    rig = Rig(num_pages=6, config=SchedulerConfig(new_token_ratio=0.02))
     for i in range(4):
         rig.add([i] * 14, max_tokens=60)
     seen = []

@@ -5,6 +5,7 @@ import pytest
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder
 from common.engine.rows.request import FinishReason
+from common.errors import EngineFault
 from tests.support.engine_rig import Rig
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -180,3 +181,12 @@ def test_pages_of_the_retracted_are_closed_to_others_until_they_are_saved():
     rig.pages.drop(stolen, Holder.READ)
     rig.run()
     _assert_all_as_expected(rig)
+
+
+# Seen failing while nobody looked at host pages.
+def test_a_host_page_that_nobody_has_is_found_when_idle():
+    rig = _rig()
+    rig.scheduler.check_idle()
+    rig.scheduler._retracted._take_host_pages(1)
+    with pytest.raises(EngineFault, match="host pages: 5 free and 0 taken do not make 6"):
+        rig.scheduler.check_idle()

@@ -6,7 +6,7 @@ from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder
 from common.engine.rows.batch import BatchResult, ForwardMode
 from common.engine.rows.request import Finish, FinishReason, Request
-from common.errors import EngineFault, InvalidRequest, NotIdle, Overloaded
+from common.errors import EngineFault, InvalidRequest, NotIdle
 from tests.support.engine_rig import Rig, ints
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -236,8 +236,8 @@ def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
     assert second.samples.tolist() == [True, True]
 
 
-def test_prefill_goes_first_and_decode_waits():
-    rig = Rig(config=SchedulerConfig(chunk_tokens=32))
+def test_prefill_goes_first_and_decode_waits_unless_it_may_ride_along():
+    rig = Rig(config=SchedulerConfig(chunk_tokens=32, mixed_chunk=False))
     rig.add([1] * 20, max_tokens=10)
     rig.step(2)
     rig.add([2] * 64, max_tokens=2)
@@ -249,7 +249,7 @@ def test_prefill_goes_first_and_decode_waits():
 
 @BOTH
 def test_mixed_chunks_carry_the_decode_rows(overlap):
-    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=32, mixed_chunk=True))
+    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=32))
     running = rig.add([1] * 20, max_tokens=10)
     rig.step(2)
     long = rig.add([2] * 64, max_tokens=2)
@@ -262,16 +262,49 @@ def test_mixed_chunks_carry_the_decode_rows(overlap):
     _assert_as_expected(rig, running, long)
 
 
+# Seen failing with prefill first, and decode once no prompt is left: no token in 120 forwards.
+def test_a_running_answer_gets_a_token_from_each_forward_while_prompts_are_computed():
+    rig = Rig(num_pages=512, num_slots=32, config=SchedulerConfig(chunk_tokens=64))
+    running = rig.add([1] * 16, max_tokens=800)
+    rig.step(3)
+    for number in range(20):
+        rig.add([number + 2] * 250, max_tokens=2)
+    while rig.scheduler.queued_tokens() or rig.scheduler.num_waiting:
+        before = len(rig.tokens[running.key])
+        rig.step()
+        assert len(rig.tokens[running.key]) == before + 1
+    rig.run()
+
+
+# Seen failing with all of the running batch taken from the chunk: 16 tokens.
+def test_only_rows_that_ride_along_take_from_a_chunk():
+    rig = Rig(config=SchedulerConfig(chunk_tokens=32))
+    rig.add([1] * 16, max_tokens=1)
+    rig.step()
+    rig.add([2] * 64, max_tokens=1)
+    rig.step()
+    assert rig.runner.batches[1].ends.tolist() == [32]
+    rig.run()
+
+
+# Seen failing without max_prefill_tokens in Admission: both in one forward.
+def test_the_prompt_tokens_of_a_forward_are_limited_over_all_requests():
+    rig = Rig(config=SchedulerConfig(chunk_tokens=64, max_prefill_tokens=32))
+    for number in range(2):
+        rig.add([number] * 20, max_tokens=2)
+    rig.step(2)
+    assert [batch.samples.sum() for batch in rig.runner.batches] == [1, 2]
+    assert [len(rig.admitted[i][1]) for i in range(2)] == [2, 2]
+    rig.run()
+
+
 # Admission
 
 
-def test_a_full_queue_and_a_prompt_that_never_fits_are_refused():
-    rig = Rig(num_pages=2, config=SchedulerConfig(max_waiting=1))
+def test_a_prompt_that_never_fits_is_refused():
+    rig = Rig(num_pages=2)
     with pytest.raises(InvalidRequest, match="token_ids"):
         rig.scheduler.add(rig.request([1] * 40, max_tokens=9))
-    rig.add([1])
-    with pytest.raises(Overloaded):
-        rig.add([1])
 
 
 def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
@@ -302,17 +335,49 @@ def test_slots_kept_for_requests_that_will_join_are_not_taken():
         rig.add([i], max_tokens=3)
     rig.step()
     assert len(rig.admitted) == 1
-    assert rig.scheduler.room() == 0
+    assert not rig.scheduler.room().fits(1)
+
+
+# Seen failing with kept_pages left out of what is reserved.
+def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away():
+    rig = Rig(num_pages=10, vandal=False)
+    rig.add([1], max_tokens=40)
+    rig.step()
+    before = rig.scheduler.room().num_pages
+    rig.scheduler.kept_pages = 6
+    assert rig.scheduler.room().num_pages == before - 6
+    waiting = rig.add([2] * 60, max_tokens=1)
+    rig.step(3)
+    assert len(rig.admitted) == 1
+    rig.scheduler.kept_pages = 0
+    rig.step()
+    assert [key for key, _ in rig.admitted][1:] == [waiting.key]
+    rig.run()
 
 
 def test_room_is_what_the_running_requests_will_not_need():
     rig = Rig(num_pages=20, vandal=False, config=SchedulerConfig(new_token_ratio=0.5))
-    assert rig.scheduler.room() == 20
+    assert rig.scheduler.room().num_pages == 20
     rig.add([1] * 16, max_tokens=128)
     rig.step()
     # 64 of its 127 further tokens with KV are reserved: 4 pages beside its own.
-    assert rig.scheduler.room() == 20 - 1 - 4
+    assert rig.scheduler.room().num_pages == 20 - 1 - 4
     assert rig.scheduler.growth_pages(rig.request([1] * 16, max_tokens=128)) == 4
+
+
+# Seen failing without the reset: a page less.
+def test_an_engine_at_rest_is_as_cautious_again_as_at_first():
+    config = SchedulerConfig(new_token_ratio=0.5, min_new_token_ratio=0.1, new_token_ratio_steps=9)
+    rig = Rig(config=config)
+    asked = rig.request([1] * 16, max_tokens=128)
+    assert rig.scheduler.growth_pages(asked) == 4
+    running = rig.add([2], max_tokens=50)
+    rig.step(30)
+    assert rig.scheduler.growth_pages(asked) == 1
+    rig.abort(running)
+    rig.step(3)
+    assert not rig.scheduler.has_work
+    assert rig.scheduler.growth_pages(asked) == 4
 
 
 # Ends from outside
@@ -452,7 +517,8 @@ def test_the_end_of_a_request_by_a_token_from_elsewhere_is_decided_alike():
 # Self-checks
 
 
-@pytest.mark.parametrize("holder", [Holder.REQUEST, Holder.STEP, Holder.CACHE])
+# READ and PUBLICATION seen failing while only the scheduler's own holds were looked at.
+@pytest.mark.parametrize("holder", Holder)
 def test_a_page_that_nobody_knows_of_is_found_when_idle(holder):
     rig = Rig()
     rig.scheduler.check_idle()
@@ -461,10 +527,13 @@ def test_a_page_that_nobody_knows_of_is_found_when_idle(holder):
         rig.scheduler.check_idle()
 
 
-def test_pages_that_the_caller_has_reserved_are_known_when_it_names_them():
+@pytest.mark.parametrize("holder", [Holder.REQUEST, Holder.READ, Holder.PUBLICATION])
+def test_pages_that_the_caller_holds_are_known_when_it_names_them(holder):
     rig = Rig()
-    pages = rig.pages.allocate(2, Holder.REQUEST)
-    rig.scheduler.check_idle([pages])
+    pages = rig.pages.allocate(2, holder)
+    rig.scheduler.check_idle({holder: [pages]})
+    with pytest.raises(EngineFault):
+        rig.scheduler.check_idle({holder: [pages, pages[:1]]})
 
 
 def test_a_lost_slot_is_found_when_idle():

@@ -56,6 +56,20 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
         assert rig.decode[0].count("handoffs_held") == 2
 
 
+# Seen failing without the publication at admission: (0, 80) as one range, after a forward.
+def test_what_an_owner_has_cached_is_published_before_anything_is_computed(known):
+    prompt = [n * 7 % 300 for n in range(100)]
+    with PairRig(known.loaded, decode=[Size(prefix_cache=False)], chunk_tokens=32) as rig:
+        rig.run(rig.ask(prompt[:49], 1))
+        rig.until_free()
+        rig.wires.seen.clear()
+        asked = rig.ask(prompt)
+        rig.run()
+        assert asked.tokens == known.greedy(prompt, 8)
+        ranges = [(said.start, said.end) for said in _said(rig, Ready)]
+        assert ranges == [(0, 48), (48, 80), (80, 100)]
+
+
 def test_what_a_namespace_has_cached_on_either_node_is_of_no_use_to_another(known):
     prompt = PROMPT[:48]
     one, other = namespace_of("one"), namespace_of("other")

@@ -103,6 +103,7 @@ class Rig:
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
         deadline: float = FAR,
+        arrived: float = 0.0,
         namespace: Namespace = SHARED,
     ) -> Request:
         key = len(self.requests) + 1
@@ -120,7 +121,7 @@ class Rig:
                 ignore_eos=ignore_eos,
             ),
             deadline=deadline,
-            arrived=0.0,
+            arrived=arrived,
             namespace=namespace,
         )
         self.requests[key] = request
@@ -196,24 +197,31 @@ class Rig:
             if len(tokens) + len(new) >= limit:
                 return new, FinishReason.LENGTH
 
-    @property
-    def reserved(self) -> list[Ints]:
-        return [pages for _, pages in self.landed]
+    def check(self) -> None:
+        """The scheduler's self-check. Pages that are read or published are the test's own."""
+        elsewhere = {
+            holder: [np.flatnonzero(self.pages.holds(holder))]
+            for holder in (Holder.READ, Holder.PUBLICATION)
+        }
+        reserved = [pages for _, pages in self.landed]
+        self.scheduler.check_idle({**elsewhere, Holder.REQUEST: reserved})
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
             self.in_flight = self.loop.step(self.in_flight)
-            self.scheduler.check_idle(self.reserved)
+            self.check()
 
-    def run(self, max_steps: int = 5000) -> None:
+    def run(self) -> None:
         """Until every request has ended."""
-        for _ in range(max_steps):
-            if not self.scheduler.has_work and self.in_flight is None:
-                break
-            self.step()
-        else:
-            raise AssertionError(f"no end in sight: {self.scheduler.queues()}")
+        self.run_until(lambda: not self.scheduler.has_work and self.in_flight is None)
         self.step()
+
+    def run_until(self, condition: Callable[[], bool], max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"no end in sight: {self.scheduler.queues()}")
 
     def end(self, finished: Finished | None) -> None:
         if finished is not None:
@@ -270,7 +278,7 @@ class RigRole:
             rig.end(finished)
 
     def idle(self) -> None:
-        self.rig.scheduler.check_idle(self.rig.reserved)
+        self.rig.check()
 
     def _check_kv(self, chunk: ChunkDone) -> None:
         rig, slot = self.rig, chunk.request.slot

@@ -170,6 +170,7 @@ class Node:
         self.in_flight = self._loop.step(self.in_flight)
         rested = self.router.rested
         self.role.idle()
+        self.role.check()
         return not rested
 
     def queue(self, name: str) -> int:
@@ -228,7 +229,7 @@ def prefill_node(
         pages=engine.pages,
         page_size=common.page_size,
         limits=engine.limits,
-        max_bootstrap=size.max_waiting,
+        max_waiting=size.max_waiting,
         max_waiting_tokens=config.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,

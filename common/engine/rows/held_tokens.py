@@ -15,10 +15,11 @@ class HeldTokens:
         self._by_key: dict[int, int] = {}
         self._num_tokens = 0
 
-    def take(self, key: int, num_tokens: int) -> None:
-        """Raises Overloaded where there is no room for them."""
-        if self._num_tokens and self._num_tokens + num_tokens > self._most:
-            raise Overloaded(f"{self._num_tokens} tokens wait here already, of {self._most}")
+    def take(self, key: int, num_tokens: int, *, times: int = 1) -> None:
+        """Raises Overloaded where there is no room for them in `times` as much as there may be."""
+        most = self._most * times
+        if self._num_tokens and self._num_tokens + num_tokens > most:
+            raise Overloaded(f"{self._num_tokens} tokens wait here already, of {most}")
         self._by_key[key] = num_tokens
         self._num_tokens += num_tokens
 

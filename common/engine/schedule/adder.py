@@ -23,7 +23,7 @@ class PrefillAdder:
         self._chunk_left = chunk_tokens
         self._empty = True
 
-    def has_room(self, num_pages: int, available: int) -> bool:
+    def has_room(self, num_pages: float, available: int) -> bool:
         """May a request that can come to need `num_pages` take them from `available` ones?"""
         return num_pages <= available - self._reserved_pages
 

@@ -2,9 +2,11 @@
 
 A request is admitted all or nothing: its cached prefix is held, the pages of its whole prompt are
 reserved and it has a slot, or it holds nothing. Its prompt may then take several forwards, one
-chunk each; one request at most is between chunks, and it goes first.
+chunk each; one request at most is between chunks, and it goes first. Who finds no room may be
+overtaken by who does, until it has waited too long (arrivals.py).
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,12 @@ import numpy as np
 
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
+from common.engine.memory.radix import Match, RadixCache
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.adder import PrefillAdder
+from common.engine.schedule.arrivals import Claim, is_overdue
 from common.engine.schedule.growth import NewTokenRatio, growth_of_one
 from common.engine.schedule.policy import SchedulePolicy
 from common.engine.schedule.waiting import PromptsUnderWay, WaitingQueue
@@ -34,6 +37,14 @@ class ExtendRow:
     start: int
     end: int
     last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """batch_is_full: of these nobody can get in with less room than that."""
+
+    of: tuple[int, int, float]  # changes of the waiting queue, pages in the cache, barrier
+    num_pages: float
 
 
 class Admission:
@@ -59,7 +70,7 @@ class Admission:
         self._max_prefill_tokens = config.max_prefill_tokens
         chunk = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
-        self._tried_at: tuple[int, int] | None = None  # batch_is_full, seen at this state
+        self._full: _Full | None = None
         self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache))
         self.under_way = PromptsUnderWay(table.page_size)
         self.chunked: ExtendRow | None = None  # the last chunk launched of a prompt with more
@@ -101,6 +112,7 @@ class Admission:
         num_decode_rows: int,
         may_admit: bool,
         kept_slots: int,
+        barrier: float,
         alone: bool,
     ) -> list[ExtendRow]:
         """The prefill rows of the next forward; empty where there is nothing to prefill.
@@ -110,6 +122,7 @@ class Admission:
             num_decode_rows: rows that will ride along, and take from the chunk's budget.
             may_admit: False while only the chunk under way may go on.
             kept_slots: not to be taken.
+            barrier: nobody who came later than this is let in.
             alone: nothing is running, so that a request which merely fits must be let in.
         """
         chunk_tokens = self._chunk_tokens
@@ -123,19 +136,29 @@ class Admission:
         rows: list[ExtendRow] = []
         if self.chunked is not None and self.chunked.request.to_finish is None:
             rows.append(self._next_chunk(self.chunked, adder))
-        if may_admit and self.chunked is None and self.waiting and not self.is_full:
-            self._admit(adder, rows, kept_slots, alone)
+        if not may_admit or self.chunked is not None or not self.has_slot(kept_slots):
+            return rows
+        if alone or not self._is_full(adder, barrier):
+            self._admit(adder, rows, kept_slots, barrier, alone)
         return rows
+
+    def has_slot(self, kept_slots: int) -> bool:
+        """Does anybody wait, and is there a slot for him?"""
+        return bool(self.waiting) and self._table.num_free > kept_slots
+
+    @property
+    def claim(self) -> Claim | None:
+        """Of the first that waits, for room or for its turn: the pages that it needs at most."""
+        first = next(iter(self.waiting), None)
+        if first is None:
+            return None
+        num_pages = -(-len(first.token_ids) // self._table.page_size)
+        return Claim(first.arrived, num_pages + self.growth_pages(first))
 
     @property
     def growth_of_chunked(self) -> int:
         """Pages to keep free for the prompt under way, which is not running yet."""
         return 0 if self.chunked is None else self.growth_pages(self.chunked.request)
-
-    @property
-    def is_full(self) -> bool:
-        """batch_is_full: the last try found no room, and nothing has been freed since."""
-        return self._tried_at == self._freed
 
     def computed(self, row: ExtendRow) -> None:
         """The forward of this row is done."""
@@ -147,10 +170,6 @@ class Admission:
         if self.chunked is not None and self.chunked.request is request:
             self.chunked = None
 
-    @property
-    def _freed(self) -> tuple[int, int]:
-        return self._pages.num_released, self._table.num_free
-
     def _next_chunk(self, before: ExtendRow, adder: PrefillAdder) -> ExtendRow:
         num_tokens = len(before.request.token_ids)
         end = adder.cut(before.end, num_tokens)
@@ -161,49 +180,73 @@ class Admission:
         self.chunked = None if row.last else row
         return row
 
+    def _is_full(self, adder: PrefillAdder, barrier: float) -> bool:
+        """Has nothing changed since everybody was tried in vain that could let one of them in?"""
+        full = self._full
+        if full is None or full.of != self._tried(barrier):
+            return False
+        return not adder.has_room(full.num_pages, self._cache.num_available)
+
+    def _tried(self, barrier: float) -> tuple[int, int, float]:
+        return self.waiting.num_changes, self._cache.num_pages, barrier
+
     def _admit(
-        self, adder: PrefillAdder, rows: list[ExtendRow], kept_slots: int, alone: bool
+        self,
+        adder: PrefillAdder,
+        rows: list[ExtendRow],
+        kept_slots: int,
+        barrier: float,
+        alone: bool,
     ) -> None:
         """Adds rows while budgets last."""
+        self._full = None
+        now, least = time.monotonic(), math.inf
+        held_back = False
         for request in self.waiting.in_order():
-            if self._table.num_free <= kept_slots:
-                break
+            if not self.has_slot(kept_slots):
+                return
+            returned = self.waiting.was_returned(request)
+            if request.arrived > barrier and not returned:
+                continue
             wanted, namespace = request.token_ids[:-1], request.namespace
             match = self._cache.match(wanted, namespace)
             if self._cache.enabled and self.under_way.worth_waiting(
                 wanted, namespace, match.num_tokens
             ):
+                held_back = True
+                continue
+            growth = self.growth_pages(request)
+            needed = self._needed_pages(request, match)
+            if rows or not alone:
+                needed += growth
+            if not adder.has_room(needed, self._cache.num_available):
+                least = min(least, needed)
+                if returned or is_overdue(request.arrived, now):
+                    break
                 continue
             end = adder.cut(match.num_tokens, len(request.token_ids))
             if end == match.num_tokens:
                 return  # budgets of this forward, not room: try again next time
-            self._pages.hold(match.pages, Holder.REQUEST)
-            fresh = self._reserve(request, len(match.pages), adder, alone and not rows)
-            if fresh is None:
-                self._pages.drop(match.pages, Holder.REQUEST)
-                break
-            pages = np.concatenate([match.pages, fresh])
-            rows.append(self._let_in(request, match.num_tokens, end, pages))
+            adder.reserve(growth)
+            rows.append(self._let_in(request, match, end))
             if self.chunked is not None:
                 return
-        else:
-            return
-        self._tried_at = self._freed
+        if not held_back:
+            self._full = _Full(self._tried(barrier), least)
 
-    def _reserve(
-        self, request: Request, num_cached: int, adder: PrefillAdder, alone: bool
-    ) -> Ints | None:
-        """Pages for the rest of the prompt, if there is room for the request's growth as well."""
+    def _needed_pages(self, request: Request, match: Match) -> int:
+        """Pages that it takes from those available now: fresh ones, and those of its cached
+        prefix that could be evicted as long as it does not hold them."""
         num_pages = -(-len(request.token_ids) // self._table.page_size)
-        needed, growth = num_pages - num_cached, self.growth_pages(request)
-        if not alone and not adder.has_room(needed + growth, self._cache.num_available):
-            return None
-        fresh = self._cache.allocate(needed, Holder.REQUEST)
-        if fresh is not None:
-            adder.reserve(growth)
-        return fresh
+        loose = np.count_nonzero(self._pages.held_only_by(match.pages, Holder.CACHE))
+        return num_pages - len(match.pages) + int(loose)
 
-    def _let_in(self, request: Request, start: int, end: int, pages: Ints) -> ExtendRow:
+    def _let_in(self, request: Request, match: Match, end: int) -> ExtendRow:
+        start, num_pages = match.num_tokens, -(-len(request.token_ids) // self._table.page_size)
+        self._pages.hold(match.pages, Holder.REQUEST)
+        fresh = self._cache.allocate(num_pages - len(match.pages), Holder.REQUEST)
+        assert fresh is not None
+        pages = np.concatenate([match.pages, fresh])
         slot = self.take_slot(request, pages)
         assert slot is not None
         if self.waiting.was_returned(request):

@@ -21,6 +21,7 @@ from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints, PageCopies
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
+from common.errors import EngineFault
 
 _NOTHING = np.empty(0, np.int32)
 
@@ -152,6 +153,15 @@ class RetractedRequests:
         self._host_free.extend(entry.host_pages.tolist())
         if entry.state is _State.SAVING:
             self._pages.drop(entry.device_pages, Holder.STEP)
+
+    def check(self) -> None:
+        """Raises EngineFault where a host page is lost, or has been given out twice."""
+        taken = [page for entry in self._by_key.values() for page in entry.host_pages.tolist()]
+        if sorted([*self._host_free, *taken]) != list(range(self._num_host_pages)):
+            raise EngineFault(
+                f"host pages: {len(self._host_free)} free and {len(taken)} taken do not make "
+                f"{self._num_host_pages}"
+            )
 
     def _away(self) -> Iterator[_Retracted]:
         return (e for e in self._by_key.values() if e.state is not _State.RETURNING)

@@ -1,5 +1,5 @@
 """The scheduler: waiting queue, chunk under way, running batch, retracted requests, and which
-forward comes next. Prefill first, else decode.
+forward comes next. Prefill first, with those that decode riding along, else decode alone.
 
     add -> waiting --admitted--> chunks --last chunk launched--> running --> ended
     join (KV is there already) ------------------------------>     |  ^
@@ -10,9 +10,10 @@ that it may write, and its slots, until `finish`; that is why a request may end,
 given away, while a forward that still writes them is on the device.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from common.engine.rows.batch import NOT_FINITE, BatchResult, Ints, ScheduleBatc
 from common.engine.rows.request import Finish, Request, out_of_time
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import Admission, ExtendRow
+from common.engine.schedule.arrivals import Claim, Room
 from common.engine.schedule.assembly import Step, StepAssembler
 from common.engine.schedule.finishing import FinishRule
 from common.engine.schedule.growth import NewTokenRatio
@@ -31,12 +33,13 @@ from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
 from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
-from common.errors import EngineFault, InvalidRequest, NotIdle, Overloaded
+from common.errors import EngineFault, InvalidRequest, NotIdle
 
 __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
 
 DEADLINE_CHECK_S = 0.1
 _ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
+_NOTHING: Mapping[Holder, Iterable[Pages]] = {}
 _NO_PAGES = np.empty(0, np.int32)
 _NO_SLOTS = np.empty(0, np.intp)
 
@@ -48,6 +51,9 @@ class Scheduler:
         kept_slots: slots that `add`ed requests must leave free, one for each that is going to
             `join` and holds pages already. Whoever holds pages must be able to join, and so to be
             retracted: else a last running request can wait for those pages for ever.
+        kept_pages: likewise, free for the growth of those.
+        barrier: `add`ed requests that arrived later than this wait: somebody who is going to
+            `join` came first, and has waited for room for too long.
     Args:
         host_pages: pages of host memory for the KV of retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
@@ -66,7 +72,6 @@ class Scheduler:
         host_pages: int,
         on_admit: Callable[[Request, Ints], None],
     ) -> None:
-        self._max_waiting = config.max_waiting
         self._mixed_chunk = config.mixed_chunk
         self._vocabulary_size = np.array(vocabulary_size, np.uint32)
         self._table = table
@@ -99,26 +104,24 @@ class Scheduler:
         self._assembler = StepAssembler(table)
         self._launched: deque[Step] = deque()
         self.kept_slots = 0
+        self.kept_pages = 0
+        self.barrier = math.inf
         self._expiry_due = 0.0
         self._counts = dict.fromkeys(("generated_tokens", "finished", "deadlines"), 0)
 
     # Requests come and go ------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues it for prefill.
+        """Queues it for prefill. How many may wait is for those to say who let requests in.
 
         Raises:
-            Overloaded: the queue is full.
             InvalidRequest: its tokens can never fit the pool.
         """
-        waiting = self._admission.waiting
-        if len(waiting) >= self._max_waiting:
-            raise Overloaded(f"the waiting queue is full ({self._max_waiting} requests)")
         if len(request.token_ids) >= self._admission.max_length(request):
             raise InvalidRequest(
                 f"token_ids: {len(request.token_ids)} tokens leave no room for another one"
             )
-        waiting.append(request)
+        self._admission.waiting.append(request)
 
     def join(self, request: Request, pages: Ints) -> bool:
         """Puts a request whose KV exists into the running batch, without a forward ("prebuilt").
@@ -190,13 +193,17 @@ class Scheduler:
 
     # Room, for admission elsewhere ----------------------------------------------------------------
 
-    def room(self) -> int:
-        """Pages that may be given to a request that is going to join: free and evictable, less
-        what the running and the retracted ones are going to need; 0 where no slot is left."""
-        if self._table.num_free <= self.kept_slots:
-            return 0
-        reserved = self._running.growth(self._ratio.value) + self._admission.growth_of_chunked
-        return self._cache.num_available - reserved - self._retracted.needed_pages
+    def room(self) -> Room:
+        """What may be given to requests that are going to join: pages that are free or evictable,
+        less what the running and the retracted ones are going to need; both without those kept."""
+        reserved = self._reserved_pages() + self._admission.growth_of_chunked
+        num_pages = self._cache.num_available - reserved - self._retracted.needed_pages
+        return Room(num_pages, self._table.num_free - self.kept_slots)
+
+    @property
+    def claim(self) -> Claim | None:
+        """Of the first `add`ed request that is not let in yet."""
+        return self._admission.claim
 
     def growth_pages(self, request: Request) -> int:
         """Pages to keep free for a request that is going to join with all its pages."""
@@ -279,6 +286,10 @@ class Scheduler:
         return bool(self._requests or len(self._admission.waiting))
 
     @property
+    def num_waiting(self) -> int:
+        return len(self._admission.waiting)
+
+    @property
     def num_retracted(self) -> int:
         return len(self._retracted)
 
@@ -311,25 +322,29 @@ class Scheduler:
             "cached_tokens": self._admission.cached_tokens,
         }
 
-    def check_idle(self, reserved: Sequence[Ints] = ()) -> None:
-        """Checks that every page and slot is accounted for, and each holder is known.
+    def check_idle(self, elsewhere: Mapping[Holder, Iterable[Pages]] = _NOTHING) -> None:
+        """Checks that every page, host page and slot is accounted for, and each holder is known.
 
         Args:
-            reserved: pages that the caller holds for REQUEST, one array per request.
+            elsewhere: pages that the caller holds, or has others hold, by what for; an array for
+                each hold.
         Raises:
             EngineFault: something leaked, or was given away twice.
         """
         self._pages.check()
         self._cache.check()
         self._table.check()
+        self._retracted.check()
         slots = np.flatnonzero(self._table.live)
         if sorted(self._requests) != slots.tolist():
             raise EngineFault(f"slots {slots} are live, requests have {sorted(self._requests)}")
-        requests = [self._table.pages_of(int(slot)) for slot in slots]
-        steps = [pages for step in self._launched for pages in step.held()]
-        steps.append(self._retracted.unsaved_pages())
-        self._check_holds(Holder.REQUEST, [*requests, *reserved])
-        self._check_holds(Holder.STEP, steps)
+        known: dict[Holder, list[Pages]] = {holder: [] for holder in Holder}
+        known[Holder.REQUEST] = [self._table.pages_of(int(slot)) for slot in slots]
+        known[Holder.STEP] = [pages for step in self._launched for pages in step.held()]
+        known[Holder.STEP].append(self._retracted.unsaved_pages())
+        del known[Holder.CACHE]  # the tree has checked those
+        for holder, pages in known.items():
+            self._check_holds(holder, [*pages, *elsewhere.get(holder, ())])
         if not self.has_work:
             self._ratio.reset()
 
@@ -337,15 +352,20 @@ class Scheduler:
 
     def _extend_rows(self) -> list[ExtendRow]:
         admission = self._admission
-        if admission.chunked is None and (not admission.waiting or admission.is_full):
+        if admission.chunked is None and not admission.has_slot(self.kept_slots):
             return []
         return admission.next_rows(
-            reserved_pages=self._running.growth(self._ratio.value),
-            num_decode_rows=len(self._running) if self._mixed_chunk else 0,
+            reserved_pages=self._reserved_pages(),
+            num_decode_rows=len(self._running.ready()) if self._mixed_chunk else 0,
             may_admit=not self._retracted,  # what was taken off the device comes back first
             kept_slots=self.kept_slots,
+            barrier=self.barrier,
             alone=not self._requests,
         )
+
+    def _reserved_pages(self) -> int:
+        """Not for anybody new: for the growth of what runs, and of what is going to join."""
+        return self._running.growth(self._ratio.value) + self.kept_pages
 
     def _riders(self) -> NDArray[np.intp]:
         """Decode rows beside a chunk: those that find a page, if they need one."""
@@ -353,6 +373,8 @@ class Scheduler:
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
             return slots[~np.isin(slots, full)]
+        if len(slots):
+            self._ratio.decay()
         return slots
 
     def _decode_rows(self) -> NDArray[np.intp]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from common.engine.rows.request import Ints, Request
+from common.engine.schedule.arrivals import ByArrival
 from common.engine.schedule.policy import SchedulePolicy
 from common.namespace import Namespace
 
@@ -23,35 +24,43 @@ class WaitingQueue:
     def __init__(self, policy: SchedulePolicy) -> None:
         self._policy = policy
         self._returned: deque[Request] = deque()
-        self._requests: dict[int, Request] = {}
+        self._num_returns = 0
+        self._requests: ByArrival[int, Request] = ByArrival()
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._returned
-        yield from self._requests.values()
+        yield from self._requests
 
     def __contains__(self, request: Request) -> bool:
         return request.key in self._requests or request in self._returned
 
+    @property
+    def num_changes(self) -> int:
+        """Counts who came and who left, ever."""
+        return self._requests.num_changes + self._num_returns
+
     def append(self, request: Request) -> None:
-        self._requests[request.key] = request
+        self._requests.put(request.key, request)
 
     def put_back(self, request: Request) -> None:
         """It was retracted and must be computed anew."""
         self._returned.append(request)
+        self._num_returns += 1
 
     def remove(self, request: Request) -> None:
-        if self._requests.pop(request.key, None) is None:
+        if self._requests.take(request.key) is None:
             self._returned.remove(request)
+            self._num_returns += 1
 
     def was_returned(self, request: Request) -> bool:
         return request in self._returned
 
     def in_order(self) -> list[Request]:
         """Which to try next: a copy, MAX_LOOKED_AT at most."""
-        fresh = self._policy.order(self._requests.values())
+        fresh = self._policy.order(list(self._requests))
         return [*self._returned, *fresh][:MAX_LOOKED_AT]
 
 

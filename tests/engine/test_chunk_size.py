@@ -1,0 +1,76 @@
+"""Into what an engine cuts prompts: by its configuration, its device, or not at all."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from common.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.engine import sizing
+from common.engine.build import build
+from common.engine.footprint import largest_forward
+from common.engine.models import read_spec
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engine_rig import Rig
+
+First = Callable[[int, list[int]], list[int]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("model")))
+
+
+def _config(directory: str, chunk_tokens: int) -> EngineConfig:
+    return EngineConfig(
+        model=directory,
+        device="cpu",
+        context_length=40,
+        cache=CacheConfig(num_pages=16),
+        scheduler=SchedulerConfig(chunk_tokens=chunk_tokens),
+    )
+
+
+@pytest.fixture
+def first_forward(directory: str) -> Iterator[First]:
+    """How many tokens of each of some prompts the first forward of an engine computes."""
+    exits = ExitStack()
+
+    def of(chunk_tokens: int, lengths: list[int]) -> list[int]:
+        config = _config(directory, chunk_tokens)
+        engine = build(config)
+        exits.callback(engine.stream.close)
+        scheduler = engine.scheduler(config, lambda request, pages: None)
+        requests = Rig()
+        for number, length in enumerate(lengths):
+            scheduler.add(requests.request([number + 3] * length, 1))
+        batch = scheduler.next_batch()
+        assert batch is not None
+        return batch.ends.tolist()
+
+    with exits:
+        yield of
+
+
+# Seen failing without EngineShape's chunk in Engine.scheduler: [39].
+def test_prompts_are_cut_as_the_machine_can_bear_it(first_forward, monkeypatch):
+    monkeypatch.setattr(sizing, "_cpu_flops", lambda: 1.0)
+    assert first_forward(0, [39]) == [16]
+
+
+def test_prompts_are_cut_as_it_is_asked_for(first_forward):
+    assert first_forward(32, [39]) == [32]
+
+
+# Seen failing with a chunk of the context's length: [32], and [30, 0] before that.
+def test_prompts_that_are_not_to_be_cut_are_not(first_forward):
+    assert first_forward(-1, [39]) == [39]
+    assert first_forward(-1, [30, 39, 39]) == [30, 39, 39]
+
+
+def test_memory_is_measured_for_the_largest_forward(directory):
+    for chunk_tokens, largest in ((32, 32), (-1, 16384)):
+        config = _config(directory, chunk_tokens)
+        shape = sizing.resolve_shape(config, read_spec(Path(directory)), free=1 << 30)
+        assert largest_forward(shape, max_running=4) == largest + 4

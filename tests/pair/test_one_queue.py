@@ -1,0 +1,78 @@
+"""Hand-offs and local prefills wait for the same pages, as if in one queue."""
+
+import pytest
+
+from common.engine.schedule import arrivals
+from tests.support.pair_node import Asked, Size
+from tests.support.pair_rig import PairRig
+
+LARGE = [n * 7 % 300 for n in range(100)]  # seven of eight pages
+SMALL = [5] * 20
+SMALL_NODE = [Size(num_pages=8, prefix_cache=False)]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    """Who has waited at all is not overtaken."""
+    monkeypatch.setattr(arrivals, "SKIP_AHEAD_S", 0.0)
+
+
+def _ask_small(rig: PairRig, number: int, **options) -> Asked:
+    """They do not end at the same time."""
+    return rig.ask([number, *SMALL], 30 if number else 15, **options)
+
+
+# Seen failing with each queue for itself, either way: more than forty small ones passed.
+@pytest.mark.parametrize("large", ["prompt", "hand-off"])
+def test_a_large_one_of_either_queue_is_not_passed_for_ever_by_small_ones_of_the_other(
+    known, large
+):
+    """There are always two small ones of the other kind that run and two that wait."""
+    here, away = {"owners": []}, {"owners": [0]}
+    ways = (here, away) if large == "prompt" else (away, here)
+    with PairRig(known.loaded, decode=SMALL_NODE) as rig:
+        small = [_ask_small(rig, number, **ways[1]) for number in range(2)]
+        rig.until(lambda: all(one.tokens for one in small), "the first two run")
+        waiting = rig.ask(LARGE, 2, **ways[0])
+        rig.until(lambda: _waits(rig), "the large one waits")
+        for number in range(2, 44):
+            if waiting.tokens:
+                break
+            small.append(_ask_small(rig, number, **ways[1]))
+            rig.until(
+                lambda: waiting.tokens or sum(one.ended is None for one in small) < 4,
+                "one of them ends",
+            )
+        assert waiting.tokens and sum(bool(one.tokens) for one in small) <= 4
+        rig.run()
+        assert waiting.tokens == known.greedy(LARGE, 2)
+
+
+def _waits(rig: PairRig) -> bool:
+    (node,) = rig.decode
+    return bool(node.queue("waiting") or node.queue("prealloc"))
+
+
+# Seen failing with requests that begin anew at the end of the queue, either way.
+@pytest.mark.parametrize("goes_on", ["elsewhere", "here"])
+def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
+    with PairRig(known.loaded, prefill=[Size(), Size()], decode=SMALL_NODE) as rig:
+        running = rig.ask(LARGE[:60], 60, owners=[])
+        rig.until(lambda: running.tokens, "it runs")
+        first = _ask_small(rig, 1, owners=[0, 1], request_id="first")
+        second = rig.ask(LARGE, 2, owners=[1])
+        third = _ask_small(rig, 3, owners=[1])
+        (node,) = rig.decode
+        rig.until(
+            lambda: node.queue("prealloc") == 3 and rig.prefill[0].queue("bootstrap"),
+            "three wait",
+        )
+        if goes_on == "here":
+            rig.tell(rig.prefill[0], "abort", "first")
+        else:
+            rig.wires.cut(rig.prefill[0].front, node.front)
+        rig.until(lambda: node.count("handoffs_lost"), "the first has lost its hand-off")
+        rig.run(first)
+        assert running.ended and not second.tokens and not third.tokens
+        rig.wires.heal()
+        rig.until_paired()
