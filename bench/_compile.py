@@ -29,8 +29,10 @@ from unittest import mock
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
+from bench._sass import Code, codes_of
 from kernels import device
 
 # By compute capability. Source: CUDA C++ Programming Guide, Compute Capabilities.
@@ -42,6 +44,7 @@ _INSTRUCTIONS = {
     "tcgen05": re.compile(r"\btcgen05\.mma"),
     "mma": re.compile(r"\bmma\.sync"),
     "cp_async": re.compile(r"\bcp\.async\.c[ag]\."),
+    "dependent": re.compile(r"\bgriddepcontrol\."),
 }
 _ACCESS = re.compile(r"\b(ld|st)\.global((?:\.[\w:]+)*)\.[busf](\d+)\b")
 # Of the assembler's report: one of each for every function in a kernel.
@@ -58,6 +61,7 @@ class Launch:
     kernel: str
     chosen: str  # what the launcher decides: constants, dtypes of tensors, options
     values: tuple[tuple[str, str], ...]  # by parameter: what Triton derives from its value
+    says_fusion: bool  # enable_fp_fusion, or else the default of Triton's version holds
     specialisation: str = field(compare=False, repr=False)  # as Triton serialises it
 
     def differences(self, other: "Launch") -> list[str]:
@@ -83,6 +87,7 @@ class Compiled:
     stack_bytes: int = 0
     spill_bytes: int = 0
     shared_bytes: int = 0
+    codes: Mapping[str, Code] = field(default_factory=dict)  # by language
     instructions: Mapping[str, int] = field(  # in the code, by kind
         default_factory=lambda: dict.fromkeys(_INSTRUCTIONS, 0)
     )
@@ -127,15 +132,23 @@ class _AbsentDevice:
 def recorded(arch: int) -> Iterator[dict[Launch, None]]:
     """Inside, kernels of any launcher are noted in order, for this architecture, and do not run."""
     launches: dict[Launch, None] = {}
+    said: set[str] = set()
+    parse = CUDABackend.parse_options
+
+    def listen(backend: CUDABackend, options: dict[str, Any]) -> Any:
+        said.clear()
+        said.update(options)
+        return parse(backend, options)
 
     def note(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
-        launches[_launch(arch, fn, compile)] = None
+        launches[_launch(arch, fn, compile, "enable_fp_fusion" in said)] = None
         return True  # Triton then neither compiles nor launches
 
     with (
         mock.patch.object(device, "uses_triton", return_value=True),
         mock.patch.object(device, "num_multiprocessors", return_value=_MULTIPROCESSORS[arch]),
         mock.patch.object(knobs.runtime, "jit_cache_hook", note),
+        mock.patch.object(CUDABackend, "parse_options", listen),
     ):
         driver.set_active(_AbsentDevice(arch))
         try:
@@ -144,7 +157,7 @@ def recorded(arch: int) -> Iterator[dict[Launch, None]]:
             driver.set_active(None)
 
 
-def _launch(arch: int, fn: Any, told: Mapping[str, Any]) -> Launch:
+def _launch(arch: int, fn: Any, told: Mapping[str, Any], says_fusion: bool) -> Launch:
     constants, signature, attributes = told["constants"], told["signature"], told["configs"][0]
     chosen: list[object] = [json.loads(told["specialization_data"])["options"]]
     values = []
@@ -160,7 +173,13 @@ def _launch(arch: int, fn: Any, told: Mapping[str, Any]) -> Launch:
         divisible = "".join(f" by {number}" for _, number in attributes.get(place, ()))
         values.append((parameter.name, seen + divisible))
     return Launch(
-        arch, fn.module, fn.name, json.dumps(chosen), tuple(values), told["specialization_data"]
+        arch,
+        fn.module,
+        fn.name,
+        json.dumps(chosen),
+        tuple(values),
+        says_fusion,
+        told["specialization_data"],
     )
 
 
@@ -215,6 +234,7 @@ def _compiled(launch: Launch, files: Path | None) -> Compiled:
         stack_bytes=sum(stack for stack, _, _ in stacks),
         spill_bytes=sum(stores + loads for _, stores, loads in stacks),
         shared_bytes=made.metadata.shared,
+        codes=codes_of(made),
         instructions={name: len(form.findall(ptx)) for name, form in _INSTRUCTIONS.items()},
         accesses=_accesses(ptx),
     )

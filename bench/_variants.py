@@ -5,14 +5,16 @@ alignment whose memory nobody touches: for callers that record launches and let 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from common.engine.memory.kv import KVLayout, KVPool
+from kernels import early_launch
 from kernels.act_and_mul import Activation, act_and_mul
 from kernels.attention import paged_attention, plan_attention
 from kernels.bitmask import apply_bitmask
@@ -48,7 +50,7 @@ class Shape:
     layers: int
     qk_norm: bool = False
     activation: Activation = "silu"
-    window: int | None = None
+    window: int | None = None  # of some layers
     soft_cap: float | None = None
 
 
@@ -69,7 +71,8 @@ WIDE_HEAD = Shape(
     window=4096,
     soft_cap=50.0,
 )
-SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD)
+MASKED = replace(WIDE_HEAD, name="gemma2-27b", heads=32, kv_heads=16, head_dim=128)
+SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +149,21 @@ class _Model:
 
     def _attend(self, *, num_rows: int, num_tokens: int, num_decodes: int) -> None:
         shape = self.shape
-        plan = plan_attention(
-            _ints(num_rows * 64),
-            _ints(num_rows),
-            _ints(num_rows + 1),
-            _ints(num_rows),
-            self.kv,
-            num_heads=shape.heads,
-            num_tokens=num_tokens,
-            num_decodes=num_decodes,
-            window=shape.window,
-        )
         q = self.tensor(num_tokens, shape.heads, shape.head_dim)
-        scale = shape.head_dim**-0.5
-        paged_attention(q, self.kv, plan, scale=scale, soft_cap=shape.soft_cap)
+        for window in dict.fromkeys((None, shape.window)):
+            plan = plan_attention(
+                _ints(num_rows * 64),
+                _ints(num_rows),
+                _ints(num_rows + 1),
+                _ints(num_rows),
+                self.kv,
+                num_heads=shape.heads,
+                num_tokens=num_tokens,
+                num_decodes=num_decodes,
+                window=window,
+            )
+            scale = shape.head_dim**-0.5
+            paged_attention(q, self.kv, plan, scale=scale, soft_cap=shape.soft_cap)
 
     def pack(self, n: int) -> None:
         """The half of every page that one of two tensor-parallel ranks has."""
@@ -195,6 +199,14 @@ class _Model:
         logprobs(logits, _ints(n), NUM_TOP)
         sample(logits, None)
 
+    def early(self, n: int) -> None:
+        """A layer's kernels where each starts while the one before it ends."""
+        with mock.patch.object(early_launch, "ENABLED", True):
+            self.store(n)
+            self.mixed(n)
+            self.norm(n)
+            self.act(n)
+
 
 _BY_PAGE_SIZE = ("store", "decode", "extend", "mixed", "pack")
 _BY_WIDTH = ("embed", "angles", "first_norm", "norm", "last_norm", "act", "greedy", "sampled")
@@ -211,12 +223,13 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     """
     if every:
         return _variants(product(SHAPES, DTYPES, PAGE_SIZES))
+    early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
-        return _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
+        return [early, *_variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
-    others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD)]
-    return _variants([*dtypes, *page_sizes, *others])
+    others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
+    return [early, *_variants([*dtypes, *page_sizes, *others])]
 
 
 def _variants(models: Iterable[tuple[Shape, torch.dtype, int]]) -> list[Variant]:

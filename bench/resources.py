@@ -4,9 +4,11 @@
 
 The kernels' own launchers run on host tensors, and what they would have launched is compiled ahead
 of time for each architecture. Fails, with the kernel's name, where one does not compile, spills
-registers or wants more shared memory than a block may have; where one is compiled once more only
-because a number differs that differs from step to step (in traffic, that is); and where `kernels`
-has one that no variant launches. Kernels of equal code are one row.
+registers or wants more shared memory than a block may have; where one has more instructions than
+`_budgets.py` allows; where one is compiled once more only because a number differs that differs
+from step to step (in traffic, that is), or leaves it to a default of Triton's, which changes, that
+products and sums are fused; and where `kernels` has one that no variant launches. Kernels of equal
+code are one row.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 import kernels
-from bench import _compile, _record, _variants
+from bench import _budgets, _compile, _record, _variants
 from bench._compile import Compiled, Launch
 from kernels import device
 
@@ -39,6 +42,8 @@ _COLUMNS = {
     "stack": "{stack_bytes}",
     "spill": "{spill_bytes}",
     "shared": "{shared_bytes}",
+    "instructions": "{instructions}",
+    "loop": "{loop}",
     "wgmma": "{wgmma}",
     "tcgen05": "{tcgen05}",
     "mma": "{mma}",
@@ -60,6 +65,8 @@ def record(arch: int, only: str, *, every: bool) -> tuple[dict[Launch, list[str]
             if only not in f"{variant.name} {launch.kernel}":
                 continue
             launches.setdefault(launch, []).append(variant.name)
+            if not launch.says_fusion:
+                problems.append(f"{launch.kernel} is launched without enable_fp_fusion")
             known = first.setdefault((launch.kernel, launch.chosen), launch)
             if known is not launch:
                 differences = ", ".join(known.differences(launch))
@@ -101,6 +108,7 @@ def rows_of(made: Iterable[Compiled], launches: dict[Launch, list[str]]) -> list
             "stack_bytes": one.stack_bytes,
             "spill_bytes": one.spill_bytes,
             "shared_bytes": one.shared_bytes,
+            "codes": {language: asdict(code) for language, code in one.codes.items()},
             **one.instructions,
             "accesses": one.accesses,
         }
@@ -113,7 +121,8 @@ def rows_of(made: Iterable[Compiled], launches: dict[Launch, list[str]]) -> list
 def _for_people(row: dict[str, Any]) -> dict[str, Any]:
     more = len(row["variants"]) - 1
     widths = ", ".join(f"{name} x{count}" for name, count in row["accesses"].items())
-    return {**row, "more": f"(+{more})" if more else "", "widths": widths}
+    code = row["codes"].get("sass") or row["codes"].get("ptx") or {"instructions": 0, "loop": 0}
+    return {**row, **code, "more": f"(+{more})" if more else "", "widths": widths}
 
 
 def main() -> None:
@@ -124,6 +133,11 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", choices=supported, default=supported)
     parser.add_argument("--only", default="", metavar="NAME", help="part of variant and kernel")
     parser.add_argument("--all", action="store_true", help="all shapes, dtypes and page sizes")
+    parser.add_argument(
+        "--write-budgets",
+        action="store_true",
+        help=f"what is counted goes into {_budgets.FILE.name}",
+    )
     parser.add_argument("--files", type=Path, help="folder for TTGIR and PTX of each kernel")
     options = parser.parse_args()
     if device.INTERPRETED:
@@ -147,6 +161,9 @@ def main() -> None:
         for row in rows
         if row["problem"]
     ]
+    if options.write_budgets:
+        _budgets.write(_budgets.counted(rows))
+    problems += _budgets.exceeded(rows, _budgets.read())
     _record.table([_for_people(row) for row in rows], _COLUMNS)
     seconds = round(time.monotonic() - began, 1)
     _record.say(

@@ -4,9 +4,10 @@
 
 Per step: poll of an empty inbox, next_batch, the forward's tensors, finish. Thread CPU time, so
 that other programs on the machine hardly count; the median over the steps, and its growth per
-request. Random sampling needs more columns of tensors than greedy. For comparison: vLLM 0.33's
-scheduler alone (schedule and update_from_output) needs 79 / 1850 / 6600 / 39000 us at 1 / 64 / 256
-/ 1024 requests on such a machine.
+request. Random sampling needs more columns of tensors than greedy. Besides, the tensors alone of
+steps with much context, and their packing for the one copy to the device. For comparison: vLLM
+0.33's scheduler alone (schedule and update_from_output) needs 79 / 1850 / 6600 / 39000 us at 1 / 64
+/ 256 / 1024 requests on such a machine.
 """
 
 import argparse
@@ -17,13 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench import _record
 from common.config import SchedulerConfig
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.rows.batch import BatchResult, ScheduleBatch
+from common.engine.rows.batch import BatchResult, ForwardMode, ScheduleBatch
 from common.engine.rows.forward import BatchBuilder
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
@@ -38,6 +40,11 @@ PROMPT_TOKENS = 128
 VOCABULARY = 32000
 EOS = 2
 WARM_UP = 50
+CONTEXTS = {
+    "256 x 1k": [1000] * 256,
+    "256 x 1k + 131k": [1000] * 256 + [131_000],
+    "128 x 1k + 128 x 4k": [1000, 4000] * 128,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +162,42 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     }
 
 
+def measure_tensors(name: str, steps: int) -> dict[str, Any]:
+    """Microseconds of thread CPU time for the tensors of a decode step over these contexts."""
+    ends = np.array(CONTEXTS[name], np.int32)
+    table = RequestTable(len(ends), int(ends.max()), PAGE_SIZE)
+    pages = np.arange(table.page_table.size, dtype=np.int32)
+    table.page_table[:] = pages.reshape(table.page_table.shape)
+    table.known[:] = ends
+    table.greedy[:] = True
+    builder = BatchBuilder(table)
+    slots = np.arange(len(ends), dtype=np.int32)
+    batch = ScheduleBatch(
+        step=1,
+        mode=ForwardMode.DECODE,
+        slots=slots,
+        starts=ends - 1,
+        ends=ends,
+        samples=np.ones(len(ends), np.bool_),
+    )
+    num_bytes = builder.build(batch).packed_bytes
+    into = torch.empty(num_bytes, dtype=torch.uint8)
+    building, packing = [], []
+    for _ in range(steps):
+        began = time.thread_time()
+        inputs = builder.build(batch)
+        built = time.thread_time()
+        inputs.to(into.device, into)
+        packing.append(time.thread_time() - built)
+        building.append(built - began)
+    return {
+        "contexts": name,
+        "tensors_us": round(statistics.median(building) * 1e6, 1),
+        "packing_us": round(statistics.median(packing) * 1e6, 1),
+        "bytes": num_bytes,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
@@ -177,8 +220,18 @@ def main() -> None:
     first, last = rows[0], rows[len(BATCH_SIZES) - 1]
     growth = (last["step_us"] - first["step_us"]) / (last["batch"] - first["batch"])
     _record.say(f"growth, greedy: {growth:.2f} us per request")
+    contexts = [measure_tensors(name, steps) for name in CONTEXTS]
+    columns = {
+        "contexts": "{contexts}",
+        "us of tensors": "{tensors_us:.0f}",
+        "of packing": "{packing_us:.0f}",
+        "bytes to the device": "{bytes}",
+    }
+    _record.table(contexts, columns)
     config = {"steps": steps, "page_size": PAGE_SIZE, "prompt_tokens": PROMPT_TOKENS}
-    _record.emit("scheduler", config, rows, growth_us_per_request=round(growth, 3))
+    _record.emit(
+        "scheduler", config, rows, contexts=contexts, growth_us_per_request=round(growth, 3)
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import device
+from kernels import device, early_launch
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -49,12 +49,31 @@ def act_and_mul_triton(x: Tensor, activation: Activation) -> Tensor:
     out = torch.empty(n, d, dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(1024, triton.next_power_of_2(d))
-        _act_and_mul_kernel[(n, triton.cdiv(d, block))](x, out, d, activation, block, num_warps=4)
+        early = early_launch.launches_early()
+        _act_and_mul_kernel[(n, triton.cdiv(d, block))](
+            x,
+            out,
+            d,
+            activation,
+            block,
+            early,
+            launch_pdl=early,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     return out
 
 
 @triton.jit
-def _act_and_mul_kernel(x_ptr, out_ptr, d, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _act_and_mul_kernel(
+    x_ptr,
+    out_ptr,
+    d,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    early_launch.start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < d

@@ -65,16 +65,22 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
+    SLACK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One step of the online softmax for each tile of keys from `first`, a multiple of BLOCK_N, on.
 
     q: [rows, BLOCK_D]; acc: float32 [rows, BLOCK_D], sum of weight * value; top, total: float32
-    [rows], the largest score and the sum of the weights exp2(score - top); newest: int32 [rows],
+    [rows], a score and the sum of the weights exp2(score - top); newest: int32 [rows],
     the last key that each row sees, before `end`; with WINDOW each sees so many keys. kv_ptr: of
     the KV head; page_ids_ptr: of the row. Where not MASKED, all rows see all keys. Where MASKED,
     keys from `end` on are not read. scale, soft_cap: of `score_scales`.
+
+    A top follows the row's largest score once some row's exceeds its own by more than SLACK, at
+    most 15, so that a weight fits float16. Until then what has been summed is not scaled, which is
+    most of the arithmetic on acc; finding out takes two barriers, which few rows are not worth.
     """
+    tl.static_assert(SLACK <= 15)
     dims = tl.arange(0, BLOCK_D)
     # Read a tile ahead: a load that waits for another of its own tile is pipelined half as deep.
     pages = _load_pages(page_ids_ptr, first, end, PAGE_SIZE, BLOCK_N)
@@ -99,15 +105,30 @@ def attend_tiles(
             if WINDOW:
                 visible = visible & (tokens[None, :] > newest[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-        # Of a row that has seen nothing yet: -inf - -inf would be NaN.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores * unit - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        top = new_top
+        peaks = tl.max(scores, 1) * unit
+        if SLACK:
+            if tl.max((peaks > top + SLACK).to(tl.int32)) > 0:
+                acc, top, total = _raised(acc, top, total, peaks, MASKED)
+        else:
+            acc, top, total = _raised(acc, top, total, peaks, MASKED)
+        weights = tl.exp2(scores * unit - _finite(top, MASKED)[:, None])
+        total += tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return acc, top, total
+
+
+@triton.jit
+def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
+    """The same sums, of weights by a top that is no less than the peaks."""
+    new_top = tl.maximum(top, peaks)
+    fade = tl.exp2(top - _finite(new_top, MASKED))
+    return acc * fade[:, None], new_top, total * fade
+
+
+@triton.jit
+def _finite(top, MASKED: tl.constexpr):
+    """Of a row that has seen nothing yet: -inf - -inf would be NaN."""
+    return tl.where(top == float("-inf"), 0.0, top) if MASKED else top
 
 
 @triton.jit

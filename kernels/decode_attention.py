@@ -1,20 +1,21 @@
 """Paged attention of rows with one query each, by Triton: split over the keys, evenly.
 
-A program computes the tiles of keys that a plan gives it and leaves one partial result per row it
-meets; a second kernel combines those of each row. The grids depend on shapes alone: a captured
-graph is right for all lengths.
+A program computes the tiles of keys that a plan gives it. A row that it has whole is written at
+once. Of another row it leaves a partial result, and the last program to do so combines them, in the
+order of their keys whoever it is. The grid depends on shapes alone: a captured graph is right for
+all lengths.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import device
+from kernels import device, early_launch
 from kernels.attention_tiles import SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
 from kernels.decode_plan import DecodePlan, first_key, tiles_per_program
 
 MAX_REGISTERS = 168  # or the compiler spills some so that more programs fit than are launched
-COMBINE_BLOCK = 16  # partial results at once
+COMBINE_NUMBERS = 8192  # of partial results, read at once: 64 of a thread
 
 
 def decode_attention(
@@ -33,9 +34,11 @@ def decode_attention(
     num_tokens, heads, head_dim = q.shape
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
+    block_g = triton.next_power_of_2(group)
     block_d = max(16, triton.next_power_of_2(head_dim))
     first_row = lengths.shape[0] - plan.num_rows
     first_query = num_tokens - plan.num_rows
+    early = early_launch.launches_early()
     score_scale, score_cap = score_scales(scale, soft_cap)
     _decode_kernel[(plan.num_programs, kv_heads)](
         q,
@@ -46,6 +49,8 @@ def decode_attention(
         plan.tile_starts,
         plan.partials,
         plan.logs,
+        plan.arrivals,
+        out,
         first_row,
         first_query,
         plan.num_rows,
@@ -59,33 +64,23 @@ def decode_attention(
         TOKEN_STRIDE=kv.stride(3),
         PAGE_SIZE=page_size,
         GROUP=group,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=block_g,
+        BLOCK_M=max(16, block_g),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_N=plan.block,
+        BLOCK_S=max(1, COMBINE_NUMBERS // (block_g * block_d)),
         MIN_TILES=plan.min_tiles,
         WINDOW=plan.window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
         SOFT_CAP=soft_cap is not None,
         UPCAST=device.INTERPRETED,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=4,
         num_stages=3,
         maxnreg=MAX_REGISTERS if kv.element_size() == 2 else None,
-    )
-    _combine_kernel[(plan.num_rows, heads)](
-        plan.tile_starts,
-        plan.partials,
-        plan.logs,
-        out,
-        first_query,
-        plan.num_rows,
-        NUM_PROGRAMS=plan.num_programs,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_S=COMBINE_BLOCK,
-        MIN_TILES=plan.min_tiles,
-        num_warps=4,
+        enable_fp_fusion=True,
     )
 
 
@@ -99,6 +94,8 @@ def _decode_kernel(
     tile_starts_ptr,
     partials_ptr,
     logs_ptr,
+    arrivals_ptr,
+    out_ptr,
     first_row,
     first_query,
     num_rows,
@@ -112,23 +109,29 @@ def _decode_kernel(
     TOKEN_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     MIN_TILES: tl.constexpr,
     SEARCH_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Program g of a KV head has the tiles from g * per_program on. What it finds for a row goes
-    into slot g + row: along the pairs (g, row) that meet, in order, one of the two grows by one."""
+    """Program g of a KV head has the tiles from g * per_program on. What it finds for a part of a
+    row goes into slot g + row: along the pairs (g, row) that meet, in order, one of the two grows
+    by one."""
+    early_launch.start(EARLY)
     program, head = tl.program_id(0), tl.program_id(1)
     num_slots = tl.num_programs(0) + num_rows
     num_tiles = tl.load(tile_starts_ptr + num_rows)
     per_program = tiles_per_program(num_tiles, tl.num_programs(0), MIN_TILES)
-    tile = program * per_program
+    first_tile = program * per_program
+    tile = first_tile
     last_tile = tl.minimum(tile + per_program, num_tiles)
     if tile >= last_tile:
         return
@@ -141,7 +144,8 @@ def _decode_kernel(
     kv_ptr += head.to(tl.int64) * KV_HEAD_STRIDE
     while tile < last_tile:
         row_tile = tl.load(tile_starts_ptr + row)
-        stop = tl.minimum(tl.load(tile_starts_ptr + row + 1), last_tile)
+        row_end = tl.load(tile_starts_ptr + row + 1)
+        stop = tl.minimum(row_end, last_tile)
         length = tl.load(lengths_ptr + first_row + row)
         pages_ptr = page_ids_ptr + tl.load(page_starts_ptr + first_row + row)
         q_places = (first_query + row).to(tl.int64) * Q_STRIDE + heads[:, None] * Q_HEAD_STRIDE
@@ -172,60 +176,77 @@ def _decode_kernel(
             WINDOW=WINDOW,
             SOFT_CAP=SOFT_CAP,
             MASKED=True,
+            SLACK=0,
             UPCAST=UPCAST,
         )
-        total = tl.maximum(total, 1e-30)  # 0 of a row without keys, whose slot nobody reads
-        slot = (head * num_slots + program + row).to(tl.int64) * GROUP
-        tl.store(partials_ptr + slot * HEAD_DIM + cells, acc / total[:, None], mask=inside)
-        tl.store(logs_ptr + slot + heads, top + tl.log2(total), mask=heads < GROUP)
+        acc /= tl.maximum(total, 1e-30)[:, None]  # 0 of a row without keys
+        out_place = ((first_query + row).to(tl.int64) * tl.num_programs(1) + head) * GROUP
+        row_out_ptr = out_ptr + out_place * HEAD_DIM
+        if (row_tile >= first_tile) & (row_end <= last_tile):
+            tl.store(row_out_ptr + cells, acc, mask=inside)
+        else:
+            slot = (head * num_slots + program + row).to(tl.int64) * GROUP
+            tl.store(partials_ptr + slot * HEAD_DIM + cells, acc, mask=inside)
+            tl.store(logs_ptr + slot + heads, top + tl.log2(total), mask=heads < GROUP)
+            first = row_tile // per_program
+            num_parts = (row_end - 1) // per_program - first + 1
+            arrivals = arrivals_ptr + head * num_rows + row
+            tl.debug_barrier()  # of all that this program has stored, before one thread says so
+            if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                tl.store(arrivals, 0)  # for the next layer
+                _combine(
+                    partials_ptr,
+                    logs_ptr,
+                    row_out_ptr,
+                    (head * num_slots + first + row).to(tl.int64),
+                    num_parts,
+                    GROUP,
+                    BLOCK_G,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_S,
+                )
         tile = stop
         row += 1
 
 
-@triton.jit(do_not_specialize=["first_query", "num_rows"])
-def _combine_kernel(
-    tile_starts_ptr,
+@triton.jit
+def _combine(
     partials_ptr,
     logs_ptr,
-    out_ptr,
-    first_query,
-    num_rows,
-    NUM_PROGRAMS: tl.constexpr,
+    row_out_ptr,
+    slot,
+    num_parts,
     GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    MIN_TILES: tl.constexpr,
 ):
-    """One program per row and query head. A row without keys has no slots and becomes 0."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    per_program = tiles_per_program(tl.load(tile_starts_ptr + num_rows), NUM_PROGRAMS, MIN_TILES)
-    first_tile = tl.load(tile_starts_ptr + row)
-    last_tile = tl.load(tile_starts_ptr + row + 1)
-    first = row + first_tile // per_program
-    last = row + tl.cdiv(last_tile, per_program)
-    if first_tile == last_tile:
-        last = first
+    """Joins a row's partial results, in slots from `slot` on. Other multiprocessors have written
+    them, so they are not looked for in this one's cache."""
+    heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
-    places = (head // GROUP) * (NUM_PROGRAMS + num_rows).to(tl.int64)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    top = float("-inf")
-    total = 0.0
-    for start in range(first, last, BLOCK_S):
-        slots = start + tl.arange(0, BLOCK_S)
-        cells = (places + slots) * GROUP + head % GROUP
-        logs = tl.load(logs_ptr + cells, mask=slots < last, other=float("-inf"))
-        mask = (slots < last)[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(0, num_parts, BLOCK_S):
+        parts = start + tl.arange(0, BLOCK_S)
+        live = (parts < num_parts)[:, None]
+        cells = (slot + parts)[:, None] * GROUP + tl.minimum(heads, GROUP - 1)[None, :]
+        logs = tl.load(logs_ptr + cells, mask=live, other=float("-inf"), cache_modifier=".cg")
         partials = tl.load(
-            partials_ptr + cells[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
+            partials_ptr + cells[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
         )
-        new_top = tl.maximum(top, tl.max(logs))
-        weights = tl.exp2(logs - new_top)
+        new_top = tl.maximum(top, tl.max(logs, 0))
+        weights = tl.exp2(logs - new_top[None, :])
         fade = tl.exp2(top - new_top)
-        acc = acc * fade + tl.sum(weights[:, None] * partials, 0)
-        total = total * fade + tl.sum(weights)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * partials, 0)
+        total = total * fade + tl.sum(weights, 0)
         top = new_top
-    if total > 0:
-        acc /= total
-    place = (first_query + row).to(tl.int64) * tl.num_programs(1) + head
-    tl.store(out_ptr + place * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    cells = heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(row_out_ptr + cells, acc / total[:, None], mask=inside)

@@ -30,6 +30,7 @@ class DecodePlan:
     tile_starts: Tensor  # int32 [num_rows + 1]: row i's tiles are [tile_starts[i], [i + 1])
     partials: Tensor  # float32 [kv_heads, num_programs + num_rows, group, head_dim]
     logs: Tensor  # float32 [kv_heads, num_programs + num_rows, group]
+    arrivals: Tensor  # int32 [kv_heads, num_rows], zeros between layers
     num_rows: int
     num_programs: int  # per KV head
     min_tiles: int  # of a program
@@ -49,6 +50,7 @@ def plan_decode(
         tile_starts=torch.empty(num_rows + 1, dtype=torch.int32, device=kv.device),
         partials=torch.empty(*slots, head_dim, dtype=torch.float32, device=kv.device),
         logs=torch.empty(slots, dtype=torch.float32, device=kv.device),
+        arrivals=torch.empty(kv_heads, num_rows, dtype=torch.int32, device=kv.device),
         num_rows=num_rows,
         num_programs=num_programs,
         min_tiles=MIN_TILES,
@@ -58,12 +60,15 @@ def plan_decode(
     _plan_kernel[(1,)](
         lengths,
         plan.tile_starts,
+        plan.arrivals,
         lengths.shape[0] - num_rows,
         num_rows,
+        kv_heads,
         window or 0,
         plan.block,
         PLAN_BLOCK,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return plan
 
@@ -77,20 +82,27 @@ def _block(head_dim: int, element_size: int) -> int:
 def _plan_kernel(
     lengths_ptr,
     tile_starts_ptr,
+    arrivals_ptr,
     first_row,
     num_rows,
+    KV_HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A row without keys gets a tile as well: someone has to write its zeros."""
     tl.store(tile_starts_ptr, 0)
     total = 0
     for first in range(0, num_rows, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         lengths = tl.load(lengths_ptr + first_row + rows, mask=rows < num_rows, other=0)
-        tiles = tl.cdiv(lengths, BLOCK_N) - first_key(lengths, WINDOW) // BLOCK_N
+        last_tiles = tl.maximum(tl.cdiv(lengths, BLOCK_N), 1)
+        tiles = last_tiles - first_key(lengths, WINDOW) // BLOCK_N
         tl.store(tile_starts_ptr + 1 + rows, total + tl.cumsum(tiles), mask=rows < num_rows)
         total += tl.sum(tiles)
+    for first in range(0, num_rows * KV_HEADS, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        tl.store(arrivals_ptr + places, 0, mask=places < num_rows * KV_HEADS)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import os
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 # Triton reads it once, where a kernel is decorated; the interpreter computes bfloat16 wrongly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -17,6 +18,11 @@ def uses_triton(tensor: Tensor) -> bool:
     and not run.
     """
     return tensor.is_cuda
+
+
+def architecture() -> int:
+    """90 for compute capability 9.0, which the interpreter stands for too."""
+    return 90 if INTERPRETED else int(driver.active.get_current_target().arch)
 
 
 @functools.cache

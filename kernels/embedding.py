@@ -42,7 +42,15 @@ def embed_triton(token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
     if out.numel():
         block = min(1024, triton.next_power_of_2(hidden))  # 16 bytes a thread in 16-bit weights
         _embed_kernel[(num_tokens, triton.cdiv(hidden, block))](
-            token_ids, future, weight, out, weight.stride(0), hidden, block, num_warps=4
+            token_ids,
+            future,
+            weight,
+            out,
+            weight.stride(0),
+            hidden,
+            block,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
     return out
 

@@ -4,13 +4,24 @@ A tile packs consecutive queries of a row and all query heads of a KV head: K an
 for all of them, and a short extend still fills it.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
-from kernels import device
+from kernels import device, early_launch
 from kernels.attention_tiles import SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
+
+
+class Tile(NamedTuple):
+    """What one program works on at a time, and how."""
+
+    rows: int  # queries times the heads that share a KV head
+    keys: int
+    warps: int
+    stages: int  # of the pipeline of loads
+    slack: int  # see `attend_tiles`
 
 
 def extend_attention(
@@ -36,11 +47,12 @@ def extend_attention(
     heads, head_dim = q.shape[1:]
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
-    block_m, block_n, num_warps, num_stages = _tile(head_dim, q.element_size(), _architecture())
-    if group > block_m:
-        raise ValueError(f"at most {block_m} query heads to a KV head, got {group}")
+    tile = _tile(head_dim, q.element_size(), device.architecture(), masked=bool(window or soft_cap))
+    if group > tile.rows:
+        raise ValueError(f"at most {tile.rows} query heads to a KV head, got {group}")
+    early = early_launch.launches_early()
     score_scale, score_cap = score_scales(scale, soft_cap)
-    num_tiles = num_queries // (block_m // group) + num_rows  # each row's last may be partial
+    num_tiles = num_queries // (tile.rows // group) + num_rows  # each row's last may be partial
     _extend_kernel[(num_tiles, kv_heads)](
         q,
         kv,
@@ -60,36 +72,41 @@ def extend_attention(
         TOKEN_STRIDE=kv.stride(3),
         PAGE_SIZE=page_size,
         GROUP=group,
-        BLOCK_M=block_m,
+        BLOCK_M=tile.rows,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_N=block_n,
+        BLOCK_N=tile.keys,
         WINDOW=window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
         SOFT_CAP=soft_cap is not None,
+        SLACK=tile.slack,
         UPCAST=device.INTERPRETED,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
     )
 
 
-def _tile(head_dim: int, element_size: int, architecture: int) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and pipeline stages. Starting points, to be tuned by bench/gpu.py.
+def _tile(head_dim: int, element_size: int, architecture: int, *, masked: bool) -> Tile:
+    """Starting points by count of instructions, to be tuned by bench/gpu.
 
     architecture: 90 for compute capability 9.0. Data center GPUs since then multiply operands that
     stay in shared memory; others need more registers, and some have 100 KiB of shared memory.
+    masked: scores have a window or a cap, which takes registers.
     """
     if element_size > 2:
-        return 32, 16, 8, 2
+        return Tile(32, 16, 8, 2, slack=0)
+    slack = 8 if architecture < 100 else 0  # from then on sums are not in registers
     if architecture // 10 in (9, 10):
-        return (128, 64, 8, 3) if head_dim <= 128 else (128, 32, 8, 3)
-    return (128, 32, 8, 3) if head_dim <= 128 else (64, 32, 8, 2)
-
-
-def _architecture() -> int:
-    if device.INTERPRETED:
-        return 90
-    return int(driver.active.get_current_target().arch)
+        if head_dim > 128:
+            return Tile(128, 32, 8, 3, slack)
+        # The larger tile would spill registers of masked scores, and of narrower heads keep a
+        # second program from the multiprocessor.
+        large = head_dim > 64 and not masked
+        return Tile(128, 128, 8, 2, slack) if large else Tile(128, 64, 8, 3, slack)
+    return Tile(128, 32, 8, 3, slack) if head_dim <= 128 else Tile(64, 32, 8, 2, slack)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -119,11 +136,14 @@ def _extend_kernel(
     SEARCH_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SLACK: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Row r's tiles are numbered from query_starts[r] // QUERIES + r on, which leaves room for a
     partial one each; a number too many has no queries. The last tiles of a row see most keys, so
     they start first."""
+    early_launch.start(EARLY)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -193,6 +213,7 @@ def _extend_kernel(
                 WINDOW=WINDOW,
                 SOFT_CAP=SOFT_CAP,
                 MASKED=part != 1,
+                SLACK=SLACK,
                 UPCAST=UPCAST,
             )
     out_places = (places * (tl.num_programs(1) * GROUP) + heads) * HEAD_DIM

@@ -88,6 +88,7 @@ def _launch(pool: Tensor, pages: Tensor, packed: Tensor, offset: int, *, packs: 
         packs,
         2 * _BLOCK,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import device
+from kernels import device, early_launch
 
 MAX_BLOCK = 8192  # columns that a program keeps in registers; wider rows are read twice
 
@@ -79,6 +79,7 @@ def add_rms_norm_triton(
     total = x if is_x else torch.empty_like(normed)
     if normed.numel():
         block = min(MAX_BLOCK, triton.next_power_of_2(hidden))
+        early = early_launch.launches_early()
         _add_rms_norm_kernel[(num_rows,)](
             x,
             residual,
@@ -91,7 +92,10 @@ def add_rms_norm_triton(
             eps,
             hidden,
             block,
+            early,
+            launch_pdl=early,
             num_warps=_num_warps(block, x.element_size()),
+            enable_fp_fusion=True,
         )
     return normed, total
 
@@ -114,8 +118,10 @@ def _add_rms_norm_kernel(
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per row of the results. Pointers that are None are not compiled in."""
+    early_launch.start(EARLY)
     place = tl.program_id(0).to(tl.int64)
     row = place
     if rows_ptr is not None:

@@ -60,7 +60,15 @@ def rope_angles_triton(positions: Tensor, inverse_frequencies: Tensor, scale: fl
     angles = torch.empty(2, num_tokens, half, dtype=torch.float32, device=positions.device)
     if num := num_tokens * half:
         _rope_angles_kernel[(triton.cdiv(num, BLOCK),)](
-            positions, inverse_frequencies, angles, scale, num, half, BLOCK, num_warps=4
+            positions,
+            inverse_frequencies,
+            angles,
+            scale,
+            num,
+            half,
+            BLOCK,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
     return angles
 

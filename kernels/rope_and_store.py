@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import device
+from kernels import device, early_launch
 from kernels.rms_norm import rms_norm_reference, weighted
 from kernels.rope import rotate_reference
 
@@ -104,6 +104,7 @@ def rope_and_store_triton(
     if num_tokens:
         block_half = triton.next_power_of_2(head_dim // 2)
         block_heads = max(1, BLOCK // (2 * block_half))
+        early = early_launch.launches_early()
         num_blocks = triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads)
         _rope_and_store_kernel[(num_tokens, num_blocks)](
             qkv,
@@ -122,7 +123,10 @@ def rope_and_store_triton(
             head_dim // 2,
             block_heads,
             block_half,
+            early,
+            launch_pdl=early,
             num_warps=2,
+            enable_fp_fusion=True,
         )
     return q
 
@@ -148,8 +152,10 @@ def _rope_and_store_kernel(
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per token and block of heads: first Q's, then those of K and V together."""
+    early_launch.start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

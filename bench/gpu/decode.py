@@ -1,14 +1,15 @@
 """Part decode: whole steps, from the scheduler's decision to the token, against the roofline.
 
 The roofline of a step is the time that its bytes take at the read bandwidth: every weight once, and
-every key and value of the batch once. The four ways to run a step must give the same tokens.
+every key and value of the batch once. The ways to run a step must give the same tokens.
 """
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from bench.gpu.models import SERVED, random_model
 from bench.gpu.setting import Setting
 from common.engine.memory.kv import KVLayout, KVPool
 from common.engine.models import Model
+from kernels import early_launch
 
 TABLES: Tables = {
     "steps": {
@@ -29,6 +31,7 @@ TABLES: Tables = {
         "context": "{context}",
         "graphs": "{graphs}",
         "overlap": "{overlap}",
+        "early launch": "{early}",
         "ms a step": "{ms:.3f}",
         "roofline ms": "{roofline_ms:.3f}",
         "share": "{share:.0%}",
@@ -45,7 +48,13 @@ TABLES: Tables = {
 MODELS = ("Llama-3-8B", "Qwen3-8B", "Qwen3-0.6B")
 CASES = ((64, 1024), (1, 1024), (16, 1024), (256, 1024), (64, 8192), (16, 8192), (1, 8192))
 DRY_CASES = ((1, 40), (3, 40))
-WAYS = (Way(True, True), Way(True, False), Way(False, True), Way(False, False))
+WAYS = (
+    Way(True, True),
+    Way(True, True, early=True),
+    Way(True, False),
+    Way(False, True),
+    Way(False, False),
+)
 LONG = 8192  # tokens of context from which on only the best way is measured
 SPARE_BYTES = 5 << 30  # of the device, beside weights and pages
 WARM_UP = 8
@@ -96,20 +105,37 @@ def _case(
 ) -> Iterator[Row]:
     expected: NDArray[np.int32] | None = None
     for way in WAYS[:1] if labels["context"] >= LONG else WAYS:
-        engine = DecodeEngine(setting, model, pool, labels["batch"], labels["context"], way)
-        try:
-            row, tokens = _steps(setting, engine, labels, way, step_bytes, steps)
-            expected = tokens if expected is None else expected
-            if np.array_equal(tokens, expected):
-                yield row
-            else:
-                equal = float((tokens == expected).mean())
-                what = f"{labels['model']}, batch {labels['batch']}, {way}"
-                yield note(what, f"only {equal:.1%} of its tokens are those of {WAYS[0]}")
-            if way.graphs and labels["context"] < LONG and labels["batch"] in (1, 64):
-                yield from timeline.measure(setting, engine, labels | {"overlap": way.overlap})
-        finally:
-            engine.close()
+        with mock.patch.object(early_launch, "ENABLED", way.early):
+            tokens = yield from _way(setting, model, pool, labels, way, expected, step_bytes, steps)
+        expected = tokens if expected is None else expected
+
+
+def _way(
+    setting: Setting,
+    model: Model,
+    pool: KVPool,
+    labels: dict[str, Any],
+    way: Way,
+    expected: NDArray[np.int32] | None,
+    step_bytes: int,
+    steps: int,
+) -> Generator[Row, None, NDArray[np.int32]]:
+    """Returns the tokens of the first steps; what gives others than expected is not timed."""
+    engine = DecodeEngine(setting, model, pool, labels["batch"], labels["context"], way)
+    try:
+        row, tokens = _steps(setting, engine, labels, way, step_bytes, steps)
+        if expected is None or np.array_equal(tokens, expected):
+            yield row
+        else:
+            equal = float((tokens == expected).mean())
+            what = f"{labels['model']}, batch {labels['batch']}, {way}"
+            yield note(what, f"only {equal:.1%} of its tokens are those of {WAYS[0]}")
+        shown = way.graphs and not way.early and labels["batch"] in (1, 64)
+        if shown and labels["context"] < LONG:
+            yield from timeline.measure(setting, engine, labels | {"overlap": way.overlap})
+    finally:
+        engine.close()
+    return tokens
 
 
 def _steps(
@@ -138,6 +164,7 @@ def _steps(
         **labels,
         "graphs": way.graphs,
         "overlap": way.overlap,
+        "early": way.early,
         "ms": step_s * 1e3,
         "roofline_ms": step_bytes / setting.ceilings.read * 1e3,
         "share": setting.share("read", step_bytes, step_s),

@@ -59,10 +59,11 @@ def make_request(
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the steps of an engine are run."""
+    """How the steps of an engine are run. early: see `kernels/early_launch.py`."""
 
     graphs: bool
     overlap: bool
+    early: bool = False
 
 
 @dataclass(slots=True)

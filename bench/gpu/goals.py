@@ -31,6 +31,7 @@ def _step(batch: int) -> Callable[[Row], bool]:
         and (row["batch"], row["context"]) == (batch, 1024)
         and row["graphs"]
         and row["overlap"]
+        and not row["early"]
     )
 
 

@@ -16,6 +16,7 @@ from bench.gpu.frame import Row, Tables, note
 from bench.gpu.paged import Paged, Rows
 from bench.gpu.setting import Setting
 from kernels import decode_attention, decode_plan, extend_attention
+from kernels.extend_attention import Tile
 
 TABLES: Tables = {
     "best": {
@@ -61,10 +62,11 @@ class ExtendLaunch:
     block: int
     warps: int
     stages: int
+    slack: int = 8
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        tile = (self.rows, self.block, self.warps, self.stages)
+        tile = Tile(self.rows, self.block, self.warps, self.stages, self.slack)
         with mock.patch.object(extend_attention, "_tile", return_value=tile):
             yield
 
@@ -98,10 +100,12 @@ DECODE_TILES = (
 DECODES = tuple(DecodeLaunch(*tile, programs) for tile in DECODE_TILES for programs in (2, 1, 3, 4))
 EXTENDS = (
     ExtendLaunch(128, 64, 8, 3),
+    ExtendLaunch(128, 64, 8, 3, slack=0),
     ExtendLaunch(128, 64, 8, 2),
     ExtendLaunch(128, 64, 4, 3),
     ExtendLaunch(128, 64, 4, 2),
     ExtendLaunch(128, 128, 8, 2),
+    ExtendLaunch(128, 128, 8, 2, slack=0),
     ExtendLaunch(128, 128, 8, 3),
     ExtendLaunch(64, 64, 4, 3),
     ExtendLaunch(64, 64, 4, 2),

@@ -32,7 +32,7 @@ def test_rows_are_split_among_any_number_of_programs(
 def test_rows_of_many_partial_results_are_combined_block_by_block(monkeypatch):
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 40)
     monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
-    monkeypatch.setattr(decode_attention, "COMBINE_BLOCK", 4)
+    monkeypatch.setattr(decode_attention, "COMBINE_NUMBERS", 4 * 2 * 32)
     case = Case(SKEWED, heads=2, kv_heads=1, head_dim=24)
     case.q *= 20  # so that one key in some block outweighs all others
     case.check()
@@ -45,20 +45,42 @@ def test_plans_and_searches_go_through_the_rows_block_by_block(monkeypatch):
 
 
 def test_a_long_row_is_spread_over_all_programs(monkeypatch):
-    """22 tiles by twos, although the long row has 20 of them: 11 programs, two of which meet two
-    rows and leave two results."""
+    """22 tiles by twos, although the long row has 20 of them: 11 programs leave a part of it. The
+    first and the last have another row whole, which leaves none."""
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 12)
     monkeypatch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     case = Case([(1, 64), (1, 64 * 20), (1, 64)], heads=1, kv_heads=1)
     plan = case.plan()
     paged_attention(case.q, case.kv, plan, scale=SCALE)
     results = ~plan.decode.logs.isnan()
-    assert results.sum() == 13
+    assert results.sum() == 11
+
+
+def test_a_row_that_a_program_has_whole_leaves_no_partial_result(monkeypatch):
+    monkeypatch.setattr(device, "num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    case = Case(SKEWED, heads=2, kv_heads=1)
+    plan = case.plan()
+    out = paged_attention(case.q, case.kv, plan, scale=SCALE)
+    assert not out.isnan().any()
+    assert plan.decode.logs.isnan().all()
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (2, 2)])
+def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, kv_heads):
+    """A count of parts that is not reset would leave rows of the next layer unwritten."""
+    monkeypatch.setattr(device, "num_multiprocessors", lambda device: 40)
+    monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
+    case = Case(SKEWED, heads=heads, kv_heads=kv_heads)
+    plan = case.plan()
+    layers = [paged_attention(case.q, case.kv, plan, scale=SCALE) for _ in range(3)]
+    torch.testing.assert_close(layers[0].double(), case.expected(), atol=2e-6, rtol=1e-5)
+    assert torch.equal(layers[0], layers[1]) and torch.equal(layers[0], layers[2])
 
 
 def test_a_window_drops_the_tiles_before_it():
     plan = Case([(1, 64), (1, 65), (1, 640), (1, 0)], page_size=32).plan(window=64).decode
-    assert plan.tile_starts.tolist() == [0, 1, 3, 4, 4]
+    assert plan.tile_starts.tolist() == [0, 1, 3, 4, 5]  # padding has one, of no keys
 
 
 def test_the_host_never_reads_what_the_device_holds(monkeypatch):
@@ -73,7 +95,7 @@ def test_the_host_never_reads_what_the_device_holds(monkeypatch):
     for name in ("q", "kv", "page_ids", "page_starts", "query_starts", "lengths"):
         setattr(case, name, getattr(case, name).to("meta"))  # has shapes and no numbers
     assert case.attend().shape == case.q.flatten(1).shape
-    assert len(launches) == 4  # plan, extend, decode, combine
+    assert len(launches) == 3  # plan, extend, decode
 
 
 @pytest.mark.gpu

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)  # two minutes on two cores of its own
+pytestmark = pytest.mark.timeout(2400)  # three minutes on two cores of its own
 
 ROOT = Path(__file__).resolve().parents[2]
 
 ODD = """
 import sys
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
-from bench import _variants, resources
+from bench import _budgets, _variants, resources
 
 
 @triton.jit
@@ -52,22 +53,37 @@ def counting_kernel(x_ptr, free, num):
     tl.store(x_ptr + free, num)
 
 
+@triton.jit
+def long_kernel(x_ptr):
+    place = x_ptr + tl.arange(0, 256)
+    tl.store(place, tl.sin(tl.load(place)))
+
+
 def launch(count):
     x, wide = torch.empty(4096), torch.empty(1 << 20, dtype=torch.bfloat16)
-    spilling_kernel[(1,)](x, 4096, num_warps=1, maxnreg=64)
-    large_kernel[(1,)](wide, x, 8, 128)
-    wrong_kernel[(1,)](x)
+    spilling_kernel[(1,)](x, 4096, num_warps=1, maxnreg=64, enable_fp_fusion=True)
+    large_kernel[(1,)](wide, x, 8, 128, enable_fp_fusion=False)
+    wrong_kernel[(1,)](x, enable_fp_fusion=True)
     counting_kernel[(1,)](x, count, count)
 
 
-_variants.serving = lambda arch, every: [_variants.Variant("odd", launch)]
+def launch_long(count):
+    long_kernel[(1,)](torch.empty(256), enable_fp_fusion=True)
+
+
+_budgets.FILE = Path(__file__).with_name("budgets.json")
+_variants.serving = lambda arch, every: [
+    _variants.Variant("odd", launch),
+    _variants.Variant("llama3-8b bfloat16 short", launch_long),
+    _variants.Variant("llama3-8b bfloat16 new", launch_long),
+]
 if __name__ == "__main__":
     resources.main()
 """
 
 
 def _run(
-    *command: str, path: Path = ROOT, timeout_s: float = 60.0
+    *command: str, path: Path = ROOT, timeout_s: float = 900.0
 ) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
@@ -84,7 +100,7 @@ def _run(
 @pytest.fixture(scope="module")
 def served() -> subprocess.CompletedProcess[str]:
     """The program's verdict on what is served."""
-    return _run("-m", "bench.resources", timeout_s=570)
+    return _run("-m", "bench.resources", timeout_s=2300)
 
 
 def _rows(ran: subprocess.CompletedProcess[str], arch: int, *kernels: str) -> list[dict[str, Any]]:
@@ -130,11 +146,43 @@ def test_kernels_that_wait_for_memory_read_and_write_sixteen_bytes_a_thread(
         assert not {"ld 1", "ld 2", "st 1", "st 2"} & row["accesses"].keys(), row
 
 
+def test_kernels_that_start_early_wait_for_the_one_before_and_let_the_next_one_start(
+    served: subprocess.CompletedProcess[str],
+) -> None:
+    record = json.loads(served.stdout.splitlines()[-1])
+    layer = {"_rope_and_store", "_extend", "_decode", "_add_rms_norm", "_act_and_mul"}
+    for arch, expected in ((80, set()), (90, layer), (100, layer)):
+        early = {
+            row["kernel"].removesuffix("_kernel")
+            for row in record["rows"]
+            if row["arch"] == arch and row["dependent"] == 2
+        }
+        assert early == expected
+        assert all(row["dependent"] in (0, 2) for row in record["rows"])
+
+
+def test_attention_has_as_few_instructions_as_it_was_built_for(
+    served: subprocess.CompletedProcess[str],
+) -> None:
+    """Of a tile of 128 queries and 128 keys, where no largest score rises much."""
+    (row,) = (
+        row
+        for row in _rows(served, 90, "_extend_kernel")
+        if "llama3-8b bfloat16 page 16 extend" in row["variants"]
+    )
+    assert row["codes"]["ptx"]["loop"] <= 610
+    if "sass" in row["codes"]:
+        assert row["codes"]["sass"]["loop"] <= 560
+
+
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """The program's verdict on kernels that must not be served."""
     folder = tmp_path_factory.mktemp("odd")
     (folder / "odd.py").write_text(ODD)
+    few = {"instructions": 40, "loop": 0}
+    budgets = {"sm_90 long_kernel short": {"sass": few, "ptx": few}}
+    (folder / "budgets.json").write_text(json.dumps(budgets))
     return _run("-c", "import odd; odd.resources.main()", "--arch", "90", path=folder)
 
 
@@ -169,9 +217,25 @@ def test_a_kernel_that_does_not_compile_fails_by_name(
 def test_a_kernel_that_is_compiled_again_when_a_count_changes_fails_by_name(
     odd: subprocess.CompletedProcess[str],
 ) -> None:
-    problems = _failures(odd, "counting_kernel")
+    problems = _failures(odd, "counting_kernel is compiled")
     assert any(" num " in problem for problem in problems)
     assert not any(" free " in problem for problem in problems)
+
+
+def test_a_kernel_that_leaves_fusion_to_the_default_of_the_compiler_fails_by_name(
+    odd: subprocess.CompletedProcess[str],
+) -> None:
+    problems = _failures(odd, "counting_kernel is launched")
+    assert set(problems) == {" without enable_fp_fusion"}
+    assert _failures(odd, "large_kernel is launched") == []
+
+
+def test_a_kernel_of_more_instructions_than_its_budget_or_without_one_fails_by_name(
+    odd: subprocess.CompletedProcess[str],
+) -> None:
+    new, long = sorted(_failures(odd, "long_kernel"))
+    assert new.startswith(" on sm_90 (new) has no budget of ")
+    assert long.startswith(" on sm_90 (short) has ") and long.endswith("where 40 were enough")
 
 
 def test_a_kernel_that_no_variant_launches_fails_by_name(
@@ -183,6 +247,6 @@ def test_a_kernel_that_no_variant_launches_fails_by_name(
 def test_the_interpreter_is_refused() -> None:
     command = [sys.executable, "-m", "bench.resources"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 2
     assert "unset TRITON_INTERPRET" in ran.stderr

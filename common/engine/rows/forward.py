@@ -16,6 +16,9 @@ from common.engine.rows.table import RequestTable
 from common.engine.rows.upload import packed_bytes, upload
 from kernels.sampling import SamplingColumns
 
+# So many times the tokens that there are: whole rows are copied as much faster than single pages.
+MAX_PADDING = 4
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
@@ -104,16 +107,13 @@ class BatchBuilder:
         self._places_64 = torch.arange(table.num_slots + 1)
 
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
-        """O(tokens + rows * pages of the longest row)."""
+        """O(tokens + pages of all rows)."""
         slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
         num_rows = len(slots)
-        num_pages = -(-int(ends.max()) // self._table.page_size)
-        page_table = self._table.page_table[slots, :num_pages]
-        page_ids = torch.from_numpy(page_table.reshape(-1))
-        page_starts = torch.from_numpy(self._rows_32[:num_rows] * np.int32(num_pages))
+        page_ids, page_starts = self._pages(slots, ends)
         lengths = torch.from_numpy(ends)
         if batch.mode is ForwardMode.DECODE:
-            token_ids, locations = self._tokens(slots, starts, self._places[:num_rows], page_table)
+            token_ids, locations = self._tokens(slots, starts)
             return ForwardBatch(
                 token_ids=token_ids,
                 positions=torch.from_numpy(starts),
@@ -133,7 +133,7 @@ class BatchBuilder:
         rows = np.repeat(self._places[:num_rows], counts)
         first_places = query_starts[:-1]
         positions = np.arange(len(rows), dtype=np.int32) - (first_places - starts)[rows]
-        token_ids, locations = self._tokens(slots[rows], positions, rows, page_table)
+        token_ids, locations = self._tokens(slots[rows], positions)
         sampled_slots = slots[batch.samples]
         long_rows = (counts != 1).nonzero()[0]
         return ForwardBatch(
@@ -150,22 +150,33 @@ class BatchBuilder:
             num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
         )
 
-    def _tokens(
-        self,
-        slots: NDArray[np.intp],
-        positions: Ints,
-        rows: NDArray[np.int64],
-        page_table: Ints,
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and locations of tokens, each given by its slot, its index and its row."""
+    def _pages(self, slots: NDArray[np.intp], ends: Ints) -> tuple[Tensor, Tensor]:
+        """Pages of rows of such lengths, and where each row's start: row after row, or all rows as
+        wide as the longest where that is little more."""
+        table, size = self._table, self._table.page_size
+        longest = int(np.maximum.reduce(ends))
+        if len(slots) * longest <= MAX_PADDING * int(np.add.reduce(ends)):
+            num_pages = -(-longest // size)
+            page_ids = table.page_table[slots, :num_pages].reshape(-1)
+            page_starts = self._rows_32[: len(slots)] * np.int32(num_pages)
+        else:
+            counts = -(-ends // np.int32(size))
+            page_starts = np.cumsum(counts, dtype=np.int32) - counts
+            rows = np.repeat(self._places[: len(slots)], counts)
+            columns = np.arange(len(rows)) - page_starts[rows]
+            page_ids = table.page_table[slots[rows], columns]
+        return torch.from_numpy(page_ids), torch.from_numpy(page_starts)
+
+    def _tokens(self, slots: NDArray[np.intp], positions: Ints) -> tuple[Tensor, Tensor]:
+        """Ids and locations of tokens, each given by its slot and its index."""
         table = self._table
         token_ids = table.tokens[slots, positions]
         unknown = positions >= table.known[slots]
         if np.count_nonzero(unknown):
             token_ids = np.where(unknown, (-1 - slots).astype(np.int32), token_ids)
         size = table.page_size
-        places = positions.astype(np.intp)
-        locations = page_table[rows, places // size] * np.int64(size) + places % size
+        pages, offsets = np.divmod(positions.astype(np.intp), size)
+        locations = table.page_table[slots, pages] * np.int64(size) + offsets
         return torch.from_numpy(token_ids), torch.from_numpy(locations)
 
     def _sampling(self, slots: NDArray[np.intp], positions: Ints) -> SamplingColumns | None:

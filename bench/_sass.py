@@ -1,0 +1,107 @@
+"""How many instructions a kernel has, and an iteration of its innermost loop.
+
+In machine code (SASS) where Triton's disassembler is there, and in PTX: that is before registers
+are given out and instructions scheduled, so the two are not comparable.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from triton import knobs
+
+_SASS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
+_SASS_TARGET = re.compile(r"^(?:@!?U?P\d+\s+)?BRA\b.*?0x([0-9a-f]+)")
+_PTX_LABEL = re.compile(r"^(\$\w+):$")
+_PTX_TARGET = re.compile(r"^(?:@\S+\s+)?bra(?:\.uni)?\s+(\$\w+)")
+_PRODUCT = re.compile(r"\b(?:H|HG|UTC[A-Z]+)MMA\b|\bwgmma\.mma_async|\btcgen05\.mma|\bmma\.sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    instructions: int
+    # Of an iteration of the shortest loop on tensor cores, which is attention's over tiles that
+    # need no mask, where it takes every branch ahead; 0 where there is none.
+    loop: int
+
+
+def codes_of(made: Any) -> dict[str, Code]:
+    """By language, "sass" or "ptx". made: a kernel as Triton compiles it."""
+    codes = {"ptx": _code(*_ptx_lines(made.asm["ptx"]))}
+    if sass := _disassembled(made.asm["cubin"]):
+        codes["sass"] = _code(*_sass_lines(sass))
+    return codes
+
+
+def _code(lines: Sequence[str], targets: Mapping[int, int]) -> Code:
+    return Code(len(lines), _loop(lines, targets))
+
+
+def _disassembled(cubin: bytes) -> str:
+    """Empty where nothing can do it."""
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, RuntimeError, subprocess.CalledProcessError):
+        return ""
+
+
+def _sass_lines(sass: str) -> tuple[list[str], dict[int, int]]:
+    """Instructions, and where those that are branches go."""
+    found = _SASS.findall(sass)
+    places = {int(address, 16): place for place, (address, _) in enumerate(found)}
+    lines = [instruction for _, instruction in found]
+    targets = {}
+    for place, line in enumerate(lines):
+        if match := _SASS_TARGET.match(line):
+            targets[place] = places[int(match[1], 16)]
+    return lines, targets
+
+
+def _ptx_lines(ptx: str) -> tuple[list[str], dict[int, int]]:
+    lines: list[str] = []
+    labels = {}
+    for raw in ptx.splitlines():
+        line = raw.partition("//")[0].strip()
+        if match := _PTX_LABEL.match(line):
+            labels[match[1]] = len(lines)
+        elif line.endswith(";") and not line.startswith("."):
+            lines.append(line)
+    targets = {}
+    for place, line in enumerate(lines):
+        if match := _PTX_TARGET.match(line):
+            targets[place] = labels[match[1]]
+    return lines, targets
+
+
+def _loop(lines: Sequence[str], targets: Mapping[int, int]) -> int:
+    products = [place for place, line in enumerate(lines) if _PRODUCT.search(line)]
+    loops = [
+        (first, last)
+        for last, first in targets.items()
+        if first < last and any(first <= place <= last for place in products)
+    ]
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any(
+            (first, last) != other and first <= other[0] and other[1] <= last for other in loops
+        )
+    ]
+    return min((_iteration(first, last, targets) for first, last in inner), default=0)
+
+
+def _iteration(first: int, last: int, targets: Mapping[int, int]) -> int:
+    """Instructions from first to last by the branches ahead that do not leave."""
+    count, place = 0, first
+    while place <= last:
+        count += 1
+        target = targets.get(place, place)
+        place = target if place < target <= last else place + 1
+    return count

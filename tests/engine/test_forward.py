@@ -1,0 +1,125 @@
+"""The tensors of a step: every row finds its pages, and a long row makes no other one longer."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine.models import load
+from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.engine.rows.forward import BatchBuilder, ForwardBatch
+from common.engine.rows.table import RequestTable
+from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.steps import Steps
+
+PAGE_SIZE = 16
+CPU = torch.device("cpu")
+EVEN = [40, 33, 48, 16, 17]
+SKEWED = [5, 16, 2000, 17, 1, 32, 33, 15]
+
+
+def table_of(num_slots: int, context_length: int) -> RequestTable:
+    """Every page of every slot is another one, every token another one."""
+    table = RequestTable(num_slots, context_length, PAGE_SIZE)
+    table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
+    table.tokens[:] = np.arange(table.tokens.size).reshape(table.tokens.shape)
+    table.known[:] = context_length
+    table.greedy[:] = True
+    return table
+
+
+def build(table: RequestTable, lengths: list[int], num_new: list[int]) -> ForwardBatch:
+    """Rows in slots from the last one down."""
+    slots = np.arange(table.num_slots - 1, table.num_slots - 1 - len(lengths), -1, np.int32)
+    ends = np.array(lengths, np.int32)
+    new = np.array(num_new, np.int32)
+    decodes = (new == 1).all()
+    batch = ScheduleBatch(
+        step=1,
+        mode=ForwardMode.DECODE if decodes else ForwardMode.MIXED,
+        slots=slots,
+        starts=ends - new,
+        ends=ends,
+        samples=np.ones(len(lengths), np.bool_),
+    )
+    return BatchBuilder(table).build(batch)
+
+
+@pytest.mark.parametrize("lengths", [EVEN, SKEWED, [1], [PAGE_SIZE], [2000]])
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_every_row_finds_its_pages_and_the_places_of_its_tokens(
+    lengths: list[int], chunk: int
+) -> None:
+    table = table_of(9, 2048)
+    new = [min(chunk, length) for length in lengths[:-1]] + [1]
+    made = build(table, lengths, new)
+    slots = range(table.num_slots - 1, -1, -1)
+    tokens, places = [], []
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=False)):
+        start, count = int(made.page_starts[row]), -(-length // PAGE_SIZE)
+        pages = table.page_table[slot, :count]
+        assert made.page_ids[start : start + count].tolist() == pages.tolist()
+        for token in range(length - new[row], length):
+            tokens.append(int(table.tokens[slot, token]))
+            places.append(int(pages[token // PAGE_SIZE]) * PAGE_SIZE + token % PAGE_SIZE)
+    assert made.lengths.tolist() == lengths
+    assert made.token_ids.tolist() == tokens
+    assert made.locations.tolist() == places
+
+
+def test_a_long_row_among_short_ones_costs_its_own_pages_only() -> None:
+    table = table_of(257, 131_072)
+    made = build(table, [1000] * 256 + [131_000], [1] * 257)
+    assert made.page_ids.numel() == 256 * 63 + 8188
+    assert made.packed_bytes < 120_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_there_are_never_many_more_page_ids_than_pages(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table = table_of(64, 4096)
+    lengths = np.clip(rng.pareto(1.0, 64) * 100, 1, 4096).astype(int).tolist()
+    made = build(table, lengths, [1] * 64)
+    assert made.page_ids.numel() <= 5 * sum(-(-length // PAGE_SIZE) for length in lengths)
+
+
+class _Repeated:
+    def __init__(self, work, output):
+        self._work, self._output = work, output
+
+    def replay(self):
+        self._output.copy_(self._work())
+
+
+def _record(work):
+    output = work().clone()
+    return _Repeated(work, output), output
+
+
+def test_a_long_row_among_short_ones_changes_no_token_by_graph_or_without(tmp_path):
+    """Against each request alone: page ids row after row, and padding rows behind them."""
+    model = load(make_checkpoint(tmp_path), CPU, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+        for length in (3, 2, 200, 5, 1)
+    ]
+
+    def generate(recorder, *groups):
+        steps = Steps(model, num_slots=len(prompts) + 1, recorder=recorder)
+        for size in steps.runner.graph_sizes:
+            steps.runner.capture(size)
+        answers = []
+        for group in groups:
+            slots = [steps.add(tokens) for tokens in group]
+            for slot in slots:
+                steps.prefill(slot)
+            for _ in range(3):
+                steps.decode(*slots)
+            steps.settle()
+            answers += [steps.remove(slot) for slot in slots]
+        steps.close()
+        return answers
+
+    alone = generate(None, *([tokens] for tokens in prompts))
+    assert generate(None, prompts) == alone
+    assert generate(_record, prompts) == alone

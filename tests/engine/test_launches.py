@@ -1,0 +1,113 @@
+"""What a forward enqueues on a device, counted: every launch costs a decode step a microsecond or
+more, whatever it computes."""
+
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import KernelInterface
+
+from common.engine.memory.kv import KVLayout, KVPool
+from common.engine.models import load
+from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.engine.rows.forward import BatchBuilder, ForwardBatch
+from common.engine.rows.table import RequestTable
+from kernels import device
+from tests.support.checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+LAYER = {
+    "product": 4,
+    "_add_rms_norm_kernel": 2,
+    "_rope_and_store_kernel": 1,
+    "_act_and_mul_kernel": 1,
+}
+# After attention and after the MLP.
+GEMMA_LAYER = LAYER | {"_add_rms_norm_kernel": 4}
+ONCE = {"_embed_kernel": 1, "_rope_angles_kernel": 1, "_add_rms_norm_kernel": 1}
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations that do something on a device."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+            self._counts["product" if name in ("mm", "addmm", "linear") else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def batch_of(rows: list[tuple[int, int]]) -> ForwardBatch:
+    """Rows of (new tokens, length)."""
+    new, ends = np.array(rows, np.int32).T
+    table = RequestTable(len(rows), 128, PAGE_SIZE)
+    table.known[:] = ends
+    table.greedy[:] = True
+    decodes = bool((new == 1).all())
+    batch = ScheduleBatch(
+        step=1,
+        mode=ForwardMode.DECODE if decodes else ForwardMode.MIXED,
+        slots=np.arange(len(rows), dtype=np.int32),
+        starts=ends - new,
+        ends=ends,
+        samples=np.ones(len(rows), np.bool_),
+    )
+    return BatchBuilder(table).build(batch)
+
+
+def launched(directory, architecture: str, num_layers: int, batch: ForwardBatch) -> Counter[str]:
+    """By kernel or operation, of one forward; nothing is computed by kernels."""
+    where = directory / f"{architecture}-{num_layers}"
+    model = load(make_checkpoint(where, architecture, num_hidden_layers=num_layers), CPU,
+                 torch.float32)  # fmt: skip
+    pool = KVPool(KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype), 1, CPU)
+    future = torch.zeros(batch.num_rows, dtype=torch.int32)
+    counts: Counter[str] = Counter()
+
+    def note(kernel, grid):
+        return lambda *args, **kwargs: counts.update([kernel.fn.__name__])
+
+    with (
+        mock.patch.object(device, "uses_triton", return_value=True),
+        mock.patch.object(KernelInterface, "__getitem__", note),
+        torch.inference_mode(),
+        _Operations(counts),
+    ):
+        model.forward(batch, pool, future)
+    return counts
+
+
+DECODE = [(1, 40), (1, 3), (1, 17)]
+ROWS = {
+    "decode": (DECODE, {"_decode_kernel": 1}, {"_plan_kernel": 1}),
+    "extend": ([(20, 20), (5, 40)], {"_extend_kernel": 1}, {}),
+    "mixed": (
+        [(20, 20), *DECODE],
+        {"_extend_kernel": 1, "_decode_kernel": 1},
+        {"_plan_kernel": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
+    """Nine of a dense layer's decode step: its four products, attention, and four around them."""
+    rows, attention, plan = ROWS[rows]
+    batch = batch_of(rows)
+    few, many = (launched(tmp_path, architecture, layers, batch) for layers in (2, 4))
+    gemma = architecture == "gemma2"
+    layer = (GEMMA_LAYER if gemma else LAYER) | attention
+    assert many - few == Counter({name: 2 * count for name, count in layer.items()})
+    once = Counter(ONCE) + Counter(plan)
+    if gemma:  # a plan with a window and one without, and the embedding's scale
+        once += Counter(plan) + Counter({"mul_": 1})
+    assert few - (many - few) == once
