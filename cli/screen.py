@@ -15,6 +15,10 @@ class Screen:
     def say(self, text: str = "", style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False)
 
+    def warn(self, text: str) -> None:
+        """Of something that is being mended."""
+        self.say(text, style="yellow")
+
     @contextmanager
     def waiting_for(self, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
         """Shows all of `names` as not ready; call what it gives with a name and a remark once

@@ -1,7 +1,8 @@
 """baton up: a router, prefill nodes and decode nodes on this machine, until Ctrl-C.
 
-Starts them, waits until all are ready, shows that they answer, and ends them in order. When one of
-them dies it says so with the end of its log, ends the others and exits with 1.
+Starts them, waits until all are ready, shows that they answer, and ends them in order. One that
+dies from then on is started again. One that dies before, or with --exit-on-death, ends all: it says
+so with the end of its log, and exits with 1.
 """
 
 import argparse
@@ -12,11 +13,13 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
-from cli import client, demo, generate, plan
+from cli import client, demo, generate, plan, restarts
 from cli.screen import Screen
 from common import settings, tls
 from common.children import Child
@@ -56,17 +59,15 @@ class System:
             certificates: to ask them with.
         """
         self._programs = programs
+        self._logs = logs
         self.certificates = certificates
-        self._children = {
-            program: Child(program.name, program.command, logs / f"{program.name}.log")
-            for program in programs
-        }
+        self._children = {program: self._child(program) for program in programs}
 
     async def until_ready(self, tell: Callable[[str, str], None]) -> None:
         """Returns once every program is healthy; the router is when it can serve a request."""
 
         async def wait(program: plan.Program) -> None:
-            await client.until_serving(program.address, program.service, self.certificates)
+            await self._until_serving(program)
             tell(program.name, program.address)
 
         await asyncio.gather(*(wait(program) for program in self._programs))
@@ -84,6 +85,19 @@ class System:
             f"{child.name} has ended with code {child.code}. The end of {child.log}:\n\n"
             f"{child.last_lines()}\n"
         )
+
+    async def keep_running(self, say: Callable[[str], None]) -> None:
+        """Starts every program again that ends on its own, until cancelled."""
+
+        async def keep(program: plan.Program) -> None:
+            def start_again() -> Child:
+                self._children[program] = child = self._child(program, replaces_log=False)
+                return child
+
+            serving = partial(self._until_serving, program)
+            await restarts.keep_running(self._children[program], start_again, serving, say)
+
+        await asyncio.gather(*(keep(program) for program in self._programs))
 
     async def stop(self, patience_s: float) -> list[str]:
         """Ends all programs. Returns what went wrong."""
@@ -103,6 +117,13 @@ class System:
         for child in self._children.values():
             child.send(signal.SIGKILL)
 
+    def _child(self, program: plan.Program, *, replaces_log: bool = True) -> Child:
+        log = self._logs / f"{program.name}.log"
+        return Child(program.name, program.command, log, replaces_log=replaces_log)
+
+    async def _until_serving(self, program: plan.Program) -> None:
+        await client.until_serving(program.address, program.service, self.certificates)
+
 
 async def serve(
     programs: Sequence[plan.Program],
@@ -121,18 +142,13 @@ async def serve(
     sample = SAMPLE if options.model else DEMO_SAMPLE
     system = System(programs, logs, certificates)
     screen.say(f"starting {len(programs)} programs; their logs are in {logs}/")
-    work = asyncio.ensure_future(
-        _serve_forever(system, programs, http, sample, options.start_timeout, screen)
-    )
-    death = asyncio.ensure_future(system.first_death())
+    work = asyncio.ensure_future(_run(system, programs, http, sample, options, screen))
     stop = asyncio.ensure_future(interrupted.wait())
-    tasks = (work, death, stop)
+    tasks: tuple[asyncio.Future[Any], ...] = (work, stop)
     failure = None
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if death.done():
-            failure = death.result()
-        elif work.done():
+        if work.done():
             failure = str(work.exception())
     finally:
         for task in tasks:
@@ -150,7 +166,36 @@ async def serve(
     return 0 if failure is None and not wrong else 1
 
 
-async def _serve_forever(
+async def _run(
+    system: System,
+    programs: Sequence[plan.Program],
+    http: str,
+    sample: str,
+    options: argparse.Namespace,
+    screen: Screen,
+) -> None:
+    """Arguments as of `_start`. Never returns.
+
+    Raises:
+        StartFailed: as `_start`, or a program has died.
+    """
+    start = _start(system, programs, http, sample, options.start_timeout, screen)
+    starting, death = asyncio.ensure_future(start), asyncio.ensure_future(system.first_death())
+    tasks: tuple[asyncio.Future[Any], ...] = (starting, death)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not death.done():
+            starting.result()
+            if not options.exit_on_death:
+                await system.keep_running(screen.warn)
+        raise StartFailed(await death)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _start(
     system: System,
     programs: Sequence[plan.Program],
     http: str,
@@ -163,7 +208,7 @@ async def _serve_forever(
         http: URL of the router's HTTP port.
         sample: a prompt, for the first answer and for what to try.
     Raises:
-        StartFailed: not all ready in time, or the sample was not answered. Never returns.
+        StartFailed: not all ready in time, or the sample was not answered.
     """
     try:
         with screen.waiting_for([program.name for program in programs]) as tell:
@@ -182,7 +227,6 @@ async def _serve_forever(
     for command in _to_try(router, http, sample, system.certificates):
         screen.say(f"  {command}")
     screen.say("")
-    await asyncio.Event().wait()
 
 
 def _to_try(
@@ -258,6 +302,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     client.add_tls_flags(parser)
     parser.add_argument(
         "--start-timeout", type=float, default=900.0, metavar="S", help="until all are ready (900)"
+    )
+    parser.add_argument(
+        "--exit-on-death",
+        action="store_true",
+        help="end all programs when one dies (unset: it is started again)",
     )
     parser.add_argument(
         "--stop-timeout", type=float, default=60.0, metavar="S", help="for each to end (60)"

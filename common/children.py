@@ -5,12 +5,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-LEASH = Path(__file__).with_name("leash.py")
+from common.leash import leashed
 
 
 class Child:
@@ -29,23 +28,24 @@ class Child:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
         descriptors: Sequence[int] = (),
+        replaces_log: bool = True,
     ) -> None:
         """Starts `command` at once.
 
         Args:
-            log: the program's output replaces what it held; None: the program has this one's.
+            log: of the program's output; None: the program has this one's.
             descriptors: of this process, that the program has under the same numbers.
+            replaces_log: what the log held goes; else the output is added to it.
         """
         self.name = name
         self.log = log
-        leash = [sys.executable, "-P", str(LEASH), str(os.getpid())]
         with contextlib.ExitStack() as files:
             output = None
             if log is not None:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                output = files.enter_context(log.open("wb"))
+                output = files.enter_context(log.open("wb" if replaces_log else "ab"))
             self._process = subprocess.Popen(
-                [*leash, *command],
+                leashed(command, signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,

@@ -13,6 +13,8 @@ ServingError                      status sent to the peer
 ├── TransferError                 UNAVAILABLE          retry the attempt
 │   ├── LayoutMismatch            FAILED_PRECONDITION  misconfigured pair, never retried
 │   └── ProtocolViolation         FAILED_PRECONDITION  ends the pair stream
+├── EngineDied                    ABORTED              retry on another node, see common/trial.py
+├── RequestFailed                 INTERNAL             it cannot be computed, never retried
 ├── ConfigError                   FAILED_PRECONDITION  one line and exit code 2
 └── EngineFault                   UNAVAILABLE          the node fails its requests and exits
 """
@@ -103,6 +105,16 @@ class ConfigError(ServingError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # what the operator has written, told to nobody else
+
+
+class EngineDied(ServingError):
+    """Told to those who had requests at a node by its front, which outlives its engine."""
+
+    status = StatusCode.ABORTED
+
+
+class RequestFailed(ServingError):
+    status = StatusCode.INTERNAL
 
 
 class EngineFault(ServingError):

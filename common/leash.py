@@ -1,19 +1,28 @@
-"""Becomes a program that ends with its parent: python leash.py PARENT_PID PROGRAM ARGUMENT...
+"""Becomes a program that ends with its parent: python leash.py PARENT_PID SIGNAL PROGRAM [ARG...]
 
-A script of its own, because code between fork and exec is no place for Python.
+A script of its own, because code between fork and exec is no place for Python, and because a
+program that is still importing is to be on its leash already: PR_SET_PDEATHSIG outlives exec.
 """
 
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
 
 
-def main(parent: str, *program: str) -> None:
-    """Replaces this process; SIGTERM will follow the parent's death, however it dies."""
-    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+def leashed(command: Sequence[str], number: signal.Signals) -> list[str]:
+    """What to start as a child of this thread for `command` to be sent a signal when the thread
+    ends, however it does."""
+    # Without site: this program is here for a moment only.
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
+
+
+def main(parent: str, number: str, *program: str) -> None:
+    """Replaces this process."""
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != int(parent):  # it died before prctl
         raise SystemExit(1)

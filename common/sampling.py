@@ -15,13 +15,16 @@ MAX_TOKEN_ID = 2**31 - 1  # nodes keep them as int32
 # Of the 32 bits that carry numbers to the nodes.
 _LARGEST = (2 - 2**-23) * 2.0**127
 _ABOVE_0 = 2.0**-149
+# Far beyond any use, and far from where a float32 logit overflows: that would be an end with an
+# error, when it has been computed, and look like a fault of the model.
+_STRONGEST = 2.0**20
 # name, lowest and highest value, as errors say it
 _RANGES = (
     ("max_tokens", 1, _LARGEST, "at least 1"),
     ("temperature", 0.0, _LARGEST, "at least 0"),
     ("top_p", _ABOVE_0, 1.0, "in (0, 1]"),
     ("min_p", 0.0, 1.0, "in [0, 1]"),
-    ("repetition_penalty", _ABOVE_0, _LARGEST, "> 0"),
+    ("repetition_penalty", 1 / _STRONGEST, _STRONGEST, "from 1e-6 to 1e6"),
     ("frequency_penalty", -2.0, 2.0, "in [-2, 2]"),
     ("presence_penalty", -2.0, 2.0, "in [-2, 2]"),
 )

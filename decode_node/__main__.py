@@ -32,6 +32,7 @@ def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
         services=(serve.register,),
         background=(streams.run, dialer.run),
         step=serve.step,
+        on_trial=serve.on_trial,
         moved=serve.moved,
         drain=serve.drain,
         end=serve.end,

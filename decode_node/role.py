@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from grpc import StatusCode
 
 from common.config import DecodeConfig
 from common.distribution import Counted
@@ -38,11 +39,13 @@ from common.node.messages import (
     CancelSubmitted,
     Ended,
     FrontMessage,
+    OnTrial,
     StreamEnded,
     SubmitRequest,
 )
 from common.node.outbox import Outbox
 from common.node.stamps import AttemptStamps, RequestStamps
+from common.trial import GUILTY, MAX_DEATHS
 from decode_node.counts import DecodeCounts
 from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
 from kvtransfer.messages import HandoffId
@@ -109,6 +112,7 @@ class DecodeRole:
         self._current: dict[int, HandoffId] = {}  # request key: its attempt, in either queue
         self._attempts: dict[int, int] = {}  # request key: attempts so far
         self._reading: dict[HandoffId, Ints] = {}  # pages held until nothing can land in them
+        self._told_trial: Request | None = None
         self._next_key = 1
         self._deadlines_due = 0.0
         self._counts = DecodeCounts()
@@ -148,7 +152,10 @@ class DecodeRole:
         self._outbox.flush()
 
     def next_batch(self) -> ScheduleBatch | None:
-        return self._scheduler.next_batch()
+        batch = self._scheduler.next_batch()
+        if self._scheduler.on_trial is not self._told_trial:
+            self._tell_trial(self._scheduler.on_trial)
+        return batch
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self._scheduler.finish(batch, result)
@@ -231,6 +238,7 @@ class DecodeRole:
             arrived=now,
             namespace=message.namespace,
         )
+        request.suspect_of(message.engine_deaths)
         self._next_key += 1
         self._stamps[request.key] = RequestStamps(
             message.request_id, request.num_prompt, message.trace, message.received or now, now
@@ -294,6 +302,7 @@ class DecodeRole:
                 request_id=request.request_id,
                 traceparent=self._stamps[request.key].trace.passed_on,
                 namespace=request.namespace,
+                engine_deaths=request.engine_deaths,
             )
         )
 
@@ -430,6 +439,11 @@ class DecodeRole:
             self._pages.drop(transfer.pages, Holder.REQUEST)
         del self._current[request.key]
         self._live[request.origin] = request
+        if event.engine_died:
+            if request.engine_deaths >= MAX_DEATHS:
+                self._end(request, Finish(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL))
+                return
+            request.suspect_of(request.engine_deaths + 1)
         try:
             self._dispatch(request, attempt.candidates if event.retryable else ())
         except ServingError as error:
@@ -500,6 +514,11 @@ class DecodeRole:
         if chunk.first_token is not None and stamps.queued and not stamps.prefilled:
             stamps.prefilled = time.monotonic()
             stamps.note_first_token(stamps.prefilled)
+
+    def _tell_trial(self, request: Request | None) -> None:
+        """Before the step is launched that the engine may die in."""
+        self._told_trial = request
+        self._desk.notify(OnTrial(*request.origin) if request else OnTrial(0, 0))
 
     def _expire(self, now: float) -> None:
         """The total budget of requests in the queues here; the scheduler minds its own."""

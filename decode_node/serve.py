@@ -36,6 +36,7 @@ from common.node.lanes import Lane
 from common.node.messages import (
     CancelSubmitted,
     Moving,
+    OnTrial,
     StepTokens,
     StreamEnded,
     SubmitRequest,
@@ -46,6 +47,7 @@ from common.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
 from common.timeline import to_proto
 from common.tracing.context import Trace, checked, log_fields
 from common.tracing.tracer import Tracer
+from common.trial import MAX_DEATHS
 from kvtransfer.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
 from protos import decode_pb2, decode_pb2_grpc, router_pb2
 
@@ -171,6 +173,13 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             begun=[request for request, _ in message.begun],
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
+
+    def on_trial(self, message: OnTrial) -> None:
+        """Tells every router: who of them has that request, only one can know."""
+        for number, stream in self._streams.items():
+            own = message.request if number == message.stream else None
+            trial = decode_pb2.Trial(under_way=bool(message.stream), request=own)
+            stream.outgoing.put(decode_pb2.FromNode(trial=trial))
 
     def moved(self, moving: Moving) -> None:
         """Tells every router what has changed."""
@@ -327,6 +336,7 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         received=time.monotonic(),
         trace=trace,
         namespace=check_namespace(submit.namespace),
+        engine_deaths=min(submit.engine_deaths, MAX_DEATHS),
     )
 
 

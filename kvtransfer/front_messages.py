@@ -41,6 +41,7 @@ class PairClosed(msgspec.Struct, frozen=True, tag=True):
 
     stream: int
     reason: str
+    engine_died: bool = False  # the peer's
 
 
 PairInput: TypeAlias = PairOpened | PairMessage | PairClosed

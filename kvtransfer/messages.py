@@ -36,6 +36,7 @@ class Open(Message, frozen=True, tag=True):
     request_id: str
     traceparent: str = ""  # what the owner's spans hang on
     namespace: Namespace = SHARED  # of the owner's prefix cache
+    engine_deaths: int = 0  # see common/trial.py
 
 
 class Grant(Message, frozen=True, tag=True):

@@ -19,6 +19,7 @@ import msgspec
 
 from common import rpc
 from common.errors import (
+    EngineDied,
     Forbidden,
     NodeUnavailable,
     ProtocolViolation,
@@ -198,7 +199,8 @@ async def _own_words(call: Any) -> AsyncIterator[None]:
 
 
 def _ended(code: grpc.StatusCode, details: str | None) -> ServingError:
-    return _REFUSALS.get(code, NodeUnavailable)(details or code.name)
+    died = code is EngineDied.status
+    return (EngineDied if died else _REFUSALS.get(code, NodeUnavailable))(details or code.name)
 
 
 async def _cancelled(*tasks: "asyncio.Task[Any]") -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeAlias
 
 from common.errors import (
+    EngineDied,
     EngineFault,
     NodeUnavailable,
     Overloaded,
@@ -60,6 +61,7 @@ class PairStream:
         self.as_reader = as_reader
         self.outgoing: Outgoing[Outward] = Outgoing()
         self.reason = "the peer has closed the stream"  # why it is over
+        self.engine_died = False  # the peer's, which is why
         self._forward = forward
 
     async def take(self, message: Outward) -> None:
@@ -135,13 +137,14 @@ class PairStreams:
             yield stream
         except Exception as error:
             stream.reason = str(error)
+            stream.engine_died = isinstance(error, EngineDied)
             raise
         finally:
             del self._streams[stream.number]
             self._metrics.stream_closed("pair")
             if stream.outgoing.cut_off:
                 self._metrics.cut_off()
-            self._send(PairClosed(stream.number, stream.reason))
+            self._send(PairClosed(stream.number, stream.reason, stream.engine_died))
             self._log.info(
                 "pair stream over",
                 stream=stream.number,

@@ -37,6 +37,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     request_id: str
     traceparent: str = ""
     namespace: Namespace = SHARED
+    engine_deaths: int = 0
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -104,6 +105,7 @@ class Lost(msgspec.Struct, frozen=True):
     id: HandoffId
     reason: str
     retryable: bool  # False: another owner would refuse it as well
+    engine_died: bool = False  # the owner's, which may have been computing it
 
 
 class ReadsEnded(msgspec.Struct, frozen=True):
@@ -155,6 +157,7 @@ class Opened(msgspec.Struct, frozen=True):
     request_id: str
     traceparent: str = ""
     namespace: Namespace = SHARED
+    engine_deaths: int = 0
 
 
 class Granted(msgspec.Struct, frozen=True):

@@ -67,7 +67,7 @@ class Publisher:
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
 
-    def closed(self, stream: int, reason: str) -> None:
+    def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         self._carry_out(self._end.stream_down(stream, reason))
         self._dismiss(stream)
 

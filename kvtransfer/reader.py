@@ -98,9 +98,9 @@ class Reader:
             self._end.stream_up(stream, hello.instance, hello.address, region.num_pages, now)
         )
 
-    def closed(self, stream: int, reason: str) -> None:
+    def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         self._peers.pop(stream, None)
-        self._carry_out(self._end.stream_down(stream, reason))
+        self._carry_out(self._end.stream_down(stream, reason, engine_died=engine_died))
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
         self._carry_out(self._end.received(stream, message, now))

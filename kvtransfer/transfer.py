@@ -48,7 +48,7 @@ class Side(Protocol[CommandIn]):
 
     def opened(self, stream: int, hello: Hello, now: float) -> None: ...
 
-    def closed(self, stream: int, reason: str) -> None: ...
+    def closed(self, stream: int, reason: str, engine_died: bool = False) -> None: ...
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None: ...
 
@@ -195,8 +195,8 @@ class TransferThread(Generic[Command, Event]):
                     self._side.opened(stream, hello, now)
                 case PairMessage(stream, content):
                     self._side.received(stream, content, now)
-                case PairClosed(stream, reason):
-                    self._side.closed(stream, reason)
+                case PairClosed(stream, reason, engine_died):
+                    self._side.closed(stream, reason, engine_died)
         for _ in range(len(self._commands)):
             self._side.command(self._commands.popleft(), now)
         self._side.tick(now, engine_moves=self._engine_moves())

@@ -13,6 +13,7 @@ from common.sampling import from_proto as sampling_from_proto
 from common.sampling import to_proto as sampling_to_proto
 from common.timeline import PrefillTimes
 from common.tracing.context import checked
+from common.trial import MAX_DEATHS
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -195,6 +196,7 @@ def _open(body: pb.Open) -> Open:
         request_id=_text("request_id", body.request_id),
         traceparent=checked(body.traceparent),
         namespace=namespace,
+        engine_deaths=min(body.engine_deaths, MAX_DEATHS),
     )
 
 
@@ -208,6 +210,7 @@ def _open_proto(record: Open) -> pb.Open:
         request_id=record.request_id,
         traceparent=record.traceparent,
         namespace=record.namespace,
+        engine_deaths=record.engine_deaths,
     )
 
 

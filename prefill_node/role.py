@@ -192,7 +192,7 @@ class PrefillRole:
         except Overloaded as error:
             self._counts["refused/overloaded"] += 1
             return self._fail(event.serial, str(error), retryable=True)
-        self._bootstrap[event.serial] = Request(
+        self._bootstrap[event.serial] = request = Request(
             key=event.serial,
             origin=(0, 0),
             request_id=event.request_id,
@@ -204,6 +204,7 @@ class PrefillRole:
             arrived=now,
             namespace=event.namespace,
         )
+        request.suspect_of(event.engine_deaths)
 
     def _grant(self, event: Granted) -> None:
         request = self._bootstrap.pop(event.serial, None)

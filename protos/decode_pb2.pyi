@@ -74,7 +74,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class Submit(_message.Message):
     BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -93,17 +94,28 @@ class Submit(_message.Message):
     budget_s: float
     traceparent: str
     namespace: bytes
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ...) -> None: ...
+    engine_deaths: int
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("step", "status", "protocol_version")
+    __slots__ = ("step", "status", "trial", "protocol_version")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     step: Step
     status: Status
+    trial: Trial
     protocol_version: int
-    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class Trial(_message.Message):
+    __slots__ = ("under_way", "request")
+    UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    under_way: bool
+    request: int
+    def __init__(self, under_way: _Optional[bool] = ..., request: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun")

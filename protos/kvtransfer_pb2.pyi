@@ -91,7 +91,7 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace")
+    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class Open(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_generated: int
@@ -108,7 +109,8 @@ class Open(_message.Message):
     request_id: str
     traceparent: str
     namespace: bytes
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ...) -> None: ...
+    engine_deaths: int
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens")

@@ -12,6 +12,7 @@ from router.policy.choices import PlacementKey
 from router.requests import validation
 from router.requests.admission import Admission, new_request_id
 from router.requests.answer import Answer, LastPiece, Piece
+from router.requests.losses import Losses
 from router.requests.record import Records, RequestRecord
 from router.requests.served_model import ServedModel
 from router.requests.token_buffer import End
@@ -19,8 +20,6 @@ from router.requests.validation import Job
 from router.requests.wanted import Together, Wanted
 from router.requests.within import Within
 from router.text.detokenizer import Detokenizer
-
-_MAX_REPLAYS = 2  # of one request, each on another node if there is one
 
 Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
 Offer = Callable[[Piece], bool]
@@ -73,12 +72,12 @@ class Generator:
             ServingError: instead of the last piece.
         """
         request_id = wanted.request_id or new_request_id()
-        known_as = request_id[: validation.MAX_REQUEST_ID_CHARACTERS]  # an over-long one in logs
-        with self._records.begin(known_as, client, traceparent) as record:
-            validation.check_request_id(request_id)
+        label = wanted.label[: validation.MAX_LABEL_CHARACTERS]  # of an over-long one, in logs
+        with self._records.begin(request_id, label, client, traceparent) as record:
+            validation.check_label(wanted.label)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             with Within(budget_s) as deadline:
-                async with self._admission.admitted(request_id, client):
+                async with self._admission.admitted(client):
                     job = await validation.parse(
                         wanted,
                         request_id,
@@ -110,19 +109,20 @@ class Generator:
         )
         chosen = await self._choose(job)
         record.accept(len(job.token_ids), chosen.decode.address)
-        lost_by: list[str] = []
+        losses = Losses()
         while True:
             try:
-                continued = _continued(job, answer.token_ids)
+                continued = _continued(job, answer.token_ids, losses.engine_deaths)
                 last = await self._follow(chosen, continued, deadline, answer, write, offer, record)
                 break
             except NodeUnavailable as error:
-                lost_by.append(chosen.decode.address)
                 record.timeline.lose()
-                if len(lost_by) > _MAX_REPLAYS or len(answer.token_ids) >= job.sampling.max_tokens:
+                losses.add(chosen.decode.address, error, len(answer.token_ids))
+                if len(answer.token_ids) >= job.sampling.max_tokens:
                     raise
-                chosen = await self._choose_again(job, error, lost_by)
-                record.replay(chosen.decode.address, error)
+                chosen = await self._choose_again(job, error, losses.addresses)
+                suspect = losses.engine_deaths > 0
+                record.replay(chosen.decode.address, error, suspect=suspect)
         # Out of the node's hands: a stop string's Cancel does not wait for a slow client.
         record.finish(last.finish_reason, last.cached_tokens)
         await write(job.request_id, last)
@@ -175,9 +175,14 @@ class Generator:
             raise lost from None
 
 
-def _continued(job: Job, token_ids: Sequence[int]) -> Job:
+def _continued(job: Job, token_ids: Sequence[int], engine_deaths: int) -> Job:
     """The rest of a job of which these tokens have been generated. Its seed makes them go on as
     they would have."""
-    if not token_ids:
+    if not token_ids and not engine_deaths:
         return job
-    return replace(job, token_ids=[*job.token_ids, *token_ids], num_generated=len(token_ids))
+    return replace(
+        job,
+        token_ids=[*job.token_ids, *token_ids],
+        num_generated=len(token_ids),
+        engine_deaths=engine_deaths,
+    )

@@ -102,6 +102,11 @@ STREAMS_LOST = Declared(
     "Streams to decode nodes that ended by themselves; every request on them was hit.",
 )
 REPLAYS = Declared("baton_replays", "counter", "Requests that went on at another decode node.")
+SUSPECTS = Declared(
+    "baton_suspects",
+    "counter",
+    "Requests that went on alone at first, since a decode engine had died with them aboard.",
+)
 HTTP_CONNECTIONS = Declared("baton_http_connections", "gauge", "Open connections of HTTP clients.")
 HTTP_ANSWERS = Declared(
     "baton_http_answers",
@@ -128,6 +133,7 @@ DECLARED = (
     NODES,
     STREAMS_LOST,
     REPLAYS,
+    SUSPECTS,
     HTTP_CONNECTIONS,
     HTTP_ANSWERS,
     *TRUST,
@@ -165,6 +171,7 @@ class RouterMetrics:
         self._nodes = NODES.numbers()
         self._streams_lost = STREAMS_LOST.numbers()
         self._replays = REPLAYS.numbers()
+        self._suspects = SUSPECTS.numbers()
         self._http_connections = HTTP_CONNECTIONS.numbers()
         self._http_answers = HTTP_ANSWERS.numbers()
         self.trust = TrustMetrics()
@@ -187,6 +194,7 @@ class RouterMetrics:
         yield NODES.family(self._nodes)
         yield STREAMS_LOST.family(self._streams_lost)
         yield REPLAYS.family(self._replays)
+        yield SUSPECTS.family(self._suspects)
         yield HTTP_CONNECTIONS.family(self._http_connections)
         yield HTTP_ANSWERS.family(self._http_answers)
         yield from self.trust.families()
@@ -262,9 +270,10 @@ class RouterMetrics:
         """A decode node's stream has ended by itself."""
         self._streams_lost[()] += 1
 
-    def replayed(self) -> None:
+    def replayed(self, *, suspect: bool) -> None:
         """A request whose decode node was lost has been placed anew."""
         self._replays[()] += 1
+        self._suspects[()] += suspect
 
     # HTTP -----------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class Verdict:
     reason: str
     exit_code: int = 0
     in_order: bool = False  # nothing was under way any more
+    engine_died: bool = False
 
 
 class Ending:
@@ -53,6 +54,9 @@ class Ending:
 
     def fault(self, reason: str, exit_code: int = 1) -> None:
         self._decide(Verdict(reason, exit_code))
+
+    def engine_died(self, reason: str) -> None:
+        self._decide(Verdict(reason, 1, engine_died=True))
 
     async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> Verdict:
         """Waits for the end. `begin_drain` is called once a drain is wanted; from then on it may

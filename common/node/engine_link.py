@@ -24,6 +24,7 @@ from common.node.messages import (
     FrontMessage,
     HandoffTraced,
     Moving,
+    OnTrial,
     Start,
     StepTokens,
     SubmitRequest,
@@ -34,7 +35,14 @@ _MAX_UNREAD_BYTES = 16 << 20
 _MAX_QUESTIONS = 64  # waiting for their answers
 
 Notice: TypeAlias = (
-    EngineReady | StepTokens | HandoffTraced | Moving | CacheChanged | Drained | EngineFailed
+    EngineReady
+    | StepTokens
+    | OnTrial
+    | HandoffTraced
+    | Moving
+    | CacheChanged
+    | Drained
+    | EngineFailed
 )
 
 

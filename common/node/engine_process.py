@@ -1,11 +1,10 @@
 """The engine process's side of its front: start, the channel of the engine thread, the end.
 
 An engine program is `run_engine(SomeConfig, body)` and nothing else. It is started by a front
-and never by hand; it obeys that front alone, and dies with it.
+and never by hand; it obeys that front alone, and dies with it (common/leash.py).
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -30,7 +29,6 @@ C = TypeVar("C", bound=NodeConfig)
 
 _START_S = 30.0  # from exec to the front's first frame
 _FLUSH_S = 2.0  # for the last words
-_PR_SET_PDEATHSIG = 1
 
 
 class EngineChannel:
@@ -113,10 +111,9 @@ def run_engine(config_type: type[C], body: Callable[[EngineStart[C]], None], nam
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
-    engine_fd, transfer_fd, front_pid = (int(argument) for argument in sys.argv[1:4])
+    engine_fd, transfer_fd = (int(argument) for argument in sys.argv[1:3])
     for fd in (engine_fd, transfer_fd):
         os.set_inheritable(fd, False)
-    _die_with(front_pid)
     frames: FrameSocket[Start | FrontMessage] = FrameSocket(
         socket.socket(fileno=engine_fd), Start | FrontMessage
     )
@@ -163,15 +160,6 @@ def _leave(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def _die_with(front_pid: int) -> None:
-    """End of file ends an engine that looks; this ends one that is stuck, too."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != front_pid:  # it died before the call
-        sys.exit(0)
 
 
 def _await_start(frames: FrameSocket[Start | FrontMessage]) -> Start:

@@ -22,7 +22,7 @@ import uvloop
 
 from common import allocator, descriptors, logs, rpc, tls
 from common.config import NodeConfig
-from common.errors import ConfigError, EngineFault, NodeUnavailable, ServingError
+from common.errors import ConfigError, EngineDied, EngineFault, NodeUnavailable, ServingError
 from common.identity.caller import node_name
 from common.identity.guard import Guard
 from common.identity.program import guard_of, identity_of
@@ -39,6 +39,7 @@ from common.node.messages import (
     EngineReady,
     HandoffTraced,
     Moving,
+    OnTrial,
     Start,
     StepTokens,
 )
@@ -84,6 +85,7 @@ class NodeParts:
     services: Sequence[Callable[[grpc.aio.Server, Guard | None], tuple[str, ...]]]
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
     step: Callable[[StepTokens], None] = _nothing
+    on_trial: Callable[[OnTrial], None] = _nothing
     moved: Callable[[Moving], None] = _nothing
     handoff: Callable[[HandoffTraced], None] = _nothing
     drain: Callable[[], None] = _nothing  # take no new work from now on
@@ -230,7 +232,7 @@ class _Node:
         try:
             await work
         except EngineFault as error:
-            self._ending.fault(str(error))
+            self._ending.engine_died(str(error))
         except Exception as error:
             log.exception("the front failed")
             self._ending.fault(f"the front failed: {type(error).__name__}: {error}")
@@ -252,12 +254,14 @@ class _Node:
         finally:
             ended.cancel()
             let_go.cancel()
-        self._ending.fault(f"the engine {exit_sentence(code)}")
+        self._ending.engine_died(f"the engine {exit_sentence(code)}")
 
     def _notice(self, notice: Notice) -> None:
         match notice:
             case StepTokens():
                 self._parts.step(notice)
+            case OnTrial():
+                self._parts.on_trial(notice)
             case HandoffTraced():
                 self._parts.handoff(notice)
             case Moving():
@@ -271,8 +275,10 @@ class _Node:
                 log.info("ready %s", kv(model=notice.model, pages=notice.num_pages))
             case Drained():
                 self._ending.drained()
+            case EngineFailed(config=True):
+                self._ending.fault(notice.reason, 2)
             case EngineFailed():
-                self._ending.fault(notice.reason, 2 if notice.config else 1)
+                self._ending.engine_died(notice.reason)
 
     def _begin_drain(self) -> None:
         self._supervision.draining = True
@@ -293,7 +299,7 @@ class _Node:
         else:
             level = logging.ERROR if verdict.exit_code else logging.INFO
             log.log(level, "ending %s", kv(because=verdict.reason))
-        error = EngineFault if verdict.exit_code else NodeUnavailable
+        error = EngineDied if verdict.engine_died else NodeUnavailable
         last = error(f"this node has ended: {verdict.reason}")
         self._parts.end(last)
         self._cache_feed.end(last)

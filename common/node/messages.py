@@ -38,6 +38,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     received: float = 0.0  # time.monotonic(), at the front
     trace: Trace = UNTRACED
     namespace: Namespace = SHARED
+    engine_deaths: int = 0  # see common/trial.py
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
@@ -110,6 +111,13 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), once its prompt is computed
 
 
+class OnTrial(msgspec.Struct, frozen=True, tag=True):
+    """From now on this request computes alone; with stream 0 none does any more."""
+
+    stream: int
+    request: int
+
+
 class HandoffTraced(msgspec.Struct, frozen=True, tag=True):
     """A hand-off that was given, and is over; sent only for those that have a span here."""
 
@@ -168,6 +176,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 EngineMessage: TypeAlias = (
     EngineReady
     | StepTokens
+    | OnTrial
     | HandoffTraced
     | Answer
     | Moving

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+from common.leash import leashed
 from common.node.ipc import socket_pair
 
 
@@ -20,13 +21,16 @@ class EngineProcess:
         self.engine_socket, engine_end = socket_pair()
         self.transfer_socket, transfer_end = socket_pair()
         ends = (engine_end.fileno(), transfer_end.fileno())
-        arguments = [sys.executable, "-m", module, *map(str, ends), str(os.getpid())]
+        # End of file ends an engine that looks; the leash ends one that imports, or is stuck.
+        command = [sys.executable, "-m", module, *map(str, ends)]
         # Until the engine ignores them, Ctrl-C and SIGTERM to the group would kill it. A blocked
         # signal stays blocked over exec, and is delivered here as soon as it is let through.
         meant_for_us = {signal.SIGINT, signal.SIGTERM}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, meant_for_us)
         try:
-            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=ends)
+            self._process = subprocess.Popen(
+                leashed(command, signal.SIGKILL), stdin=subprocess.DEVNULL, pass_fds=ends
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             engine_end.close()

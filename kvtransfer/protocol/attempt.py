@@ -89,6 +89,11 @@ class Attempt:
         return self.num_tokens - self.ranges.next if self.ranges is not None else self.num_tokens
 
     @property
+    def being_computed(self) -> bool:
+        """By all that the owner has said; what it has admitted may be in its next forward."""
+        return self.admitted is not None and not (self.ranges is not None and self.ranges.complete)
+
+    @property
     def all_read(self) -> bool:
         return self.ranges is not None and self.ranges.complete and not self.unread
 

@@ -200,6 +200,7 @@ class OwnerEnd:
                 message.request_id,
                 message.traceparent,
                 message.namespace,
+                message.engine_deaths,
             )
         )
 

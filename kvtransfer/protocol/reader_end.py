@@ -135,10 +135,16 @@ class ReaderEnd:
         self._open_link(stream, now)
         return self._taken()
 
-    def stream_down(self, stream: int, reason: str) -> list[ReaderAction]:
-        """The stream is over. Nothing happens if this end has ended it itself."""
+    def stream_down(
+        self, stream: int, reason: str, *, engine_died: bool = False
+    ) -> list[ReaderAction]:
+        """The stream is over. Nothing happens if this end has ended it itself.
+
+        Args:
+            engine_died: the owner's front has said so.
+        """
         if stream in self._streams:
-            self._forget_stream(stream, reason)
+            self._forget_stream(stream, reason, engine_died=engine_died)
         return self._taken()
 
     def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
@@ -353,6 +359,7 @@ class ReaderEnd:
             command.request_id,
             command.traceparent,
             command.namespace,
+            command.engine_deaths,
         )
         self._actions.append(Send(stream, message))
 
@@ -388,8 +395,10 @@ class ReaderEnd:
         self._tell_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
-    def _lose(self, attempt: Attempt, reason: str, *, retryable: bool) -> None:
-        self._actions.append(Lost(attempt.id, reason, retryable))
+    def _lose(
+        self, attempt: Attempt, reason: str, *, retryable: bool, engine_died: bool = False
+    ) -> None:
+        self._actions.append(Lost(attempt.id, reason, retryable, engine_died))
         self._leave(attempt, KVPoll.FAILED)
 
     def _tell_cancel(self, attempt: Attempt, reason: str) -> None:
@@ -447,12 +456,13 @@ class ReaderEnd:
         self._actions.append(EndStream(stream, reason, refused))
         self._forget_stream(stream, reason)
 
-    def _forget_stream(self, stream: int, reason: str) -> None:
+    def _forget_stream(self, stream: int, reason: str, *, engine_died: bool = False) -> None:
         peer = self._streams.pop(stream)
         self._beats.stop(stream)
         self._link_deadlines.drop(stream)
         for attempt in [h for h in self._attempts.values() if h.stream == stream]:
-            self._lose(attempt, reason, retryable=True)
+            computing = engine_died and attempt.being_computed
+            self._lose(attempt, reason, retryable=True, engine_died=computing)
         if peer.announced:
             self._actions.append(OwnerDown(peer.owner, peer.address, reason))
         if stream in self._links:

@@ -1,4 +1,5 @@
-"""GET /requests and GET /requests/ID: where the time of a request went, as JSON.
+"""GET /requests and GET /requests/ID: where the time of a request went, as JSON. A client's own
+name for a request is as good as its id: it finds the newest one that is called so.
 
 Moments are seconds since the request arrived at this router. Nothing of a prompt or an answer is
 in it. docs/tracing.md says what the phases mean.
@@ -32,10 +33,10 @@ class RequestsEndpoint:
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
     async def one(self, request: Request) -> web.Response:
-        request_id = unquote(request.route.removeprefix(f"{PATH}/"))
-        timeline = self._timelines.find(request_id)
+        name = unquote(request.route.removeprefix(f"{PATH}/"))
+        timeline = self._timelines.find(name)
         if timeline is None:
-            message = f"no request {request_id[:256]!r} is under way or among the last that ended"
+            message = f"no request {name[:256]!r} is under way or among the last that ended"
             return Refusal(404, message, code="request_not_found").response()
         content = _summary(timeline) | _details(timeline)
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
@@ -46,6 +47,7 @@ def _summary(timeline: RequestTimeline) -> dict[str, Any]:
     used = _used(last) if last else None
     return {
         "id": timeline.request_id,
+        "label": timeline.label or None,
         "outcome": timeline.outcome,
         "arrived": timeline.arrived_unix,
         "seconds": (timeline.ended or time.monotonic()) - timeline.arrived,

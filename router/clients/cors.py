@@ -15,6 +15,7 @@ _MAX_NAMES_CHARACTERS = 2048
 _EXPOSED = ", ".join(
     (
         "x-request-id",
+        "baton-request-id",
         "retry-after",
         *(
             f"x-ratelimit-{number}-{what}"

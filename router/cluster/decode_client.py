@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import grpc.aio
 
 from common import rpc, serve_protocol
-from common.errors import NodeUnavailable, ProtocolViolation
+from common.errors import EngineDied, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.sampling import to_fields
 from protos import decode_pb2, decode_pb2_grpc
 from router.cluster.node_ends import end_of
 from router.cluster.unsent import Unsent
+from router.requests.losses import Doing, NodeLost
 from router.requests.timelines import RequestTimeline
 from router.requests.token_buffer import TokenBuffer
 from router.requests.validation import Job
@@ -39,6 +40,7 @@ class _Over(NamedTuple):
     refused: bool = (
         False  # the two ends cannot speak with each other: only another program mends it
     )
+    engine_died: bool = False
 
 
 class DecodeClient:
@@ -70,6 +72,7 @@ class DecodeClient:
         self._next_number = 1
         # Requests whose timeline the node has not told; it may come after the request was left.
         self._untold: dict[int, tuple[RequestTimeline, int]] = {}
+        self._trial: decode_pb2.Trial | None = None  # under way in the node
         self._unsent = Unsent()
 
     @property
@@ -94,7 +97,7 @@ class DecodeClient:
                     )
                 told = over.reason
             finally:
-                self._lose(over.reason)
+                self._lose(over)
             if time.monotonic() - opened_at > _MAX_BACKOFF_S:
                 backoff_s = _MIN_BACKOFF_S
             delay_s = self._refused_s if over.refused else backoff_s
@@ -135,6 +138,7 @@ class DecodeClient:
             budget_s=budget_s,
             traceparent=timeline.trace.passed_on,
             namespace=job.namespace,
+            engine_deaths=job.engine_deaths,
         )
         self._untold[number] = timeline, len(timeline.submissions) - 1
         self._unsent.submit(submit)
@@ -176,8 +180,11 @@ class DecodeClient:
         except ProtocolViolation as error:
             return _Over(str(error))
         except grpc.aio.AioRpcError as error:
-            refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            return _Over(f"{error.code().name}: {error.details()}", refused)
+            return _Over(
+                f"{error.code().name}: {error.details()}",
+                refused=error.code() is grpc.StatusCode.FAILED_PRECONDITION,
+                engine_died=error.code() is EngineDied.status,
+            )
         finally:
             sending.cancel()
             call.cancel()
@@ -201,6 +208,8 @@ class DecodeClient:
                     raise ProtocolViolation(f"the node has {len(message.status.links)} links")
                 self.status = message.status
                 self._on_move(self.address)
+            case "trial":
+                self._trial = message.trial if message.trial.under_way else None
             case _:
                 return  # a newer node's
 
@@ -232,25 +241,41 @@ class DecodeClient:
                 timeline.told(submission, step.timeline[index])
             buffer = live.pop(number, None)
             if buffer is not None:
-                buffer.end(
-                    end_of(
-                        step.reason[index],
-                        step.error[index],
-                        step.error_code[index],
-                    )
+                end = end_of(
+                    step.reason[index],
+                    step.error[index],
+                    step.error_code[index],
                 )
+                if isinstance(end, NodeUnavailable) and self._drains:
+                    end = NodeLost(str(end), Doing.NOT_ITS_OWN)
+                buffer.end(end)
                 told.append(buffer)
         for buffer in told:
             buffer.tell()
 
-    def _lose(self, reason: str) -> None:
-        self.status = None
+    def _lose(self, over: _Over) -> None:
+        sentence = f"decode node {self.address} is gone: {over.reason}"
+        for number, buffer in self._live.items():
+            buffer.end(NodeLost(sentence, self._whose(number, over)))
+        self.status = self._trial = None
         for buffer in self._live.values():
-            buffer.end(NodeUnavailable(f"decode node {self.address} is gone: {reason}"))
             buffer.tell()
         self._live.clear()
         self._untold.clear()
         self._on_move(self.address)
+
+    @property
+    def _drains(self) -> bool:
+        return self.status is not None and self.status.state == "draining"
+
+    def _whose(self, number: int, over: _Over) -> Doing:
+        """Whose doing it may be, as this request sees it, that the stream is over."""
+        if not over.engine_died:
+            return Doing.NOT_ITS_OWN if self._drains else Doing.UNKNOWN
+        if self._trial is None:
+            return Doing.ANYBODYS
+        alone = self._trial.HasField("request") and self._trial.request == number
+        return Doing.ITS_OWN if alone else Doing.NOT_ITS_OWN
 
 
 class Submitted:

@@ -7,6 +7,7 @@ from common.errors import (
     NodeUnavailable,
     Overloaded,
     RequestAborted,
+    RequestFailed,
     ServingError,
 )
 from protos import decode_pb2
@@ -15,7 +16,14 @@ from router.requests.token_buffer import End
 # Any other status of a node tells its clients no more than that it failed them.
 _ERRORS: dict[int, type[ServingError]] = {
     error.status.value[0]: error
-    for error in (InvalidRequest, Overloaded, RequestAborted, DeadlineExceeded, NodeUnavailable)
+    for error in (
+        InvalidRequest,
+        Overloaded,
+        RequestAborted,
+        DeadlineExceeded,
+        NodeUnavailable,
+        RequestFailed,
+    )
 }
 
 _MAX_ERROR = 1000  # characters of what a node says

@@ -1,11 +1,11 @@
-"""Which requests are live: names that are taken, whose turn it is, when none is left."""
+"""Which requests are live: how many, whose turn it is, when none is left."""
 
 import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.errors import InvalidRequest, NodeUnavailable, RateLimited
+from common.errors import NodeUnavailable, RateLimited
 from router.clients.client import Client
 from router.clients.fair_slots import FairSlots
 
@@ -22,7 +22,7 @@ class Admission:
         """
         self.max_requests = max_requests
         self._slots = FairSlots(max_requests, longest_wait_s=longest_wait_s)
-        self._names: set[str] = set()  # of requests that are live, or wait
+        self._num_here = 0  # requests that are live, or wait
         self.closed = False  # no request is admitted any more
         self._none_left = asyncio.Event()
         self._none_left.set()
@@ -36,24 +36,21 @@ class Admission:
         return self._slots.num_waiting
 
     @asynccontextmanager
-    async def admitted(self, request_id: str, client: Client) -> AsyncIterator[None]:
+    async def admitted(self, client: Client) -> AsyncIterator[None]:
         """The request is live inside.
 
         Raises:
             NodeUnavailable: the router is shutting down.
-            InvalidRequest: a live request has this id.
             RateLimited: the client has as many requests as its key may.
             Overloaded: as many requests are live as the client can have now.
         """
         if self.closed:
             raise NodeUnavailable(SHUTTING_DOWN)
-        if request_id in self._names:
-            raise InvalidRequest(f"request_id {request_id!r} is that of a live request")
         allowed = client.limits.concurrent
         if allowed is not None and self._slots.num_of(client) >= allowed:
             client.usage.refused()
             raise RateLimited(f"this key has {allowed} live requests, as many as it may have")
-        self._names.add(request_id)
+        self._num_here += 1
         self._none_left.clear()
         try:
             await self._slots.take(client)
@@ -62,8 +59,8 @@ class Admission:
             finally:
                 self._slots.give_back(client)
         finally:
-            self._names.remove(request_id)
-            if not self._names:
+            self._num_here -= 1
+            if not self._num_here:
                 self._none_left.set()
 
     def close(self) -> None:

@@ -24,23 +24,28 @@ class Records:
         self.timelines = timelines
         self.refusals = ThrottledLog(log, Throttle())  # any client can make many
 
-    def begin(self, request_id: str, client: Client, traceparent: str) -> "RequestRecord":
+    def begin(
+        self, request_id: str, label: str, client: Client, traceparent: str
+    ) -> "RequestRecord":
         """
         Args:
+            label: what the client calls it, or empty.
             traceparent: as the client sent it, or empty.
         """
-        return RequestRecord(self, request_id, client, traceparent)
+        return RequestRecord(self, request_id, label, client, traceparent)
 
 
 class RequestRecord:
     """A context around one request, made by `Records.begin`: leaving it is the request's end."""
 
-    def __init__(self, records: Records, request_id: str, client: Client, traceparent: str) -> None:
+    def __init__(
+        self, records: Records, request_id: str, label: str, client: Client, traceparent: str
+    ) -> None:
         self._metrics = records.metrics
         self._timelines = records.timelines
         self._refusals = records.refusals
         self._client = client
-        self.timeline = self._timelines.begin(request_id, traceparent)
+        self.timeline = self._timelines.begin(request_id, traceparent, label)
         self._arrived_at = self.timeline.arrived
         self._wrote_at = self._arrived_at
         self._accepted = False
@@ -91,13 +96,19 @@ class RequestRecord:
                 kv(**self._names(), prompt_tokens=num_prompt_tokens, decode=decode),
             )
 
-    def replay(self, decode: str, lost: ServingError) -> None:
-        """Its decode node has let it go: it goes on at another."""
-        self._metrics.replayed()
+    def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> None:
+        """Its decode node has let it go: it goes on at another, alone if it is suspect."""
+        self._metrics.replayed(suspect=suspect)
         self.timeline.submit(decode)
         log.warning(
             "request replayed %s",
-            kv(**self._names(), tokens=self._num_tokens, decode=decode, because=lost),
+            kv(
+                **self._names(),
+                tokens=self._num_tokens,
+                decode=decode,
+                alone=suspect,
+                because=lost,
+            ),
         )
 
     def write(self, num_tokens: int) -> None:
@@ -142,6 +153,7 @@ class RequestRecord:
         """What is in every line about it."""
         return {
             "request_id": self.timeline.request_id,
+            **({"label": self.timeline.label} if self.timeline.label else {}),
             **self.timeline.trace.log_fields,
         }
 

@@ -62,6 +62,7 @@ class RequestTimeline:
     """One request, as this router sees it. Written by the request's own record."""
 
     request_id: str
+    label: str  # what its client calls it, or empty
     trace: Trace
     arrived_unix: float
     arrived: float
@@ -140,14 +141,22 @@ class Timelines:
         yield from reversed(self._live.values())
         yield from reversed(self._ended)
 
-    def find(self, request_id: str) -> RequestTimeline | None:
-        """The newest one of that name."""
-        return next((each for each in self if each.request_id == request_id), None)
+    def find(self, name: str) -> RequestTimeline | None:
+        """The one with that id; else the newest one with that label."""
+        labelled = None
+        for each in self:
+            if each.request_id == name:
+                return each
+            if labelled is None and each.label == name:
+                labelled = each
+        return labelled
 
-    def begin(self, request_id: str, traceparent: str = "") -> RequestTimeline:
+    def begin(self, request_id: str, traceparent: str = "", label: str = "") -> RequestTimeline:
         """
         Args:
+            request_id: no other request has it.
             traceparent: as the client sent it; ignored if it is none.
+            label: what the client calls it; others may be called so too.
         """
         parent = checked(traceparent)
         trace = UNTRACED
@@ -156,11 +165,11 @@ class Timelines:
         elif parent:
             trace = Trace(parent)
         return RequestTimeline(
-            request_id, trace, time.time(), time.monotonic(), on_told=self._count
+            request_id, label, trace, time.time(), time.monotonic(), on_told=self._count
         )
 
     def accept(self, timeline: RequestTimeline) -> None:
-        """It is listed from now on. No other live request has its name."""
+        """It is listed from now on."""
         self._live[timeline.request_id] = timeline
 
     def end(self, timeline: RequestTimeline, outcome: str, error: str) -> None:
@@ -188,6 +197,7 @@ class Timelines:
             children=[Child(name, start, end, {}) for name, start, end in timeline.router_phases()],
             attributes={
                 "baton.request_id": timeline.request_id[:MAX_TEXT],
+                "baton.label": timeline.label[:MAX_TEXT],
                 "baton.outcome": timeline.outcome,
                 "baton.replays": max(len(timeline.submissions) - 1, 0),
                 "baton.time_to_first_token_s": (

@@ -19,7 +19,7 @@ from router.requests.wanted import Wanted
 from router.text.limits import Limits, check_vocabulary
 
 MAX_STOP_CHARACTERS = 1024
-MAX_REQUEST_ID_CHARACTERS = 256
+MAX_LABEL_CHARACTERS = 256
 MAX_SESSION_ID_CHARACTERS = 512
 
 
@@ -31,6 +31,7 @@ class Job(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     stop: Sequence[str]
     num_generated: int = 0  # of token_ids
+    engine_deaths: int = 0  # of nodes that had it, see common/trial.py
     session_id: str = ""
     namespace: Namespace = SHARED  # of prefix caches
 
@@ -75,11 +76,11 @@ def check_stop(stops: Sequence[str]) -> None:
             )
 
 
-def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequest for a name that logs and metadata could not carry."""
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
+def check_label(label: str) -> None:
+    """Raises InvalidRequest for a client's name of a request that logs could not carry."""
+    if len(label) > MAX_LABEL_CHARACTERS:
         raise InvalidRequest(
-            f"request_id has {len(request_id)} characters, {MAX_REQUEST_ID_CHARACTERS} allowed"
+            f"request_id has {len(label)} characters, {MAX_LABEL_CHARACTERS} allowed"
         )
 
 

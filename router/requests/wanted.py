@@ -77,7 +77,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     together: Together
     sampling: SamplingParams
     stop: Sequence[str] = ()
-    request_id: str = ""  # "": to be made
+    request_id: str = ""  # this router's own, new for every request; "": to be made
+    label: str = ""  # what its client calls it; others may be called so too
     session_id: str = ""  # "": of none
     cache_salt: str | None = None  # None: what is cached is shared with all who give none
     timeout_s: float | None = None  # None: the router's own limit
@@ -96,7 +97,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         together=together,
         sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
         stop=tuple(request.sampling.stop),
-        request_id=request.request_id,
+        label=request.request_id,
         session_id=request.session_id,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,

@@ -97,16 +97,6 @@ def test_a_step_takes_the_smallest_graph_there_is_and_else_none(model):
     steps.close()
 
 
-def test_a_chunk_of_one_token_that_samples_nothing_is_no_decode_step(model):
-    recorder = RepeatRecorder()
-    steps = Steps(model, num_slots=2, overlap=False, recorder=recorder)
-    steps.runner.capture(2)
-    slots = [steps.add(prompt(4)), steps.add(prompt(4))]
-    steps.launch([(slots[0], 0, 1), (slots[1], 0, 1)], samples=[True, False])
-    assert recorder.replays == []
-    steps.close()
-
-
 def test_the_rehearsal_writes_no_page_and_leaves_no_trace(model):
     params = PARAMS[3]
     plain, rehearsed = Steps(model, num_slots=3), Steps(model, num_slots=3)

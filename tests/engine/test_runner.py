@@ -11,7 +11,8 @@ from common.engine.memory.kv import PagedKV
 from common.engine.models import Model, load
 from common.engine.rows import batch
 from common.engine.rows.batch import PageCopies
-from common.sampling import SamplingParams
+from common.errors import InvalidRequest
+from common.sampling import SamplingParams, check
 from kernels import sampling
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps
@@ -158,6 +159,52 @@ def test_rows_that_do_not_sample_are_told_apart(make_steps):
     slots = [steps.add([1, 2, 3]) for _ in range(3)]
     steps.launch([(slot, 0, 2) for slot in slots], samples=[False, True, False])
     assert steps.in_flight.result().tokens.tolist() == [batch.NOT_SAMPLED, 5, batch.NOT_SAMPLED]
+
+
+EXTREMES = [
+    ("temperature", (2.0**-149, 1e-30, 1e30, 3.4e38)),
+    ("top_p", (2.0**-149, 1.0)),
+    ("min_p", (0.0, 1.0)),
+    ("frequency_penalty", (-2.0, 2.0)),
+    ("presence_penalty", (-2.0, 2.0)),
+    ("repetition_penalty", (2.0**-149, 1e-30, 1e-6, 1e6, 1e30, 3.4e38)),
+]
+
+
+def test_no_parameters_that_are_let_in_make_logits_that_are_not_finite(make_steps):
+    """Seen failing where every repetition_penalty above 0 was let in."""
+    logits = torch.tensor([[-1e4, -7.0, 0.0, 1.0, 1e4, 3.0, 2.0, 1e-3]])
+    steps = make_steps(model=Scripted(lambda inputs, _: logits.repeat(len(inputs.sampled), 1)))
+    num_let_in = 0
+    for name, values in EXTREMES:
+        for value in values:
+            for temperature in (0.0, 1.0):
+                fields = {"max_tokens": 9, "seed": 1, "temperature": temperature, name: value}
+                params = SamplingParams(**fields)
+                try:
+                    check(params)
+                except InvalidRequest:
+                    continue
+                num_let_in += 1
+                slot = steps.add([0, 1, 2, 3, 4], params)
+                steps.prefill(slot)
+                steps.decode(slot)
+                steps.settle()
+                assert min(steps.remove(slot)) >= 0, params
+    assert num_let_in > len(EXTREMES)
+
+
+def test_a_chunk_that_is_not_finite_is_told_though_it_samples_nothing(make_steps):
+    def forward(inputs, future_tokens):
+        logits = certain(*[5] * len(inputs.sampled))
+        logits[1] = torch.nan
+        return logits
+
+    steps = make_steps(model=Scripted(forward))
+    slots = [steps.add([1, 2, 3], PENALISED[0]) for _ in range(3)]
+    steps.launch([(slot, 0, 2) for slot in slots], samples=[False, False, True])
+    expected = [batch.NOT_SAMPLED, batch.NOT_FINITE, 5]
+    assert steps.in_flight.result().tokens.tolist() == expected
 
 
 def test_a_request_without_finite_logits_harms_neither_its_next_step_nor_another(make_steps):

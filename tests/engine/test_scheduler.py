@@ -139,6 +139,28 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(overlap):
     rig.assert_at_rest()
 
 
+@BOTH
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
+def test_what_is_not_finite_in_an_early_chunk_ends_its_request_at_that_chunk(overlap, mixed):
+    """Nothing of the chunk is told to anyone, or found in the cache."""
+    config = SchedulerConfig(chunk_tokens=32, mixed_chunk=mixed)
+    rig = Rig(overlap=overlap, poison=96, config=config)
+    good = rig.add([2] * 20, max_tokens=10)
+    rig.step(3)
+    prompt = [*[1] * 40, 96, *[1] * 200]
+    bad = rig.add(prompt, max_tokens=10)
+    rig.run()
+    assert "not finite" in rig.finished[bad.key].error
+    assert rig.tokens[bad.key] == []
+    told = max(chunk.end for chunk in rig.chunks if chunk.request is bad)
+    assert told <= 40
+    assert rig.cache.match(ints(prompt)).num_tokens == told // 16 * 16
+    computed = [batch for batch in rig.runner.batches if not batch.samples.all()]
+    assert len(computed) <= 2 + overlap  # the next one is launched already
+    _assert_as_expected(rig, good)
+    rig.assert_at_rest()
+
+
 def test_a_token_outside_the_vocabulary_is_an_error_of_its_request():
     rig = Rig(overlap=False)
     request = rig.add([1, 2, 3])

@@ -91,6 +91,7 @@ class Traffic:
             stop=(7, 8) if not self.pressure and rng.random() < 0.2 else (),
             ignore_eos=rng.random() < 0.3,
             namespace=namespace_of(str(len(self.rig.requests) % self.num_namespaces)),
+            suspect=len(self.rig.requests) % 5 == 2,
         )
         if joins:
             self.landing.append(request)
@@ -153,3 +154,4 @@ def test_the_workloads_reach_what_they_are_for():
     assert sum(c["recomputed"] for c in counters) > 5
     assert sum(batch.swap_in is not None for batch in batches) > 5
     assert sum(c["cached_tokens"] for c in counters) > 0
+    assert sum(len(rig.trials) for rig in rigs) > 20

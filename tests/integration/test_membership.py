@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 import random
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.oracle import oracle
-from tests.support.cluster import RIGS, Cluster, Node, Rig
+from tests.support.cluster import POISONED, RIGS, Cluster, Node, Rig
 from tests.support.noise_model import write
 
 pytestmark = [pytest.mark.slow]
@@ -16,6 +18,7 @@ pytestmark = [pytest.mark.slow]
 NUM_TOKENS = 48
 NUM_CLIENTS = 4
 JOIN_S = 60.0
+LONG = 3500  # tokens of an answer that three nodes are restarted under
 
 
 @pytest.mark.parametrize("rig", RIGS)
@@ -74,3 +77,59 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
         assert await cluster.metric("baton_replays_total") <= NUM_CLIENTS  # refused while draining
     for prompt, tokens in answers:
         assert tokens == known.tokens(prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("rig", RIGS)
+async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_nobody_can_tell(
+    rig: Rig, tmp_path: Path
+):
+    """None of them is given the time to finish. Seen failing where each cost a replay."""
+    model = tmp_path / "model"
+    write(model)
+    known, source = oracle(model), random.Random(5)
+    prompts = [[source.randrange(256) for _ in range(30)] for _ in range(4)]
+    told: list[list[int]] = [[] for _ in prompts]
+    how: dict[str, Any] = {
+        "router_flags": ("--policy=round_robin",),
+        "decode_flags": ("--front.drain-s=0.1", "--engine.cache.num-pages=1024"),
+        "environment": {**POISONED, "STEP_S": "0.04"},  # longer than three restarts take
+    }
+    async with Cluster(model, tmp_path, rig=rig, num_decode=3, **how) as cluster:
+
+        async def answer(number: int) -> None:
+            stream = cluster.stream(prompts[number], max_tokens=LONG, ignore_eos=True)
+            async with aclosing(stream) as responses:
+                async for response in responses:
+                    told[number] += response.token_ids
+            raise AssertionError("an answer has ended before the last restart")
+
+        answers = [asyncio.create_task(answer(number)) for number in range(len(prompts))]
+
+        async def all_go_on() -> None:
+            before = [len(tokens) for tokens in told]
+
+            async def more() -> bool:
+                for task in answers:
+                    assert not task.done() or task.result()
+                return all(len(tokens) > n + 2 for tokens, n in zip(told, before, strict=True))
+
+            await cluster.wait_until(more, "all answers go on", JOIN_S)
+
+        async def all_are_usable() -> bool:
+            nodes = (await cluster.describe()).nodes
+            return sum(len(node.links) == 1 and node.state == "ready" for node in nodes) == 3
+
+        await all_go_on()
+        for node in list(cluster.decode):
+            await cluster.drain(node)
+            await all_go_on()
+            await cluster.start_again(node)
+            await cluster.wait_until(all_are_usable, "it is back", JOIN_S)
+        await all_go_on()
+        for task in answers:
+            task.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        assert await cluster.metric("baton_replays_total") >= len(prompts)
+        assert await cluster.metric("baton_suspects_total") == 0
+    for prompt, tokens in zip(prompts, told, strict=True):
+        assert tuple(tokens) == known.tokens(prompt, len(tokens))

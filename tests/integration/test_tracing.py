@@ -70,9 +70,19 @@ async def _generate(cluster: Cluster, request_id: str, *, traceparent: str = "")
             pass
 
 
-def _of(collector: Collector, request_id: str) -> dict[str, Span]:
+def _of(collector: Collector, label: str) -> dict[str, Span]:
     """The span of each service's part, by service."""
-    mine = [s for s in collector.spans if s.attributes.get("baton.request_id") == request_id]
+    ids = {
+        span.attributes["baton.request_id"]
+        for span in collector.spans
+        if span.attributes.get("baton.label") == label
+    }
+    assert len(ids) <= 1
+    return _with_ids(collector, ids)
+
+
+def _with_ids(collector: Collector, ids: set[str]) -> dict[str, Span]:
+    mine = [s for s in collector.spans if s.attributes.get("baton.request_id") in ids]
     assert len(mine) == len({span.service for span in mine})
     return {span.service.removeprefix("baton-"): span for span in mine}
 
@@ -115,8 +125,8 @@ async def test_a_request_is_one_trace_of_three_services_whose_spans_nest(
             assert own != TRACE and int(own, 16)
             _check_trace(collector, request_id, own, "")
         assert not _of(collector, "not sampled")
-    ids = ["nonsense", "not sampled", "of its own", "by grpc", "by http"]
-    assert [each["id"] for each in listed] == ids
+    labels = ["nonsense", "not sampled", "of its own", "by grpc", "by http"]
+    assert [each["label"] for each in listed] == labels
     assert [each["trace_id"] for each in listed][1] == TRACE  # known, though not sampled
     _check_timeline(timeline, collector)
     _check_log(tmp_path)
@@ -126,8 +136,8 @@ def _check_log(logs: Path) -> None:
     (log,) = logs.glob("router-*.log")
     ended = [line for line in log.read_text().splitlines() if "request ended" in line]
     assert len(ended) == 5
-    for line, request_id in zip(ended, ('"by http"', '"by grpc"'), strict=False):
-        assert f"request_id={request_id}" in line and f"trace_id={TRACE}" in line
+    for line, label in zip(ended, ('"by http"', '"by grpc"'), strict=False):
+        assert f"label={label}" in line and f"trace_id={TRACE}" in line
 
 
 def _check_trace(collector: Collector, request_id: str, trace_id: str, above: str) -> None:
@@ -219,6 +229,6 @@ async def test_without_an_endpoint_a_trace_is_passed_on_and_nothing_is_sent(
             assert answer.json["trace_id"] == TRACE
             unknown = await get(cluster.http_port, "/requests/nobody")
             assert unknown.status == 404 and "nobody" in unknown.error["message"]
-        spans = _of(collector, "traced")
+        spans = _with_ids(collector, {answer.json["id"]})
         assert set(spans) == {"decode"} and spans["decode"].parent_id == CLIENT_SPAN
         assert not _of(collector, "not traced")

@@ -1,18 +1,26 @@
 """`baton up`, as a terminal runs it."""
 
+import asyncio
 import json
 import os
 import shlex
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
+from cli import client
 from cli.demo_model import write
+from common.rpc import make_channel
+from protos.router_pb2 import ClusterNode, GenerateRequest, GetClusterRequest
+from protos.router_pb2_grpc import RouterStub
+from protos.sampling_pb2 import Sampling
 from tests.support.cluster import children_of, free_ports
 from tests.support.programs import Program, await_end, runs
 from tests.support.sockets import OpenSocket, sockets_of
@@ -139,8 +147,62 @@ def _flag(pid: int, name: str) -> str:
     return value
 
 
-def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all(run, model):
-    up = run(f"--model={model}")
+async def _greedy(router: str, number: int = 0, begun: list[int] | None = None) -> str:
+    sampling = Sampling(max_tokens=300, temperature=0, ignore_eos=True)
+    text = ""
+    request = GenerateRequest(text=f"Once upon {number}", sampling=sampling)
+    async with aclosing(client.stream(router, request)) as responses:
+        async for response in responses:
+            if not text and begun is not None:
+                begun.append(number)
+            text += response.text
+    return text
+
+
+async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_tell(run, model):
+    up = run(f"--model={model}", "--decode=2", "--router-flags=--policy=round_robin")
+    await asyncio.to_thread(up.line_with, "Ready.", START_S)
+    router = (await asyncio.to_thread(up.line_with, "/Generate")).split()[-2]
+    async with make_channel(router) as channel:
+        stub = RouterStub(channel)
+
+        async def decode_nodes() -> dict[int, ClusterNode]:
+            """Those that serve, by instance."""
+            cluster = await stub.GetCluster(GetClusterRequest(), timeout=5.0)
+            nodes = [node for node in cluster.nodes if node.role == "decode" and node.links]
+            return {node.instance_id: node for node in nodes if node.state == "ready"}
+
+        async def until(condition: Callable[[dict[int, ClusterNode]], bool]) -> None:
+            deadline = time.monotonic() + START_S
+            while not condition(await decode_nodes()):
+                assert time.monotonic() < deadline, "still not so"
+                await asyncio.sleep(0.05)
+
+        await until(lambda nodes: len(nodes) == 2)
+        expected = [await _greedy(router, number) for number in range(6)]
+        begun: list[int] = []
+        answers = [asyncio.create_task(_greedy(router, number, begun)) for number in range(6)]
+        await until(lambda _: len(begun) == 6)
+        before = await decode_nodes()
+        doomed = next(iter(before.values()))
+        os.kill(doomed.pids[0], signal.SIGKILL)
+        assert await asyncio.gather(*answers) == expected
+        line = "was killed by SIGKILL; it is started again in 1 s"
+        name = (await asyncio.to_thread(up.line_with, line)).split()[0]
+        await asyncio.to_thread(up.line_with, f"{name} is back after ", START_S)
+
+        def renewed(nodes: dict[int, ClusterNode]) -> set[int]:
+            return nodes.keys() - before.keys()
+
+        await until(lambda nodes: len(renewed(nodes)) == 1)
+        assert [await _greedy(router, number) for number in range(2)] == expected[:2]
+        await until(lambda nodes: all(nodes[i].counters["finished"] for i in renewed(nodes)))
+    up.send(signal.SIGINT)
+    assert await asyncio.to_thread(up.exit_code) == 0, up.output
+
+
+def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_asked_to(run, model):
+    up = run(f"--model={model}", "--exit-on-death")
     children = _serving(up)
     os.kill(children["decode_node"], signal.SIGKILL)
     assert up.exit_code() == 1

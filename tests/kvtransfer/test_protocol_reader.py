@@ -211,6 +211,23 @@ def test_a_read_that_ends_while_its_link_is_closed_still_counts(neighbours: Read
     assert neighbours.read_ended(STREAM, "", 9.1) == [ReadsEnded(ID)]
 
 
+@pytest.mark.parametrize("engine_died", [False, True])
+def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
+    granted: ReaderEnd, engine_died: bool
+) -> None:
+    done, waits = HandoffId(READER, 3, 1), HandoffId(READER, 4, 1)
+    for id, pages in ((OTHER, (32, 33)), (done, (34, 35)), (waits, (36, 37))):
+        granted.command(opening(id), 0.0)
+        granted.command(grant(id, pages=pages), 0.0)
+    for id in (ID, OTHER, done):
+        granted.received(STREAM, Admitted(id, 7, 0), 0.0)
+    granted.received(STREAM, FIRST, 0.0)
+    granted.received(STREAM, Ready(done, 0, 7, (1, 2), True, 42), 0.0)
+    over = granted.stream_down(STREAM, "it has ended", engine_died=engine_died)
+    lost = {action.id: action.engine_died for action in over if isinstance(action, Lost)}
+    assert lost == {ID: engine_died, OTHER: engine_died, done: False, waits: False}
+
+
 # Rule 10. Seen failing with the link of stream 1 handed on to stream 2 by stream_up.
 def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted: ReaderEnd) -> None:
     granted.received(STREAM, FIRST, 0.0)

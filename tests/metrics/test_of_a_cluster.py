@@ -62,8 +62,10 @@ class Observed:
             for file in self._logs.glob("*.log")
         }
 
-    def about(self, request_id: str) -> dict[str, list[dict[str, object]]]:
-        """Lines of each program about one request."""
+    def about(self, label: str) -> dict[str, list[dict[str, object]]]:
+        """Lines of each program about one request, once the router has told its label."""
+        told = [line for line in self.lines()["router"] if line.get("label") == label]
+        request_id = told[0]["request_id"] if told else ""
         return {
             role: [line for line in lines if line.get("request_id") == request_id]
             for role, lines in self.lines().items()

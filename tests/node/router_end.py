@@ -45,6 +45,7 @@ class RouterEnd:
         self.ends: dict[int, tuple[int, str, int]] = {}  # reason, error, code
         self.version = 0  # as the node told it
         self.statuses: list[decode_pb2.Status] = []
+        self.trials: list[int | None] = []  # who computes alone; 0: another router's; None: nobody
         self.num_steps = 0
         self.cached_tokens: dict[int, int] = {}
         self.error: grpc.RpcError | None = None
@@ -99,6 +100,9 @@ class RouterEnd:
         self.version = self.version or message.protocol_version
         if message.HasField("status"):
             self.statuses.append(message.status)
+            return
+        if message.HasField("trial"):
+            self.trials.append(message.trial.request if message.trial.under_way else None)
             return
         step = message.step
         self.num_steps += 1

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 
@@ -16,8 +18,9 @@ from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
 from tests.support.certificates import Authority
 from tests.support.cluster import free_ports
-from tests.support.programs import await_end, runs
+from tests.support.programs import ROOT, await_end, runs
 
+ABORTED = grpc.StatusCode.ABORTED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -54,7 +57,7 @@ def test_a_killed_engine_fails_every_stream_and_the_node_within_5_s(start_node):
         router.wait_for(lambda: router.tokens)
         killed = time.monotonic()
         os.kill(describe(address).pids[1], signal.SIGKILL)
-        assert router.wait_until_over() is UNAVAILABLE
+        assert router.wait_until_over() is ABORTED
         assert "killed by SIGKILL" in router.call.details()
     assert node.exit_code() == 1
     assert time.monotonic() - killed < 5.0
@@ -65,7 +68,7 @@ def test_an_engine_exception_is_the_nodes_last_word(start_node):
     node = start_node("crash")
     with RouterEnd(node.address()) as router:
         router.send(submit(1, [1]))
-        assert router.wait_until_over() is UNAVAILABLE
+        assert router.wait_until_over() is ABORTED
         assert "the stub was told to crash" in router.call.details()
     assert node.exit_code() == 1
     assert "Traceback" in node.output
@@ -80,12 +83,31 @@ def test_a_killed_front_takes_its_engine_along(start_node, model):
 
 
 def test_a_killed_front_takes_a_stopped_engine_along(start_node):
-    # Seen failing with the PR_SET_PDEATHSIG call removed.
+    # Seen failing with the prctl call in leash.py removed.
     node = start_node()
     engine = describe(node.address()).pids[1]
     os.kill(engine, signal.SIGSTOP)
     node.send(signal.SIGKILL)
     await_end(engine)
+
+
+def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
+    # Seen failing with the call of prctl after the engine's imports.
+    code = (
+        "import asyncio\n"
+        "from common.node.process import EngineProcess\n"
+        "async def main():\n"
+        "    print(EngineProcess('tests.support.slow_import').pid, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    with front:
+        assert front.stdout is not None
+        engine = int(front.stdout.readline())
+        assert front.stdout.readline() == b"importing\n"
+        front.kill()
+        await_end(engine)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

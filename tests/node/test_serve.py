@@ -66,6 +66,16 @@ def test_what_was_cached_is_told_once_the_prompt_is_computed(address):
         assert not router.ends
 
 
+def test_every_router_hears_when_a_request_computes_alone_and_whose_it_is(address):
+    with RouterEnd(address) as router, RouterEnd(address) as other:
+        other.wait_for(lambda: other.statuses)
+        router.send(submit(7, [1], engine_deaths=9))
+        router.wait_for(lambda: len(router.trials) == 2)
+        assert router.trials == [7, None]
+        other.wait_for(lambda: len(other.trials) == 2)
+        assert other.trials == [0, None]
+
+
 def test_a_cancelled_request_ends_and_its_neighbour_goes_on(address):
     with RouterEnd(address) as router:
         router.send(submit(1, [1], 100_000), submit(2, [2], 100_000))

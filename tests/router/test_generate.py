@@ -66,7 +66,7 @@ async def test_an_answer_streams_from_the_prompt_to_usage(model: Path) -> None:
         call = client.generate("the fox", request_id="r1", sampling=Sampling(temperature=0.5))
         submit = await node.submitted()
         prompt = [0, *ids("the fox")]
-        assert (submit.request_id, list(submit.token_ids)) == ("r1", prompt)
+        assert list(submit.token_ids) == prompt
         assert submit.sampling.max_tokens == CONTEXT_LENGTH - len(prompt)
         assert submit.sampling.temperature == 0.5
         assert submit.sampling.HasField("seed")
@@ -74,7 +74,8 @@ async def test_an_answer_streams_from_the_prompt_to_usage(model: Path) -> None:
         one, two = ids(" jumps"), ids(" over")
         node.say({submit.request: one})
         first = await call.read()
-        assert (first.request_id, first.text, list(first.token_ids)) == ("r1", " jumps", one)
+        told = (first.request_id, first.text, list(first.token_ids))
+        assert told == (submit.request_id, " jumps", one)
         assert first.finish_reason == ""
         node.say({submit.request: two}, ended={submit.request: FINISH_REASON_STOP}, cached_tokens=2)
         text, tokens, last = await collect(call)
@@ -203,18 +204,21 @@ async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wai
         await collect(call)
 
 
-async def test_the_id_of_a_live_request_is_refused_and_free_again_after_it(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x", request_id="same")
-        number = (await node.submitted()).request
-        error = await failure(client.generate("x", request_id="same"))
-        assert error.code() is StatusCode.INVALID_ARGUMENT
-        assert "request_id 'same'" in (error.details() or "")
-        node.say(ended={number: FINISH_REASON_STOP})
-        await collect(call)
-        call = client.generate("x", request_id="same")
-        node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
-        assert (await collect(call))[2].finish_reason == "stop"
+async def test_requests_may_be_called_alike_and_have_ids_of_their_own(model: Path) -> None:
+    async with served(model) as (client, node, router):
+        calls = [client.generate("x", request_id="same") for _ in "12"]
+        submits = [await node.submitted() for _ in calls]
+        assert len({"same", *(submit.request_id for submit in submits)}) == 3
+        node.say(ended=dict.fromkeys([each.request for each in submits], FINISH_REASON_STOP))
+        answers = [(await collect(call))[2] for call in calls]
+        assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
+        ids = {answer.request_id for answer in answers}
+        assert ids == {submit.request_id for submit in submits}
+        listed = (await get(router.http_port, "/requests")).json["requests"]
+        assert {(each["id"], each["label"]) for each in listed} == {(id, "same") for id in ids}
+        for id in ids:
+            assert (await get(router.http_port, f"/requests/{id}")).json["id"] == id
+        assert (await get(router.http_port, "/requests/same")).json["id"] == listed[0]["id"]
 
 
 async def test_bad_input_reaches_no_node_and_leaves_nothing(model: Path) -> None:
@@ -244,7 +248,7 @@ async def test_invalid_utf8_is_an_invalid_argument(model: Path) -> None:
     [
         (StatusCode.INVALID_ARGUMENT, StatusCode.INVALID_ARGUMENT),
         (StatusCode.RESOURCE_EXHAUSTED, StatusCode.RESOURCE_EXHAUSTED),
-        (StatusCode.INTERNAL, StatusCode.UNAVAILABLE),
+        (StatusCode.INTERNAL, StatusCode.INTERNAL),
         (StatusCode.OK, StatusCode.UNAVAILABLE),
     ],
 )

@@ -65,20 +65,23 @@ async def test_a_streamed_completion_is_exactly_these_bytes(model: Path) -> None
     async with api_for(model) as api, connected(api.router.http_port) as wire:
         fields = {"prompt": "x", "stream": True, "max_tokens": 20}
         await wire.post(COMPLETIONS, fields, x_request_id="mine")
-        number = (await api.node.submitted()).request
+        submit = await api.node.submitted()
+        number = submit.request
         api.node.say({number: ids(" one")})
         status, headers = await wire.head()
         assert status == 200
         assert headers["content-type"] == "text/event-stream; charset=utf-8"
         assert headers["cache-control"] == "no-cache"
         assert headers["x-request-id"] == "mine"
+        assert headers["baton-request-id"] == submit.request_id
         chunks = wire.chunks()
         first = await anext(chunks)
         api.node.say({number: ids(" two")}, ended={number: FINISH_REASON_STOP})
         rest = b"".join([chunk async for chunk in chunks])
         created = sse_events(first + b"data: [DONE]\n\n")[0]["created"]
         envelope = (
-            f'"id":"cmpl-mine","object":"text_completion","created":{created},"model":"{api.model}"'
+            f'"id":"cmpl-{submit.request_id}","object":"text_completion","created":{created},'
+            f'"model":"{api.model}"'
         )
         event = (
             'data: {%s,"choices":[{"index":0,"text":"%s","finish_reason":%s,"logprobs":null}]}\n\n'
@@ -196,19 +199,19 @@ async def test_every_prompt_of_a_list_has_its_choices_in_order(model: Path) -> N
                 prompt=["a", "b c"],
                 n=2,
                 seed=7,
-                extra_headers={"x-request-id": "r"},
             )
         )
         submits = [await api.node.submitted() for _ in range(4)]
-        by_id = {submit.request_id: submit for submit in submits}
+        by_index = {submit.request_id.split("-")[1]: submit for submit in submits}
+        assert len({submit.request_id.split("-")[0] for submit in submits}) == 1
         # Answered in another order than asked.
         for index in (2, 0, 3, 1):
-            number = by_id[f"r-{index}"].request
+            number = by_index[str(index)].request
             api.node.say({number: ids(f"{index}")}, ended={number: FINISH_REASON_STOP})
         answer = await asking
         assert [c.index for c in answer.choices] == [0, 1, 2, 3]
         assert [c.text for c in answer.choices] == ["0", "1", "2", "3"]
-        prompts = [list(by_id[f"r-{index}"].token_ids) for index in range(4)]
+        prompts = [list(by_index[str(index)].token_ids) for index in range(4)]
         assert prompts == [[0, *ids("a")]] * 2 + [[0, *ids("b c")]] * 2
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == len(prompts[0]) + len(prompts[2])
@@ -234,7 +237,7 @@ async def test_a_choice_that_fails_ends_the_others(model: Path) -> None:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", n=2))
         one, other = [(await api.node.submitted()).request for _ in range(2)]
         api.node.say(ended={one: FINISH_REASON_ERROR}, error="broken", error_code=13)
-        assert (await asking).status == 503
+        assert (await asking).status == 500
         assert await api.node.cancelled() == other
         await eventually(lambda: api.router.admission.num_live == 0)
 
@@ -288,7 +291,8 @@ async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) 
     [
         (StatusCode.INVALID_ARGUMENT, 400),
         (StatusCode.RESOURCE_EXHAUSTED, 429),
-        (StatusCode.INTERNAL, 503),
+        (StatusCode.INTERNAL, 500),
+        (StatusCode.DATA_LOSS, 503),
         (StatusCode.DEADLINE_EXCEEDED, 504),
     ],
 )
@@ -304,6 +308,7 @@ async def test_a_request_that_its_node_fails_has_the_status_for_it(
         answer = await asking
         assert (answer.status, answer.error["message"]) == (status, "no room for it")
         assert ("retry-after" in answer.headers) == (status in (429, 503))
+        assert (answer.headers.get("x-should-retry") == "false") == (status == 500)
 
 
 async def test_an_aborted_request_is_not_retried_by_its_client(model: Path) -> None:

@@ -46,7 +46,7 @@ async def test_a_router_serves_and_ends_with_exit_code_0(
             assert (await collect(call))[0] == "a"
         router.send(number)
         assert router.exit_code() == 0
-        assert "request_id=named outcome=stop tokens=1" in router.output
+        assert " label=named outcome=stop tokens=1" in router.output
 
 
 def mappings(pid: int) -> str:

@@ -77,9 +77,11 @@ async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_
     async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
         await client.wait_until_serving()
         call = client.generate("hello", request_id="a b", sampling=Sampling(max_tokens=4))
-        number = (await node.submitted()).request
+        submit = await node.submitted()
+        number = submit.request
         (live,) = await requests(r.http_port)
-        assert (live["id"], live["outcome"], live["ttft_s"]) == ("a b", "live", None)
+        assert (live["id"], live["label"]) == (submit.request_id, "a b")
+        assert (live["outcome"], live["ttft_s"]) == ("live", None)
         assert live["decode"] == node.address and live["prefill"] is None
         node.send(ends(number, HELD))
         await collect(call)
@@ -222,7 +224,7 @@ async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(
                 sampling = Sampling(max_tokens=1)
                 await collect(client.generate("x", request_id=str(number), sampling=sampling))
             await failure(client.generate("x", request_id="refused", sampling=Sampling(top_k=0)))
-            listed = [each["id"] for each in await requests(r.http_port)]
+            listed = [each["label"] for each in await requests(r.http_port)]
             assert listed == [str(number) for number in range(NUM_KEPT + 2, 2, -1)]
             assert (await get(r.http_port, "/requests/2")).status == 404
             assert (await get(r.http_port, "/requests/refused")).status == 404

@@ -11,7 +11,7 @@ from kvtransfer.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
 from router.requests.prompts import Prompts
-from router.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_request_id, parse
+from router.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
 from router.requests.wanted import from_prompt, from_request
 from router.text.chat_template import ChatTemplate
 from router.text.limits import MAX_MESSAGES, Limits
@@ -74,6 +74,7 @@ async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) ->
         ({"frequency_penalty": 2.5}, "sampling.frequency_penalty"),
         ({"presence_penalty": -2.5}, "sampling.presence_penalty"),
         ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+        ({"repetition_penalty": 1e30}, "sampling.repetition_penalty must be from 1e-6 to 1e6"),
         ({"stop": [""]}, "sampling.stop has an empty"),
         ({"stop": ["x"] * 17}, "sampling.stop has 17"),
         ({"stop": ["x", "y" * (MAX_STOP_CHARACTERS + 1)]}, r"sampling.stop\[1\]"),
@@ -115,7 +116,7 @@ def test_a_budget_is_the_shorter_of_the_clients_and_the_routers() -> None:
 
 def test_a_request_id_of_any_length_is_not_carried() -> None:
     with pytest.raises(InvalidRequest, match="request_id has 257"):
-        check_request_id("x" * 257)
+        check_label("x" * 257)
 
 
 async def test_messages_without_a_template_are_refused() -> None:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,8 @@ POLL_S = 0.02
 NUM_PAGES = 512
 # Below the range that the system takes ports of outgoing connections from.
 FREE_PORTS = range(20000, 32000)
+# As environment of a cluster: what tests/support/poisoned does to its engines.
+POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class Cluster:
         by_file: bool = False,
         tls_config: TlsConfig | None = None,
         with_secret: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -143,6 +146,7 @@ class Cluster:
             tls_config: of every program, and of what is asked here. Clients need no certificate.
             with_secret: programs know each other by a cluster secret, of a file; what is asked
                 here is asked by an operator who has the secret.
+            environment: of every program, besides this one's.
         """
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
@@ -165,6 +169,7 @@ class Cluster:
             "decode": (f"--device={rig.decode_device}", *base, *decode_flags),
         }
         self._model = model
+        self._environment = {**os.environ, **(environment or {})}
         free = free_ports(2 + num_prefill + num_decode)
         counts = {"prefill": num_prefill, "decode": num_decode}
         nodes = [
@@ -450,7 +455,7 @@ class Cluster:
     def _child(self, program: Program) -> Child:
         log = self._logs / f"{program.name}-{time.monotonic_ns()}.log"
         command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
-        return Child(program.name, command, log, directory=ROOT)
+        return Child(program.name, command, log, environment=self._environment, directory=ROOT)
 
     def _node(self, program: Program) -> Node:
         channel = make_channel(program.address, self._certificates, self.operator)

@@ -83,6 +83,7 @@ class Rig:
         self.came_with: dict[int, Ints] = {}  # a recomputed request's own tokens have grown
         self.before_poll: list[Callable[[], None]] = []
         self.landed: list[tuple[Request, Ints]] = []
+        self.trials: list[int] = []  # keys, one for each step of a suspect alone
 
     def use(self, runner: FakeRunner) -> None:
         """Puts the engine on this runner."""
@@ -105,6 +106,7 @@ class Rig:
         deadline: float = FAR,
         arrived: float = 0.0,
         namespace: Namespace = SHARED,
+        suspect: bool = False,
     ) -> Request:
         key = len(self.requests) + 1
         request = Request(
@@ -124,6 +126,8 @@ class Rig:
             arrived=arrived,
             namespace=namespace,
         )
+        if suspect:
+            request.suspect_of(engine_deaths=1)
         self.requests[key] = request
         self.came_with[key] = request.token_ids
         self.tokens[key] = []
@@ -171,6 +175,18 @@ class Rig:
     def _on_admit(self, request: Request, pages: Ints) -> None:
         self._check_whose(request, pages)
         self.admitted.append((request.key, pages))
+
+    def check_alone(self, batch: ScheduleBatch) -> None:
+        """A suspect shares neither forward nor device until it has got far enough."""
+        keys = self.table.origin_request[batch.slots].tolist()
+        has = {key: len(self.came_with[key]) + len(self.tokens[key]) for key in keys}
+        kept_apart = [key for key in keys if has[key] < self.requests[key].alone_until]
+        if kept_apart:
+            assert kept_apart == keys
+            assert self.in_flight is None
+        self.trials += kept_apart
+        on_trial = self.scheduler.on_trial
+        assert [on_trial.key] == keys if on_trial is not None else not kept_apart
 
     def _check_whose(self, request: Request, pages: Ints) -> None:
         """Of the pages that it begins with, those from the cache are its namespace's own."""
@@ -261,7 +277,10 @@ class RigRole:
             rig.end(finished)
 
     def next_batch(self) -> ScheduleBatch | None:
-        return self.rig.scheduler.next_batch()
+        batch = self.rig.scheduler.next_batch()
+        if batch is not None:
+            self.rig.check_alone(batch)
+        return batch
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         rig = self.rig

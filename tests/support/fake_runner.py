@@ -110,10 +110,12 @@ class FakeRunner:
         sampled = np.full(len(batch.slots), NOT_SAMPLED, np.int32)
         for i, (slot, end) in enumerate(zip(batch.slots, batch.ends, strict=True)):
             self.num_tokens += int(end - batch.starts[i])
+            at = np.arange(end)
+            token = self._sample(self.kv[launched.page_tables[i, at // size], at % size])
+            if batch.samples[i] or token == NOT_FINITE:
+                sampled[i] = token
             if batch.samples[i]:
-                at = np.arange(end)
-                sampled[i] = self._sample(self.kv[launched.page_tables[i, at // size], at % size])
-                self._future[slot] = max(0, int(sampled[i]))
+                self._future[slot] = max(0, token)
         return sampled
 
     def _sample(self, kv: Ints) -> int:

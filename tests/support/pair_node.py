@@ -27,7 +27,15 @@ from common.engine.run.stream import Stream
 from common.engine.sizing import resolve_shape
 from common.node.desk import Desk
 from common.node.ipc import FrameSocket
-from common.node.messages import Answer, Drained, Ended, EngineMessage, FrontMessage, StepTokens
+from common.node.messages import (
+    Answer,
+    Drained,
+    Ended,
+    EngineMessage,
+    FrontMessage,
+    OnTrial,
+    StepTokens,
+)
 from common.node.outbox import Outbox
 from common.sampling import SamplingParams
 from decode_node.role import DecodeRole
@@ -107,6 +115,7 @@ class RouterEnd:
         self.inbox: deque[FrontMessage] = deque()
         self.asked: dict[int, Asked] = {}
         self.answers: list[Answer] = []
+        self.trials: list[int] = []  # numbers of requests, as they began; 0: none any more
         self.drained = False
         self.rested = False  # the event loop had nothing to do
 
@@ -117,6 +126,8 @@ class RouterEnd:
         match message:
             case StepTokens():
                 self._note(message)
+            case OnTrial():
+                self.trials.append(message.request)
             case Drained():
                 self.drained = True
             case Answer():

@@ -116,6 +116,7 @@ class PairRig:
         owners: Sequence[int] | None = None,
         request_id: str = "",
         namespace: Namespace = SHARED,
+        engine_deaths: int = 0,
         **sampling: Any,
     ) -> Asked:
         """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
@@ -141,6 +142,7 @@ class PairRig:
                 prefill_addresses=tuple(self.prefill[i].front.address for i in indices),
                 budget_s=budget_s,
                 namespace=namespace,
+                engine_deaths=engine_deaths,
             )
         )
         return asked

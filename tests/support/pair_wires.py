@@ -96,13 +96,24 @@ class Wires:
     def let_go(self) -> None:
         self._held_back.clear()
 
-    def cut(self, owner: FrontEnd, reader: FrontEnd, sides: Collection[str] = BOTH) -> None:
+    def cut(
+        self,
+        owner: FrontEnd,
+        reader: FrontEnd,
+        sides: Collection[str] = BOTH,
+        *,
+        engine_died: bool = False,
+    ) -> None:
         """Ends the stream of this pair, lost messages and all; only `sides` come to know. No new
-        one begins before `heal`."""
+        one begins before `heal`.
+
+        Args:
+            engine_died: the reader hears that it was the owner's.
+        """
         self._cut_off.add((reader, owner))
         for line in self._lines:
             if (line.reader, line.owner) == (reader, owner):
-                self._end(line, "cut by the test", sides)
+                self._end(line, "cut by the test", sides, engine_died=engine_died)
 
     def heal(self) -> None:
         self._cut_off.clear()
@@ -177,14 +188,16 @@ class Wires:
                 self.seen.append(message)
         return moved
 
-    def _end(self, line: _Line, reason: str, sides: Collection[str]) -> None:
+    def _end(
+        self, line: _Line, reason: str, sides: Collection[str], *, engine_died: bool = False
+    ) -> None:
         line.over |= "reader" in sides or line.reader not in line.numbers
         for side, front in (("reader", line.reader), ("owner", line.owner)):
             line.under_way[front].clear()
             if side in sides and front in line.numbers:
                 number = line.numbers.pop(front)
                 del front.lines[number]
-                front.send(PairClosed(number, reason))
+                front.send(PairClosed(number, reason, engine_died and side == "reader"))
 
 
 def _across(record, *, as_reader: bool):

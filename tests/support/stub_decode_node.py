@@ -15,6 +15,7 @@ import grpc.aio
 import uvloop
 
 from common import rpc, serve_protocol
+from common.errors import EngineDied
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 
 T = TypeVar("T")
@@ -114,20 +115,21 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.status.links.extend(links_to(paired))
         self.version = serve_protocol.VERSION
         self.received: list[decode_pb2.ToNode] = []
-        self.streams: list[asyncio.Queue[decode_pb2.FromNode]] = []
+        self.streams: list[asyncio.Queue[decode_pb2.FromNode | None]] = []
         # What `received` said, one by one: a Submit, or the number of a cancelled request.
         self._arrivals: asyncio.Queue[decode_pb2.Submit | int] = asyncio.Queue()
         self._on_submit = on_submit
 
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
-        outgoing: asyncio.Queue[decode_pb2.FromNode] = asyncio.Queue()
+        outgoing: asyncio.Queue[decode_pb2.FromNode | None] = asyncio.Queue()
         self.streams.append(outgoing)
         greeting = decode_pb2.FromNode(status=self.status, protocol_version=self.version)
         outgoing.put_nowait(greeting)
         receiving = asyncio.create_task(self._receive(messages))
         try:
-            while True:
-                await context.write(await outgoing.get())
+            while (message := await outgoing.get()) is not None:
+                await context.write(message)
+            raise EngineDied("this node has ended: the engine has failed")
         finally:
             self.streams.remove(outgoing)
             receiving.cancel()
@@ -181,6 +183,16 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
             self.status.ClearField(name)
         self.status.MergeFrom(changed)
         self.send(decode_pb2.FromNode(status=self.status))
+
+    def lose_engine(self) -> None:
+        """Ends every stream as a front does whose engine has died; the next ones are as before."""
+        for stream in self.streams:
+            stream.put_nowait(None)
+
+    def try_alone(self, request: int | None) -> None:
+        """Says that a request computes alone from now on: one of somebody else where it is None."""
+        trial = decode_pb2.Trial(under_way=True, request=request)
+        self.send(decode_pb2.FromNode(trial=trial))
 
     def send(self, message: decode_pb2.FromNode) -> None:
         for stream in self.streams:

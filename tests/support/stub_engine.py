@@ -26,6 +26,7 @@ from common.node.messages import (
     Ended,
     EngineReady,
     Moving,
+    OnTrial,
     StepTokens,
     StreamEnded,
     SubmitRequest,
@@ -78,6 +79,9 @@ class EchoEngine:
                 if self._model == "crash":
                     raise RuntimeError("the stub was told to crash")
                 self._live[message.stream, message.request] = Live(message)
+                if message.engine_deaths:
+                    self._channel.post(OnTrial(message.stream, message.request))
+                    self._channel.post(OnTrial(0, 0))
                 self._remember(message)
             case WatchCache():
                 self._cache_reports.watch(message)

@@ -20,6 +20,7 @@ def parts(front: Front) -> NodeParts:
     return NodeParts(
         services=[serve.register],
         step=serve.step,
+        on_trial=serve.on_trial,
         moved=serve.moved,
         drain=serve.drain,
         end=serve.end,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.rows.batch import Ints
@@ -25,7 +26,7 @@ from kernels.penalties import apply_penalties, count_tokens
 class PenaltyBatch:
     """The penalised rows of one step.
 
-    rows: int64 [m], places among the sampled rows; slots: int64 [m], theirs, which are their rows
+    rows: int64 [m], places among the step's rows; slots: int64 [m], theirs, which are their rows
     of counts too.
     renewed: int64, the slots whose counts are made anew: from prompt and output, token by token,
     each with its slot, int64 [n].
@@ -61,14 +62,17 @@ class PenaltyCounts:
             table.num_slots, vocabulary_size, dtype=torch.int32, device=device
         )
 
-    def build(self, slots: Ints, positions: Ints) -> PenaltyBatch | None:
+    def build(
+        self, slots: Ints, positions: Ints, samples: NDArray[np.bool_]
+    ) -> PenaltyBatch | None:
         """On the engine thread, at launch; None where no row is penalised.
 
         Args:
-            slots: of the rows that sample.
+            slots: of the step's rows.
             positions: absolute index of the token that each will sample.
+            samples: whether it will; others are not penalised.
         """
-        rows = self._table.penalised[slots].nonzero()[0]
+        rows = (self._table.penalised[slots] & samples).nonzero()[0]
         if not len(rows):
             return None
         slots, positions = slots[rows], positions[rows]

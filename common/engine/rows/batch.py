@@ -29,7 +29,8 @@ class ScheduleBatch:
     """The scheduler's decision for one step. Plain integers in columns, one entry per row.
 
     Row i computes token indices [starts[i], ends[i]) of the request in slots[i]; its KV before
-    starts[i] is valid. A row with samples[i] False is a chunk that is not its prompt's last.
+    starts[i] is valid. A row with samples[i] False is a chunk that is not its prompt's last: what
+    is computed after it tells whether it is finite, and is no token.
     In EXTEND and MIXED batches extend rows come first, decode rows last.
     Nobody changes a batch, or an array of one, after it is made.
     """
@@ -51,7 +52,8 @@ class ScheduleBatch:
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchResult:
     """What one step gave, on the host. tokens[i] belongs to row i; -1 where the row sampled
-    nothing; -2 where its logits were not finite."""
+    nothing; -2 where its logits were not finite, whether it samples or not: then nothing of its KV
+    is to be trusted."""
 
     tokens: Ints
 

@@ -34,9 +34,9 @@ class ForwardBatch:
     lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
     page_starts: Tensor  # int32 [num_rows]: row i's pages are page_ids[page_starts[i] + j]
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
-    sampled: Tensor  # int64 [num_sampled], the tokens whose logits are wanted
+    sampled: Tensor  # int64 [num_rows], the tokens whose logits are wanted: the last of each row
     page_ids: Tensor  # int32 [any]
-    slots: Tensor  # int64 [num_sampled without padding]
+    slots: Tensor  # int64 [num_rows without padding]
     sampling: SamplingColumns | None  # None: every row takes its likeliest token
     num_decodes: int  # of the last rows, how many have one token each
 
@@ -134,7 +134,6 @@ class BatchBuilder:
         first_places = query_starts[:-1]
         positions = np.arange(len(rows), dtype=np.int32) - (first_places - starts)[rows]
         token_ids, locations = self._tokens(slots[rows], positions)
-        sampled_slots = slots[batch.samples]
         long_rows = (counts != 1).nonzero()[0]
         return ForwardBatch(
             token_ids=token_ids,
@@ -143,10 +142,10 @@ class BatchBuilder:
             lengths=lengths,
             page_starts=page_starts,
             query_starts=torch.from_numpy(query_starts),
-            sampled=torch.from_numpy(query_starts[1:][batch.samples].astype(np.int64) - 1),
+            sampled=torch.from_numpy(query_starts[1:].astype(np.int64) - 1),
             page_ids=page_ids,
-            slots=torch.from_numpy(sampled_slots),
-            sampling=self._sampling(sampled_slots, ends[batch.samples]),
+            slots=torch.from_numpy(slots),
+            sampling=self._sampling(slots, ends),
             num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
         )
 

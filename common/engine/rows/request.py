@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from common.namespace import SHARED, Namespace
 from common.sampling import SamplingParams
+from common.trial import TRIAL_TOKENS
 
 Ints = NDArray[np.int32]
 
@@ -49,13 +50,15 @@ class Request:
 
     key: int  # this node's own number for it, new for every request
     origin: tuple[int, int]  # router stream and the router's number for it; (0, 0) on an owner
-    request_id: str  # the client's name for it, for logs
+    request_id: str  # the router's name for it, for logs
     token_ids: Ints  # prompt, then tokens already generated
     num_prompt: int
     sampling: SamplingParams
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
+    engine_deaths: int = 0  # engines that died with it aboard, see common/trial.py
+    alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     slot: int | None = field(default=None)
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step
@@ -71,6 +74,16 @@ class Request:
 
     def return_to_device(self, now: float) -> None:
         self.away.append(now)
+
+    def suspect_of(self, engine_deaths: int) -> None:
+        """That many engines have died with it aboard; not to be called while it has a slot."""
+        self.engine_deaths = engine_deaths
+        self.alone_until = len(self.token_ids) + TRIAL_TOKENS if engine_deaths else 0
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it is to be computed alone. Of one with a slot, only Quarantine knows."""
+        return len(self.token_ids) < self.alone_until
 
     @property
     def num_generated(self) -> int:

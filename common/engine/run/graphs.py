@@ -100,7 +100,7 @@ class DecodeGraphs:
     def size_for(self, batch: ForwardBatch) -> int | None:
         """Rows of the smallest graph for this step; None where none is."""
         rows = batch.num_rows
-        if batch.num_decodes != rows or len(batch.sampled) != rows:
+        if batch.num_decodes != rows:
             return None
         return next((size for size in self._sizes if rows <= size and size in self._graphs), None)
 

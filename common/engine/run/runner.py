@@ -15,7 +15,7 @@ from torch import Tensor
 from common.engine.features.penalties import PenaltyBatch, PenaltyCounts
 from common.engine.memory.kv import HostPool, KVPool, swap_in, swap_out
 from common.engine.models import Model
-from common.engine.rows.batch import NOT_SAMPLED, BatchResult, ScheduleBatch
+from common.engine.rows.batch import NOT_FINITE, NOT_SAMPLED, BatchResult, ScheduleBatch
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
 from common.engine.run.future_map import FutureMap
@@ -23,6 +23,8 @@ from common.engine.run.graphs import DecodeGraphs, Recorder
 from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal
 from common.engine.run.stream import Event, Stream, made_on
 from kernels.sampling import sample
+
+_NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +48,10 @@ class LaunchedStep:
 
     def result(self) -> BatchResult:
         self._event.wait()
-        sampled = self._output.tokens.numpy()
-        if len(sampled) == len(self._batch.slots):
-            return BatchResult(sampled)
-        tokens = np.full(len(self._batch.slots), NOT_SAMPLED, np.int32)
-        tokens[self._batch.samples] = sampled
-        return BatchResult(tokens)
+        tokens, samples = self._output.tokens.numpy(), self._batch.samples
+        if np.count_nonzero(samples) == len(samples):
+            return BatchResult(tokens)
+        return BatchResult(np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED))
 
 
 class ModelRunner:
@@ -126,7 +126,7 @@ class ModelRunner:
         """Copies what the step needs of the table and enqueues: swap out, swap in, forward,
         sampling, the copy of the tokens to host memory."""
         inputs = self._builder.build(batch)
-        penalties = self._penalties.build(batch.slots[batch.samples], batch.ends[batch.samples])
+        penalties = self._penalties.build(batch.slots, batch.ends, batch.samples)
         output = _Output()
 
         def work() -> None:

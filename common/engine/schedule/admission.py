@@ -70,7 +70,7 @@ class Admission:
         self._max_prefill_tokens = config.max_prefill_tokens
         chunk = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
-        self._full: _Full | None = None
+        self._full: dict[bool, _Full] = {}  # by whether it is of suspects
         self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache))
         self.under_way = PromptsUnderWay(table.page_size)
         self.chunked: ExtendRow | None = None  # the last chunk launched of a prompt with more
@@ -114,6 +114,7 @@ class Admission:
         kept_slots: int,
         barrier: float,
         alone: bool,
+        suspect: bool = False,
     ) -> list[ExtendRow]:
         """The prefill rows of the next forward; empty where there is nothing to prefill.
 
@@ -124,6 +125,7 @@ class Admission:
             kept_slots: not to be taken.
             barrier: nobody who came later than this is let in.
             alone: nothing is running, so that a request which merely fits must be let in.
+            suspect: False: of requests that may share a forward; True: of one that may not.
         """
         chunk_tokens = self._chunk_tokens
         adder = PrefillAdder(
@@ -134,12 +136,16 @@ class Admission:
         )
         adder.reserve(self.growth_of_chunked)
         rows: list[ExtendRow] = []
-        if self.chunked is not None and self.chunked.request.to_finish is None:
-            rows.append(self._next_chunk(self.chunked, adder))
+        chunked = self.chunked
+        if chunked is not None and chunked.request.to_finish is None:
+            if chunked.request.suspect is suspect:
+                rows.append(self._next_chunk(chunked, adder))
+            if suspect:
+                return rows
         if not may_admit or self.chunked is not None or not self.has_slot(kept_slots):
             return rows
-        if alone or not self._is_full(adder, barrier):
-            self._admit(adder, rows, kept_slots, barrier, alone)
+        if alone or not self._is_full(adder, barrier, suspect):
+            self._admit(adder, rows, kept_slots, barrier, alone, suspect)
         return rows
 
     def has_slot(self, kept_slots: int) -> bool:
@@ -154,6 +160,13 @@ class Admission:
             return None
         num_pages = -(-len(first.token_ids) // self._table.page_size)
         return Claim(first.arrived, num_pages + self.growth_pages(first))
+
+    @property
+    def suspect_waits(self) -> bool:
+        """Whether the next rows might be those of a request that shares no forward."""
+        if self.chunked is not None:
+            return self.chunked.request.suspect
+        return self.waiting.has_suspects
 
     @property
     def growth_of_chunked(self) -> int:
@@ -180,9 +193,9 @@ class Admission:
         self.chunked = None if row.last else row
         return row
 
-    def _is_full(self, adder: PrefillAdder, barrier: float) -> bool:
+    def _is_full(self, adder: PrefillAdder, barrier: float, suspect: bool) -> bool:
         """Has nothing changed since everybody was tried in vain that could let one of them in?"""
-        full = self._full
+        full = self._full.get(suspect)
         if full is None or full.of != self._tried(barrier):
             return False
         return not adder.has_room(full.num_pages, self._cache.num_available)
@@ -197,9 +210,10 @@ class Admission:
         kept_slots: int,
         barrier: float,
         alone: bool,
+        suspect: bool,
     ) -> None:
-        """Adds rows while budgets last."""
-        self._full = None
+        """Adds rows while budgets last; of suspects one."""
+        self._full.pop(suspect, None)
         now, least = time.monotonic(), math.inf
         held_back = False
         for request in self.waiting.in_order():
@@ -207,6 +221,10 @@ class Admission:
                 return
             returned = self.waiting.was_returned(request)
             if request.arrived > barrier and not returned:
+                continue
+            if request.suspect is not suspect:  # its turn is another step
+                if is_overdue(request.arrived, now):
+                    break
                 continue
             wanted, namespace = request.token_ids[:-1], request.namespace
             match = self._cache.match(wanted, namespace)
@@ -229,10 +247,10 @@ class Admission:
                 return  # budgets of this forward, not room: try again next time
             adder.reserve(growth)
             rows.append(self._let_in(request, match, end))
-            if self.chunked is not None:
+            if self.chunked is not None or suspect:
                 return
         if not held_back:
-            self._full = _Full(self._tried(barrier), least)
+            self._full[suspect] = _Full(self._tried(barrier), least)
 
     def _needed_pages(self, request: Request, match: Match) -> int:
         """Pages that it takes from those available now: fresh ones, and those of its cached

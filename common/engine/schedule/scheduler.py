@@ -30,6 +30,7 @@ from common.engine.schedule.assembly import Step, StepAssembler
 from common.engine.schedule.finishing import FinishRule
 from common.engine.schedule.growth import NewTokenRatio
 from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
+from common.engine.schedule.quarantine import Quarantine
 from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
@@ -54,6 +55,8 @@ class Scheduler:
         kept_pages: likewise, free for the growth of those.
         barrier: `add`ed requests that arrived later than this wait: somebody who is going to
             `join` came first, and has waited for room for too long.
+        on_trial: the suspect request (common/trial.py) whose step is launched, if one is. Nothing
+            else is on the device then.
     Args:
         host_pages: pages of host memory for the KV of retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
@@ -101,6 +104,9 @@ class Scheduler:
             ratio=self._ratio,
         )
         self._requests: dict[int, Request] = {}  # by slot
+        self._quarantine = Quarantine(table)
+        self._after_trial = False  # whether the last step was computed for one request alone
+        self.on_trial: Request | None = None
         self._assembler = StepAssembler(table)
         self._launched: deque[Step] = deque()
         self.kept_slots = 0
@@ -145,6 +151,7 @@ class Scheduler:
         self._requests[slot] = request
         self._cache.insert(request.token_ids[:-1], pages, request.namespace)
         self._running.join(slot)
+        self._quarantine.take(slot, request)
         return True
 
     def abort(self, request: Request, finish: Finish) -> Finished | None:
@@ -232,13 +239,25 @@ class Scheduler:
         """
         if self._retracted:
             self._bring_back()
-        extends = self._extend_rows()
-        if extends:
-            decodes = self._riders() if self._mixed_chunk else _NO_SLOTS
-        else:
-            decodes = self._decode_rows()
-            if not len(decodes):
-                return None
+        if self.on_trial is not None:
+            return None  # nothing is launched beside it
+        for alone in self._turns():
+            if alone and self._launched:
+                return None  # what was launched before is finished first
+            extends, decodes = self._rows(alone)
+            if extends or len(decodes):
+                return self._launch(extends, decodes, alone)
+        return None
+
+    def _turns(self) -> Sequence[bool]:
+        """Whether the next step is one of all, or of a suspect request alone; they take turns."""
+        if not self._quarantine and not self._admission.suspect_waits:
+            return (False,)
+        return (False, True) if self._after_trial else (True, False)
+
+    def _launch(
+        self, extends: Sequence[ExtendRow], decodes: NDArray[np.intp], alone: bool
+    ) -> ScheduleBatch:
         swap_out, swap_in = self._retracted.swaps() if self._retracted else (None, None)
         step = self._assembler.assemble(extends, decodes, swap_out, swap_in)
         self._pages.hold(step.written, Holder.STEP)
@@ -251,7 +270,10 @@ class Scheduler:
             if row.last:
                 self._table.length[row.slot] += 1
                 self._running.join(row.slot)
+                self._quarantine.take(row.slot, row.request)
         self._launched.append(step)
+        self._after_trial = alone
+        self.on_trial = self._requests[int(step.slots[0])] if alone else None
         return step.batch
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
@@ -274,6 +296,9 @@ class Scheduler:
             slots, places, tokens = slots[sampled], places[sampled], tokens[sampled]
         slots, tokens = self._finish_tokens(slots, places, tokens, finished)
         self._table.drop_step(batch.step)
+        self.on_trial = None
+        if self._quarantine:
+            self._quarantine.let_out()
         self._counts["generated_tokens"] += len(tokens)
         streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
         return StepOutcome(streams, requests, tokens, chunks, finished)
@@ -350,7 +375,16 @@ class Scheduler:
 
     # Building -------------------------------------------------------------------------------------
 
-    def _extend_rows(self) -> list[ExtendRow]:
+    def _rows(self, alone: bool) -> tuple[Sequence[ExtendRow], NDArray[np.intp]]:
+        """Of all that may share a forward, or of one request that may not."""
+        extends = self._extend_rows(alone)
+        if extends:
+            return extends, self._riders() if self._mixed_chunk and not alone else _NO_SLOTS
+        if alone:
+            return (), self._decode_rows(self._quarantine.inside(self._running.ready())[:1])
+        return (), self._decode_rows(self._quarantine.outside(self._running.ready()))
+
+    def _extend_rows(self, suspect: bool) -> list[ExtendRow]:
         admission = self._admission
         if admission.chunked is None and not admission.has_slot(self.kept_slots):
             return []
@@ -361,6 +395,7 @@ class Scheduler:
             kept_slots=self.kept_slots,
             barrier=self.barrier,
             alone=not self._requests,
+            suspect=suspect,
         )
 
     def _reserved_pages(self) -> int:
@@ -369,7 +404,7 @@ class Scheduler:
 
     def _riders(self) -> NDArray[np.intp]:
         """Decode rows beside a chunk: those that find a page, if they need one."""
-        slots = self._running.ready()
+        slots = self._quarantine.outside(self._running.ready())
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
             return slots[~np.isin(slots, full)]
@@ -377,11 +412,13 @@ class Scheduler:
             self._ratio.decay()
         return slots
 
-    def _decode_rows(self) -> NDArray[np.intp]:
-        slots = self._running.ready()
+    def _decode_rows(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Those of `slots` that can go on."""
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
-            return self._retraction.make_room(slots, self._requests)
+            # Of all: pages that keep these from going on may be in a quarantine, or outside.
+            kept = self._retraction.make_room(self._running.ready(), self._requests)
+            return slots[np.isin(slots, kept)]
         self._ratio.decay()
         return slots
 
@@ -393,6 +430,7 @@ class Scheduler:
             request.token_ids = self._table.tokens_of(slot)
             self._table.release(request)
             del self._requests[slot]
+            self._quarantine.forget(slot)
             self._admission.waiting.put_back(request)
         on_device = len(self._requests) - len(self._retracted)
         self._retraction.bring_back(device_empty=not on_device)
@@ -412,8 +450,15 @@ class Scheduler:
             if request.slot != row.slot:
                 continue  # it ended with an earlier step
             self._admission.computed(row)
-            if request in self._retracted or token == NOT_FINITE:
-                continue  # its pages are gone, or not to be trusted
+            if token == NOT_FINITE:  # its pages are not to be trusted, by nobody
+                if not row.last:
+                    finish = self._rule.decide(request, token, at_limit=False)
+                    assert finish is not None
+                    finished.append(Finished(request, finish))
+                    self._end(request)
+                continue
+            if request in self._retracted:
+                continue  # its pages are gone
             pages = self._table.pages_of(row.slot)
             self._cache.insert(request.token_ids[: row.end], pages, request.namespace)
             if request.to_finish is None:
@@ -463,6 +508,7 @@ class Scheduler:
             self._cache.insert(self._table.tokens_of(slot)[:-1], pages, request.namespace)
         self._pages.drop(pages, Holder.REQUEST)
         self._running.leave(slot)
+        self._quarantine.forget(slot)
         self._admission.forget(request)
         self._table.set_pages(slot, _NO_PAGES)
         self._table.release(request)

@@ -26,6 +26,12 @@ class WaitingQueue:
         self._returned: deque[Request] = deque()
         self._num_returns = 0
         self._requests: ByArrival[int, Request] = ByArrival()
+        self._suspects: set[int] = set()  # by key
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a request is here that is to be computed alone."""
+        return bool(self._suspects)
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._requests)
@@ -44,13 +50,16 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         self._requests.put(request.key, request)
+        self._note(request)
 
     def put_back(self, request: Request) -> None:
         """It was retracted and must be computed anew."""
         self._returned.append(request)
         self._num_returns += 1
+        self._note(request)
 
     def remove(self, request: Request) -> None:
+        self._suspects.discard(request.key)
         if self._requests.take(request.key) is None:
             self._returned.remove(request)
             self._num_returns += 1
@@ -62,6 +71,10 @@ class WaitingQueue:
         """Which to try next: a copy, MAX_LOOKED_AT at most."""
         fresh = self._policy.order(list(self._requests))
         return [*self._returned, *fresh][:MAX_LOOKED_AT]
+
+    def _note(self, request: Request) -> None:
+        if request.suspect:
+            self._suspects.add(request.key)
 
 
 class PromptsUnderWay:

@@ -53,14 +53,21 @@ class GenerationEndpoint:
 
     async def __call__(self, request: Request) -> web.StreamResponse:
         """Being cancelled cancels every choice on its nodes."""
-        request_id = request.header("x-request-id") or new_request_id()
-        headers: tuple[tuple[str, str], ...] = (("x-request-id", request_id),)
+        request_id = new_request_id()
+        label = request.header("x-request-id")
+        # Proxies look for what they have sent, and may send it again.
+        headers: tuple[tuple[str, str], ...] = (
+            ("x-request-id", label or request_id),
+            ("baton-request-id", request_id),
+        )
         try:
             asked = self._read(request)
             client = self._begin(request, len(asked.requests))
         except Refusal as refusal:
             self._metrics.rejected("invalid")
-            self._refusals.info("request refused", request_id=request_id, because=refusal)
+            self._refusals.info(
+                "request refused", request_id=request_id, label=label, because=refusal
+            )
             return refusal.response(headers)
         except ServingError as error:
             return self._problem(error).response(headers)
@@ -70,8 +77,12 @@ class GenerationEndpoint:
         reply = make_reply(self._dialect, asked, origin, request, headers)
         traceparent = request.header("traceparent")
         session_id = _session_id(request, asked)
+        choices = [
+            replace(choice, request_id=own, label=label, session_id=session_id)
+            for choice, own in zip(asked.requests, _ids(request_id, asked), strict=True)
+        ]
         try:
-            await self._generate(asked.requests, client, request_id, session_id, reply, traceparent)
+            await self._generate(choices, client, reply, traceparent)
         except ServingError as error:
             return reply.failed(self._problem(error))
         return reply.response()
@@ -98,28 +109,31 @@ class GenerationEndpoint:
         self,
         choices: Sequence[Wanted],
         client: Client,
-        request_id: str,
-        session_id: str,
         reply: Reply,
         traceparent: str,
     ) -> None:
         """Runs all choices at once; the first that fails ends the others."""
         if len(choices) == 1:
-            only = replace(choices[0], request_id=request_id, session_id=session_id)
             await self._generator.generate(
-                only, client, partial(reply.write, 0), traceparent, partial(reply.offer, 0)
+                choices[0], client, partial(reply.write, 0), traceparent, partial(reply.offer, 0)
             )
             return
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, choice in enumerate(choices):
-                    one = replace(choice, request_id=f"{request_id}-{index}", session_id=session_id)
                     write, offer = partial(reply.write, index), partial(reply.offer, index)
                     tasks.create_task(
-                        self._generator.generate(one, client, write, traceparent, offer)
+                        self._generator.generate(choice, client, write, traceparent, offer)
                     )
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+
+def _ids(request_id: str, asked: Asked) -> list[str]:
+    """Of the choices, in order."""
+    if len(asked.requests) == 1:
+        return [request_id]
+    return [f"{request_id}-{index}" for index in range(len(asked.requests))]
 
 
 def _session_id(request: Request, asked: Asked) -> str:

@@ -23,6 +23,8 @@ _CODES = {401: "invalid_api_key", 403: "insufficient_permissions"}
 _HEADERS = {
     401: (("www-authenticate", "Bearer"),),
     429: (("retry-after", "1"),),
+    # OpenAI's clients would send it again, and engines may die of it.
+    500: (("x-should-retry", "false"),),
     503: (("retry-after", "1"),),
 }
 # The sentence of an InvalidRequest begins with the field that it is about, as gRPC names it.

@@ -39,7 +39,7 @@ export class Ask {
     try {
       const answer = await this.post(this.stopping.signal);
       if (!answer.ok) throw new Error(await reason(answer));
-      id = answer.headers.get("x-request-id") ?? "";
+      id = answer.headers.get("baton-request-id") ?? "";
       for await (const event of events(answer.body)) run.take(event);
       run.end();
     } catch (error) {

@@ -1,0 +1,83 @@
+"""A request that every engine dies of: what it may take with it, and what the others notice."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.trial import GUILTY
+from tests.integration.oracle import oracle
+from tests.support.cluster import POISONED, Cluster, Node
+from tests.support.noise_model import write
+from tests.support.poisoned.sitecustomize import POISON
+
+pytestmark = [pytest.mark.slow]
+
+NUM_TOKENS = 120
+PROMPT = 40  # tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "model"
+    write(directory)
+    return directory
+
+
+def _innocent(number: int) -> list[int]:
+    return [1 + (number * 7 + place * place) % 240 for place in range(PROMPT)]
+
+
+async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
+    """So many of them end by themselves, and not one more."""
+
+    async def ended() -> bool:
+        for node in nodes:
+            node.killed = node.child.code is not None
+        return sum(node.killed for node in nodes) >= count
+
+    await cluster.wait_until(ended, f"{count} nodes end", 30.0)
+    assert sum(node.child.code is not None for node in nodes) == count
+
+
+async def test_poison_ends_two_engines_and_nobody_else(model: Path, tmp_path: Path) -> None:
+    """Once where prompts are computed, once in the midst of an answer. Those beside it get the
+    answers that they would have had."""
+    flags = ("--policy=round_robin",)
+    async with Cluster(
+        model,
+        tmp_path,
+        num_prefill=3,
+        num_decode=3,
+        router_flags=flags,
+        environment=POISONED,
+    ) as cluster:
+        known = oracle(model)
+        for nodes, at in ((cluster.prefill, 0), (cluster.decode, PROMPT + 5)):
+            begun = asyncio.Semaphore(0)
+
+            async def answer(number: int, begun: asyncio.Semaphore = begun) -> list[int]:
+                tokens: list[int] = []
+                stream = cluster.stream(_innocent(number), max_tokens=NUM_TOKENS, ignore_eos=True)
+                async for response in stream:
+                    if not tokens:
+                        begun.release()
+                    tokens += response.token_ids
+                return tokens
+
+            numbers = range(at, at + 9)
+            answers = [asyncio.create_task(answer(number)) for number in numbers]
+            for _ in answers:
+                await begun.acquire()
+            late = [asyncio.create_task(answer(number + 100)) for number in numbers]
+            poison = [POISON, at, *_innocent(at)[2:]]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
+            told = (refused.value.code(), refused.value.details())
+            assert told == (grpc.StatusCode.INTERNAL, GUILTY)
+            for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
+                assert tuple(tokens) == known.tokens(_innocent(number), NUM_TOKENS)
+            for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):
+                assert tuple(tokens) == known.tokens(_innocent(number + 100), NUM_TOKENS)
+            await _dead(nodes, 2, cluster)

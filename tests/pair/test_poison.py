@@ -1,0 +1,70 @@
+"""Requests that engines of prefill nodes have died with: alone from then on, and no further than to
+a second death."""
+
+from grpc import StatusCode
+
+from common.trial import GUILTY
+from kvtransfer.messages import Ready
+from tests.support.pair_node import Size
+from tests.support.pair_rig import PairRig
+from tests.support.pair_states import LONG, OTHER
+
+NUM_TOKENS = 8
+
+
+def _lose_engine(rig: PairRig, owner: int) -> None:
+    """As the fronts tell it of one that has a prompt under way, and not all of it computed."""
+    told = _num_ready(rig)
+    rig.until(
+        lambda: rig.prefill[owner].queue("chunked") and _num_ready(rig) > told,
+        "a prompt is between its chunks, and the reader knows",
+    )
+    rig.wires.cut(rig.prefill[owner].front, rig.decode[0].front, engine_died=True)
+
+
+def _num_ready(rig: PairRig) -> int:
+    return sum(isinstance(message, Ready) for message in rig.wires.seen)
+
+
+def _trials(rig: PairRig) -> set[int]:
+    return set(rig.decode[0].router.trials) - {0}
+
+
+def test_a_prompt_that_was_under_way_goes_on_alone_at_both_nodes(known):
+    with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=32) as rig:
+        under_way, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS)
+        _lose_engine(rig, 0)
+        scheduler = rig.prefill[1].role.scheduler
+        rig.until(lambda: scheduler.on_trial, "it computes alone at the other prefill node")
+        rig.run()
+        for asked in (under_way, other):
+            assert asked.tokens == known.greedy(asked.prompt, NUM_TOKENS)
+        assert under_way.number in _trials(rig)
+
+
+def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
+    with PairRig(known.loaded, prefill=[Size(), Size(), Size()], chunk_tokens=32) as rig:
+        guilty, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS, owners=[2])
+        _lose_engine(rig, 0)
+        _lose_engine(rig, 1)
+        rig.run()
+        assert guilty.ended is not None
+        assert (guilty.ended.error_code, guilty.ended.error) == (
+            StatusCode.INTERNAL.value[0],
+            GUILTY,
+        )
+        assert other.tokens == known.greedy(OTHER, NUM_TOKENS)
+        assert rig.decode[0].count("local_prefills") == 0
+
+
+def test_a_request_that_comes_with_a_death_is_told_before_it_computes_and_gets_its_tokens(known):
+    with PairRig(known.loaded, prefill=[]) as rig:
+        suspect = rig.ask(LONG, NUM_TOKENS, engine_deaths=1)
+        others = [rig.ask(OTHER, NUM_TOKENS), rig.ask(OTHER[:9], NUM_TOKENS)]
+        rig.until(lambda: rig.decode[0].router.trials, "it computes alone")
+        assert not suspect.tokens
+        rig.run()
+        for asked in (suspect, *others):
+            assert asked.tokens == known.greedy(asked.prompt, NUM_TOKENS)
+        told = rig.decode[0].router.trials
+        assert _trials(rig) == {suspect.number} and told[-1] == 0
