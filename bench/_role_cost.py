@@ -198,7 +198,7 @@ def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
     return Desk(
         front,
         pages_by_holder=pages.by_holder,
-        progress=lambda: (0, 0.0),
+        steps_finished=lambda: 0,
         cache=CacheEvents(cache),
     )
 

@@ -87,8 +87,16 @@ class SchedulerConfig(Record):
     )
     min_new_token_ratio: float = Field(0.098, gt=0, le=1, description="where its decay ends")
     new_token_ratio_steps: Positive = Field(600, description="decode steps that decay takes")
+    stall_s: Seconds = Field(
+        10.0,
+        description="longest time without progress until the engine counts as dead, if its step "
+        "should not take a fifth of that or more",
+    )
+    first_step_s: Seconds = Field(
+        120.0, description="the same in a first step of its kind, which may compile kernels"
+    )
     watchdog_s: Seconds = Field(
-        300.0, description="longest time without a step before it is reported"
+        300.0, description="longest time with work waiting and no step, until the node ends"
     )
 
 
@@ -215,6 +223,9 @@ class NodeConfig(Record):
     front: FrontConfig
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
+    silence_s: Seconds = Field(
+        3.0, description="without a beat of the engine, one a second, until it is unhealthy"
+    )
 
 
 class PrefillConfig(NodeConfig):
@@ -230,6 +241,13 @@ class DecodeConfig(NodeConfig):
         0, ge=0, description="prompts with at most so many uncached tokens are prefilled here"
     )
     retries: int = Field(2, ge=0, description="further prefill nodes tried before prefilling here")
+    pair_again_s: float = Field(
+        3.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="longest wait for prefill nodes whose pairs have just ended, before prefilling "
+        "here; 0: none",
+    )
     local_fallback: bool = Field(
         False, description="where no decode node has a prefill node, take requests all the same"
     )
@@ -336,6 +354,12 @@ class RouterConfig(Record):
         le=7 * 24 * 3600,  # nodes refuse a request that may take longer
         description="total time a request may take",
     )
+    silent_s: Seconds = Field(
+        5.0, description="no request goes to a decode node whose engine has not moved for so long"
+    )
+    dead_s: Seconds = Field(
+        10.0, description="the same until its requests go on at another decode node"
+    )
     hide_cached_tokens: bool = Field(
         False, description="do not tell clients how much of their prompt was cached"
     )
@@ -352,6 +376,13 @@ class RouterConfig(Record):
     nodes_tls: TlsConfig = Field(
         TlsConfig(), description="for calls to nodes; what is unset is taken from front.tls"
     )
+
+    @field_validator("dead_s")
+    @classmethod
+    def _after_silence(cls, dead_s: float, info: ValidationInfo) -> float:
+        if dead_s < info.data.get("silent_s", 0.0):
+            raise ValueError("must not be less than --silent-s")
+        return dead_s
 
     @field_validator("nodes_tls")
     @classmethod

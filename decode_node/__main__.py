@@ -1,6 +1,7 @@
 """python -m decode_node: a decode node's front, which starts its engine."""
 
 import sys
+import time
 
 from common import settings
 from common.config import DecodeConfig
@@ -12,7 +13,12 @@ from kvtransfer.pair_streams import PairStreams
 
 def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
     """Routers call here; this node calls the prefill nodes that they name."""
-    streams = PairStreams(front.transfer_socket, front.metrics)
+
+    def beat() -> None:
+        front.supervision.beat(time.monotonic())
+        serve.beat()
+
+    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
     dialer = PairDialer(streams, front.metrics, front.make_channel)
 
     def pair(addresses: frozenset[str]) -> None:

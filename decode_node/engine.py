@@ -29,7 +29,8 @@ TRANSFER_END_S = 3.0
 def body(start: EngineStart[DecodeConfig]) -> None:
     config, channel = start.config, start.channel
     engine = build(config.engine)
-    clock = StepClock()
+    steps = config.engine.scheduler
+    clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
     kv = engine.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
     page_size = engine.shape.layout.page_size
@@ -60,7 +61,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
     desk = Desk(
         channel,
         pages_by_holder=engine.pages.by_holder,
-        progress=lambda: (clock.reading.finished, clock.reading.expected_s),
+        steps_finished=lambda: clock.reading.finished,
         meters=(clock.meter, reads),
         cache=CacheEvents(engine.cache),
     )

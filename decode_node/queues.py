@@ -22,7 +22,7 @@ class Attempt:
 
     id: HandoffId
     request: Request
-    candidates: tuple[str, ...]  # owners not tried yet, in order of preference
+    candidates: tuple[str, ...]  # owners that have not failed it, in order of preference
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()
     stamps: AttemptStamps
@@ -57,7 +57,7 @@ class PreallocQueue:
         return len(self._attempts)
 
     def __iter__(self) -> Iterator[Attempt]:
-        return iter(self._attempts)
+        return iter(tuple(self._attempts))
 
     def put(self, attempt: Attempt) -> None:
         self._attempts.put(attempt.id, attempt)
@@ -110,7 +110,7 @@ class TransferQueue:
         return len(self._transfers)
 
     def __iter__(self) -> Iterator[Transfer]:
-        return iter(self._transfers.values())
+        return iter(tuple(self._transfers.values()))
 
     def append(self, transfer: Transfer) -> None:
         self._transfers[transfer.attempt.id] = transfer

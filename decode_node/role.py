@@ -1,7 +1,8 @@
 """The decode node's role: prealloc queue -> transfer queue -> running batch.
 
     submitted --(an owner is paired)--> prealloc queue --grant--> transfer queue --held--> running
-        |                                   |  lost: next owner, then local     |
+        |           ^                       |  lost: next owner, then local     |
+        |---> unpaired (owners just lost) <-+-----------------------------------|
         `--(colocated, short, no owner)-----+-----------------------------------+--> waiting queue
 
 This node is responsible for a request from submission to last token. What it has lost it can
@@ -47,7 +48,9 @@ from common.node.outbox import Outbox
 from common.node.stamps import AttemptStamps, RequestStamps
 from common.trial import GUILTY, MAX_DEATHS
 from decode_node.counts import DecodeCounts
+from decode_node.open_handoffs import open_handoffs
 from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
+from decode_node.unpaired import Unpaired, Waiter
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     CancelHandoff,
@@ -107,6 +110,7 @@ class DecodeRole:
         most_tokens = config.engine.scheduler.max_waiting_tokens + pages.num_pages * page_size
         self._tokens = HeldTokens(most_tokens)
         self._stamps: dict[int, RequestStamps] = {}  # by request key
+        self._unpaired = Unpaired(config.pair_again_s)
         self._prealloc = PreallocQueue()
         self._transfer = TransferQueue()
         self._current: dict[int, HandoffId] = {}  # request key: its attempt, in either queue
@@ -122,6 +126,7 @@ class DecodeRole:
 
     def poll(self) -> None:
         now = time.monotonic()
+        lost: list[Lost] = []
         for event in self._port.take():
             match event:
                 case OwnerUp():
@@ -131,6 +136,7 @@ class DecodeRole:
                 case OwnerDown():
                     if self._owners.get(event.address) == event.owner:
                         del self._owners[event.address], self._desk.links[event.address]
+                        self._unpaired.owner_lost(event.address, now)
                         self._counts.link(up=False)
                 case HandoffAdmitted():
                     self._admitted(event)
@@ -139,12 +145,15 @@ class DecodeRole:
                 case Held():
                     self._held(event)
                 case Lost():
-                    self._lost(event)
+                    lost.append(event)
                 case ReadsEnded():
                     self._pages.drop(self._reading.pop(event.id), Holder.READ)
+        for event in lost:  # now: which owners are left is known
+            self._lost(event)
         for finished in self._scheduler.expire(now):
             self._end(finished.request, finished.finish)
         self._desk.poll(self, self._take)
+        self._pair_again(now)
         self._join()
         self._grant(now)
         self._keep_room()
@@ -185,9 +194,13 @@ class DecodeRole:
     def queues(self) -> dict[str, int]:
         return {
             **self._scheduler.queues(),
+            "unpaired": len(self._unpaired),
             "prealloc": len(self._prealloc),
             "transfer": len(self._transfer),
         }
+
+    def handoffs(self) -> list[dict[str, object]]:
+        return open_handoffs(self._unpaired, self._prealloc, self._transfer)
 
     def counters(self) -> dict[str, int]:
         return {**self._scheduler.counters(), **self._counts.totals()}
@@ -260,13 +273,14 @@ class DecodeRole:
 
     @property
     def _num_waiting(self) -> int:
-        """For pages, in either queue. Whoever is let in may go from one to the other."""
-        return len(self._prealloc) + self._scheduler.num_waiting
+        """For pages, in either queue, or for an owner. Whoever is let in may go from one to
+        another."""
+        return len(self._unpaired) + len(self._prealloc) + self._scheduler.num_waiting
 
     # A request's way ----------------------------------------------------------------------------
 
     def _dispatch(self, request: Request, candidates: tuple[str, ...]) -> None:
-        """Opens a hand-off at the first usable candidate, or prefills here.
+        """Opens a hand-off at the first usable candidate, has it wait for one, or prefills here.
 
         Raises:
             DeadlineExceeded: no time is left.
@@ -276,20 +290,22 @@ class DecodeRole:
             raise DeadlineExceeded(out_of_time().error)
         attempt = self._attempts.get(request.key, 0) + 1
         usable = [address for address in candidates if address in self._owners]
+        if not usable and self._waits_for_an_owner(request, attempt, candidates):
+            return
         here = self._why_here(request, attempt, usable)
         if here:
             self._counts.local_prefill(here)
             self._stamps[request.key].queued = now
             self._scheduler.add(request)
             return
-        address, rest = usable[0], candidates[candidates.index(usable[0]) + 1 :]
+        address = usable[0]
         handoff_id = HandoffId(self._instance, request.key, attempt)
         self._attempts[request.key] = attempt
         self._current[request.key] = handoff_id
         num_pages = len(request.token_ids) // self._page_size + 1
         stamps = AttemptStamps(address, self._desk.links[address][0], opened=now)
         self._stamps[request.key].open(stamps)
-        self._prealloc.put(Attempt(handoff_id, request, rest, num_pages, now, stamps))
+        self._prealloc.put(Attempt(handoff_id, request, candidates, num_pages, now, stamps))
         self._counts.opened(attempt)
         self._port.post(
             OpenHandoff(
@@ -305,6 +321,17 @@ class DecodeRole:
                 engine_deaths=request.engine_deaths,
             )
         )
+
+    def _waits_for_an_owner(
+        self, request: Request, attempt: int, candidates: tuple[str, ...]
+    ) -> bool:
+        """Has it wait for an owner, if one of these may soon be paired again."""
+        until = min(self._unpaired.worth_until(candidates), request.deadline)
+        retries_left = attempt <= self._config.retries + 1
+        if not retries_left or time.monotonic() >= until or self._short(request):
+            return False
+        self._unpaired.append(Waiter(request, candidates, until))
+        return True
 
     def _why_here(self, request: Request, attempt: int, usable: Sequence[str]) -> str:
         """Why it is to be prefilled here, as DecodeCounts names it; empty: it is not."""
@@ -322,6 +349,13 @@ class DecodeRole:
             return False
         cached = self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
         return len(request.token_ids) - cached <= longest
+
+    def _pair_again(self, now: float) -> None:
+        for waiter in self._unpaired.take(now, self._owners):
+            try:
+                self._dispatch(waiter.request, waiter.candidates)
+            except ServingError as error:
+                self._refuse(waiter.request, error)
 
     def _grant(self, now: float) -> None:
         """Reserves all pages of as many waiting attempts as there is room for, and grants them."""
@@ -444,8 +478,11 @@ class DecodeRole:
                 self._end(request, Finish(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL))
                 return
             request.suspect_of(request.engine_deaths + 1)
+        candidates = attempt.candidates if event.retryable else ()
+        if not event.may_return:
+            candidates = tuple(each for each in candidates if each != attempt.stamps.prefill)
         try:
-            self._dispatch(request, attempt.candidates if event.retryable else ())
+            self._dispatch(request, candidates)
         except ServingError as error:
             self._refuse(request, error)
 
@@ -461,6 +498,9 @@ class DecodeRole:
     # Ends ---------------------------------------------------------------------------------------
 
     def _abort(self, request: Request, finish: Finish) -> None:
+        if self._unpaired.remove(request):
+            self._end(request, finish)
+            return
         if request.key in self._current:
             self._give_up(request, finish.error)
             self._end(request, finish)

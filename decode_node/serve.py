@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_ID = 256  # characters
 MAX_STREAMS = 256
 
+_BEAT = decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat())
+
 
 class _RouterStream:
     def __init__(self, number: int, lane: Lane) -> None:
@@ -136,6 +138,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             status=self._status(), protocol_version=serve_protocol.VERSION
         )
         stream.outgoing.put(greeting)
+        if self._supervision.moves(time.monotonic()):
+            stream.outgoing.put(_BEAT)
         try:
             await self._take(stream, first)
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
@@ -185,6 +189,11 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         """Tells every router what has changed."""
         if self._status() != self._told:
             self._tell_status()
+
+    def beat(self) -> None:
+        """Tells every router that the engine moves."""
+        for stream in self._streams.values():
+            stream.outgoing.put(_BEAT)
 
     # From the front -----------------------------------------------------------------------------
 

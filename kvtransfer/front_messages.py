@@ -75,4 +75,9 @@ class PairEnd(msgspec.Struct, frozen=True, tag=True):
     refused: bool  # FAILED_PRECONDITION: mismatch or violation; else UNAVAILABLE
 
 
-PairOutput: TypeAlias = LocalHello | PairHello | PairSend | PairEnd
+class EngineBeat(msgspec.Struct, frozen=True, tag=True):
+    """The engine moves: its step under way, however long, is within its time. Sent once a second,
+    and not while it does not. It comes from beside the engine thread, which may be in a step."""
+
+
+PairOutput: TypeAlias = LocalHello | PairHello | PairSend | PairEnd | EngineBeat

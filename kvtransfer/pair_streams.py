@@ -30,6 +30,7 @@ from common.node.lanes import Lane
 from common.node.streams import Outgoing
 from kvtransfer import wire
 from kvtransfer.front_messages import (
+    EngineBeat,
     LocalHello,
     PairClosed,
     PairEnd,
@@ -47,6 +48,7 @@ from protos import kvtransfer_pb2
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 1024
+_LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to say why
 
 Outward: TypeAlias = kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner
 
@@ -85,11 +87,15 @@ class PairStreams:
 
     Args:
         sock: to the transfer thread; owned from now on.
+        on_beat: called when the transfer thread has said that the engine moves.
     """
 
-    def __init__(self, sock: socket.socket, metrics: NodeMetrics) -> None:
+    def __init__(
+        self, sock: socket.socket, metrics: NodeMetrics, *, on_beat: Callable[[], None]
+    ) -> None:
         self._socket = sock
         self._metrics = metrics
+        self._on_beat = on_beat
         self._connection: FrameConnection[PairOutput] = FrameConnection(
             PairOutput, self._take, self._end
         )
@@ -107,7 +113,9 @@ class PairStreams:
         """
         await self._connection.open(self._socket)
         try:
-            raise EngineFault(f"the transfer thread is gone: {await self._over}")
+            reason = await self._over
+            await asyncio.sleep(_LAST_WORDS_S)
+            raise EngineFault(f"the transfer thread is gone: {reason}")
         finally:
             self._connection.close()
 
@@ -159,6 +167,8 @@ class PairStreams:
 
     def _take(self, message: PairOutput) -> None:
         match message:
+            case EngineBeat():
+                self._on_beat()
             case LocalHello(hello=hello):
                 if not self._hello.done():
                     self._hello.set_result(hello)

@@ -70,7 +70,7 @@ class OwnerUp(msgspec.Struct, frozen=True):
 
 
 class OwnerDown(msgspec.Struct, frozen=True):
-    """Every hand-off open with it has been, or is about to be, reported Lost."""
+    """Every hand-off that is open with it is reported Lost next."""
 
     owner: int
     address: str
@@ -106,6 +106,7 @@ class Lost(msgspec.Struct, frozen=True):
     reason: str
     retryable: bool  # False: another owner would refuse it as well
     engine_died: bool = False  # the owner's, which may have been computing it
+    may_return: bool = False  # the owner: its stream is over, another one may come
 
 
 class ReadsEnded(msgspec.Struct, frozen=True):

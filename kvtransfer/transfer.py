@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from common.node.ipc import FrameSocket, PeerGone
 from kvtransfer.front_messages import (
+    EngineBeat,
     LocalHello,
     PairClosed,
     PairEnd,
@@ -37,6 +38,7 @@ Event = TypeVar("Event")
 CommandIn = TypeVar("CommandIn", contravariant=True)
 
 LONGEST_SLEEP_S = 1.0
+BEAT_S = 1.0  # between two signs of life to the front
 
 
 class Side(Protocol[CommandIn]):
@@ -83,6 +85,9 @@ class Outlet(Generic[Event]):
     def send(self, stream: int, message: AnyMessage) -> None:
         self._frames.send(PairSend(stream, message))
 
+    def beat(self) -> None:
+        self._frames.send(EngineBeat())
+
     def end(self, stream: int, reason: str, *, refused: bool) -> None:
         self._frames.send(PairEnd(stream, reason, refused))
 
@@ -125,7 +130,8 @@ class TransferThread(Generic[Command, Event]):
     Args:
         frames: to the front's pair streams; this object owns it.
         side: made by `make_side` from the outlet and a callable that wakes this thread.
-        engine_moves: is the step under way within its time? Read from this thread.
+        engine_moves: is the step under way within its time? Read from this thread, which tells
+            peers and the front only as long as it is.
         wake_engine: ends the engine thread's sleep.
     """
 
@@ -144,6 +150,7 @@ class TransferThread(Generic[Command, Event]):
         self._engine_moves = engine_moves
         self._wake_engine = wake_engine
         self._commands: deque[Command] = deque()
+        self._beat_at = 0.0
         self._stopped = False
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
@@ -199,13 +206,19 @@ class TransferThread(Generic[Command, Event]):
                     self._side.closed(stream, reason, engine_died)
         for _ in range(len(self._commands)):
             self._side.command(self._commands.popleft(), now)
-        self._side.tick(now, engine_moves=self._engine_moves())
+        moves = self._engine_moves()
+        self._side.tick(now, engine_moves=moves)
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_S
+            if moves:
+                self._outlet.beat()
         if self._outlet.has_events:
             self._wake_engine()
 
     def _sleep(self) -> None:
         deadline = self._side.next_deadline()
-        left_s = LONGEST_SLEEP_S if deadline is None else deadline - time.monotonic()
+        due = self._beat_at if deadline is None else min(deadline, self._beat_at)
+        left_s = due - time.monotonic()
         poll = select.poll()
         poll.register(self._wake_up, select.POLLIN)
         poll.register(

@@ -1,6 +1,7 @@
 """python -m prefill_node: a prefill node's front, which starts its engine."""
 
 import sys
+import time
 
 from common import settings
 from common.config import PrefillConfig
@@ -12,7 +13,11 @@ from kvtransfer.pair_streams import PairStreams
 
 def parts(front: Front) -> NodeParts:
     """Readers call here; nothing else does."""
-    streams = PairStreams(front.transfer_socket, front.metrics)
+    streams = PairStreams(
+        front.transfer_socket,
+        front.metrics,
+        on_beat=lambda: front.supervision.beat(time.monotonic()),
+    )
     pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
     return NodeParts(
         services=(pairs.register,),

@@ -34,7 +34,8 @@ def without_decode(config: EngineConfig) -> EngineConfig:
 def body(start: EngineStart[PrefillConfig]) -> None:
     config, channel = start.config, start.channel
     engine = build(without_decode(config.engine))
-    clock = StepClock()
+    steps = config.engine.scheduler
+    clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
     kv = engine.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
     paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
@@ -62,7 +63,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     desk = Desk(
         channel,
         pages_by_holder=engine.pages.by_holder,
-        progress=lambda: (clock.reading.finished, clock.reading.expected_s),
+        steps_finished=lambda: clock.reading.finished,
         meters=(clock.meter,),
         cache=CacheEvents(engine.cache),
     )

@@ -140,6 +140,25 @@ class PrefillRole:
             "inflight": len(self._inflight),
         }
 
+    def handoffs(self) -> list[dict[str, object]]:
+        now = time.monotonic()
+        open_here = {
+            "bootstrap": tuple(self._bootstrap.values()),
+            "prefilling": tuple(each.request for each in tuple(self._prefilling.values())),
+            "inflight": tuple(each.request for each in tuple(self._inflight.values())),
+        }
+        return [
+            {
+                "queue": queue,
+                "request_id": request.request_id,
+                "serial": request.key,
+                "tokens": len(request.token_ids),
+                "open_s": now - request.arrived,
+            }
+            for queue, requests in open_here.items()
+            for request in requests
+        ]
+
     def counters(self) -> dict[str, int]:
         return {**self.scheduler.counters(), **self._counts}
 

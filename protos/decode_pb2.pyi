@@ -98,16 +98,18 @@ class Submit(_message.Message):
     def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("step", "status", "trial", "protocol_version")
+    __slots__ = ("step", "status", "trial", "engine_beat", "protocol_version")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TRIAL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_BEAT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     step: Step
     status: Status
     trial: Trial
+    engine_beat: EngineBeat
     protocol_version: int
-    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ..., engine_beat: _Optional[_Union[EngineBeat, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Trial(_message.Message):
     __slots__ = ("under_way", "request")
@@ -116,6 +118,10 @@ class Trial(_message.Message):
     under_way: bool
     request: int
     def __init__(self, under_way: _Optional[bool] = ..., request: _Optional[int] = ...) -> None: ...
+
+class EngineBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun")

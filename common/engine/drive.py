@@ -1,20 +1,22 @@
 """An engine process's main thread: introduces the engine to its front, then turns the loop."""
 
 import gc
-import logging
-from collections.abc import Mapping
+from typing import Protocol
 
 from common.config import EngineConfig
 from common.engine.build import Engine
+from common.engine.loop import last_words
 from common.engine.loop.clock import StepClock
+from common.engine.loop.last_words import Standing
 from common.engine.loop.loop import EventLoop, Role
 from common.engine.loop.watchdog import Watchdog
 from common.engine.schedule.scheduler import Scheduler
-from common.logs import kv
 from common.node.desk import Channel
 from common.node.messages import EngineReady
 
-log = logging.getLogger(__name__)
+
+class DrivenRole(Role, Standing, Protocol):
+    """A role, for the loop and for whoever finds it standing."""
 
 
 def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
@@ -32,9 +34,10 @@ def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
 
 
 def drive(
-    role: Role, engine: Engine, config: EngineConfig, scheduler: Scheduler, clock: StepClock
+    role: DrivenRole, engine: Engine, config: EngineConfig, scheduler: Scheduler, clock: StepClock
 ) -> None:
-    """Turns the loop until the front lets this process go (PeerGone), or a part fails."""
+    """Turns the loop until the front lets this process go (PeerGone), or a part fails. If it stands
+    still for too long, the process ends."""
     loop = EventLoop(
         role,
         engine.runner,
@@ -43,16 +46,17 @@ def drive(
         clock=clock,
     )
 
-    def report(stuck_s: float, state: Mapping[str, object]) -> None:
-        clock.meter.standstills += 1
-        log.error("no step has finished with work waiting %s", kv(seconds=stuck_s, **state))
+    def end(still_s: float) -> None:
+        try:
+            last_words.tell(still_s, role)
+        finally:
+            last_words.end_process()
 
     watchdog = Watchdog(
         clock,
         limit_s=config.scheduler.watchdog_s,
         has_work=lambda: scheduler.has_work,
-        dump=scheduler.queues,
-        on_stuck=report,
+        on_stuck=end,
     )
     watchdog.start()
     # What was made until now stays; collecting it again and again would only hold up steps.

@@ -23,7 +23,7 @@ STATES = ("starting", "ready", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
     *("bootstrap", "inflight"),  # of a prefill node alone
-    *("prealloc", "transfer"),  # of a decode node alone
+    *("unpaired", "prealloc", "transfer"),  # of a decode node alone
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "cache")
 MODES = ("extend", "decode", "mixed")
@@ -54,7 +54,7 @@ STATE = Declared("baton_node_state", "gauge", "1 for the state of the node.", {"
 SILENCE = Declared(
     "baton_engine_silence_seconds",
     "gauge",
-    "Since the engine's last report; it reports twice a second, but not within a step.",
+    "Since the engine's last sign of life: a beat a second, also within a step, while it moves.",
 )
 
 # Of the engine -----------------------------------------------------------------------------------
@@ -108,11 +108,6 @@ THREAD_CPU = Declared(
 )
 ENGINE_CPU = Declared(
     "baton_engine_cpu_seconds", "counter", "CPU time of the engine process, all threads."
-)
-STANDSTILLS = Declared(
-    "baton_engine_standstills",
-    "counter",
-    "Times that the watchdog found work waiting and no step finished; told once it is over.",
 )
 SELF_CHECKS = Declared(
     "baton_self_checks",
@@ -215,7 +210,7 @@ LINK_CHANGES = Declared(
 
 BOTH = (
     *(REJECTED, STREAMS, STREAM_ENDS, CUT_OFF, STATE, SILENCE, PAGES, HOST_PAGES, QUEUE),
-    *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU, STANDSTILLS),
+    *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
     *(RETRACTIONS, RECOMPUTED, HANDOFFS),
 )
@@ -251,7 +246,6 @@ _TOTALS = {
     "waited": WAITED,
     "thread_cpu": THREAD_CPU,
     "process_cpu": ENGINE_CPU,
-    "standstills": STANDSTILLS,
     "self_checks": SELF_CHECKS,
 }
 _GAUGES = {"host_pages": HOST_PAGES, "reads_in_flight": READS_IN_FLIGHT}

@@ -70,7 +70,7 @@ class Desk:
     """Engine thread only.
 
     Args:
-        progress: steps finished, and the seconds that the step under way is expected to take.
+        steps_finished: since the start.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Desk:
         channel: Channel,
         *,
         pages_by_holder: Callable[[], dict[str, int]],
-        progress: Callable[[], tuple[int, float]],
+        steps_finished: Callable[[], int],
         cache: CacheSource,
         meters: Sequence[Meter] = (),
     ) -> None:
         self._channel = channel
         self._pages_by_holder = pages_by_holder
-        self._progress = progress
+        self._steps_finished = steps_finished
         self._meters = meters
         self._rested_s = 0.0
         self._num_self_checks = 0
@@ -151,11 +151,9 @@ class Desk:
         for meter in self._meters:
             gauges |= meter.gauges()
             distributions |= meter.distributions()
-        steps, expected_s = self._progress()
         self._channel.post(
             Moving(
-                steps=steps,
-                expected_s=expected_s,
+                steps=self._steps_finished(),
                 gauges=gauges,
                 state="draining" if self.draining else "ready",
                 pages_free=pages["free"] + pages["cache"],

@@ -129,7 +129,7 @@ class _Node:
         self._role = role
         self._mode = mode
         self._engine_module = engine_module
-        self._supervision = Supervision()
+        self._supervision = Supervision(config.silence_s)
         self._metrics = NodeMetrics(role)
         self._metrics.liveness_from(lambda: self._supervision.liveness(time.monotonic()))
         self._ending = Ending()

@@ -134,7 +134,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moving(msgspec.Struct, frozen=True, tag=True):
-    """Sent at least once a second while the loop turns, idle or not: the front's health.
+    """Sent at least once a second while the loop turns, idle or not.
 
     gauges: pages_HOLDER, queue_NAME and others, and total_NAME for what only grows. There and in
     distributions a name may end with /VALUE of a label.
@@ -144,7 +144,6 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
     gauges: dict[str, float]
     state: str  # "ready" | "draining"
     links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
-    expected_s: float = 0.0  # what the step under way is expected to take
     distributions: dict[str, Counted] = {}
     pages_free: int = 0  # those that only the prefix cache holds are free
 

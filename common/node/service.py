@@ -50,7 +50,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: Any
     ) -> node_pb2.DescribeResponse:
-        """While the model loads only role, instance, pids, state and model are set."""
+        """While the model loads only role, instance, pids, state and model are set. An engine that
+        stands still is not asked: pages, queues, steps and counters are unset."""
         ready = self._supervision.ready
         reply = node_pb2.DescribeResponse(
             role=self._role,
@@ -62,7 +63,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
         )
         if ready is None:
             return reply
-        description = (await self._engine.ask("describe")).description or {}
+        if self._supervision.moves(time.monotonic()):
+            description = (await self._engine.ask("describe")).description or {}
+        else:
+            description = {}
         reply.fingerprint = hashlib.sha256(
             msgspec.json.encode(sorted(ready.fingerprint.items()))
         ).hexdigest()[:16]

@@ -6,12 +6,14 @@ Knows no sockets and no processes; the time is passed in.
 from common.errors import InvalidRequest
 from common.node.messages import EngineReady, Moving
 
-SILENCE_S = 3.0  # the engine reports twice a second while it turns
-_STEP_FACTOR = 5.0  # a step may take so many times what was expected
+SILENCE_S = 3.0
 
 
 class Supervision:
-    """States: "starting" -> "ready" <-> "unhealthy"; any -> "draining"."""
+    """States: "starting" -> "ready" <-> "unhealthy"; any -> "draining".
+
+    Signs of life are the engine's beats, which go on through a long step, and its reports.
+    """
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
@@ -42,14 +44,16 @@ class Supervision:
         self._moving = moving
         self._moved_at = now
 
+    def beat(self, now: float) -> None:
+        self._moved_at = now
+
     def moves(self, now: float) -> bool:
-        """Whether the engine has reported recently; a long step may be silent for as long as was
-        expected of it, five times over."""
-        expected_s = self._moving.expected_s if self._moving else 0.0
-        return now - self._moved_at < max(self._silence_s, _STEP_FACTOR * expected_s)
+        """Whether the engine has given a sign of life recently."""
+        return now - self._moved_at < self._silence_s
 
     def liveness(self, now: float) -> tuple[str, float]:
-        """The state, and the seconds since the engine's last report; 0 before its first."""
+        """The state, and the seconds since the engine's last sign of life; 0 before its first
+        report."""
         return self.state(now), now - self._moved_at if self._moving else 0.0
 
     def state(self, now: float) -> str:

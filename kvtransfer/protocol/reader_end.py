@@ -344,7 +344,8 @@ class ReaderEnd:
             (n for n, s in self._streams.items() if s.owner == command.owner and s.announced), None
         )
         if stream is None:
-            self._actions.append(Lost(command.id, "the owner is not paired", retryable=True))
+            reason = "the owner is not paired"
+            self._actions.append(Lost(command.id, reason, retryable=True, may_return=True))
             return
         self._attempts[command.id] = Attempt(
             command.id, stream, len(command.token_ids), self._page_size
@@ -395,10 +396,8 @@ class ReaderEnd:
         self._tell_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
-    def _lose(
-        self, attempt: Attempt, reason: str, *, retryable: bool, engine_died: bool = False
-    ) -> None:
-        self._actions.append(Lost(attempt.id, reason, retryable, engine_died))
+    def _lose(self, attempt: Attempt, reason: str, *, retryable: bool) -> None:
+        self._actions.append(Lost(attempt.id, reason, retryable))
         self._leave(attempt, KVPoll.FAILED)
 
     def _tell_cancel(self, attempt: Attempt, reason: str) -> None:
@@ -454,17 +453,23 @@ class ReaderEnd:
 
     def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
         self._actions.append(EndStream(stream, reason, refused))
-        self._forget_stream(stream, reason)
+        self._forget_stream(stream, reason, may_return=not refused)
 
-    def _forget_stream(self, stream: int, reason: str, *, engine_died: bool = False) -> None:
+    def _forget_stream(
+        self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False
+    ) -> None:
         peer = self._streams.pop(stream)
         self._beats.stop(stream)
         self._link_deadlines.drop(stream)
-        for attempt in [h for h in self._attempts.values() if h.stream == stream]:
-            computing = engine_died and attempt.being_computed
-            self._lose(attempt, reason, retryable=True, engine_died=computing)
+        # First: what is lost must not be opened here again.
         if peer.announced:
             self._actions.append(OwnerDown(peer.owner, peer.address, reason))
+        for attempt in [h for h in self._attempts.values() if h.stream == stream]:
+            computing = engine_died and attempt.being_computed
+            self._actions.append(
+                Lost(attempt.id, reason, True, engine_died=computing, may_return=may_return)
+            )
+            self._leave(attempt, KVPoll.FAILED)
         if stream in self._links:
             self._links[stream].state = LinkState.CLOSING
             self._actions.append(CloseLink(stream, reason))

@@ -74,6 +74,10 @@ class Cluster:
         """A Status of the node has come, or its stream has ended."""
         if client.status is not None:
             self._load.shown(client.address)
+        self.heard(client)
+
+    def heard(self, client: DecodeClient) -> None:
+        """Whether its engine moves has changed."""
         if self._clients.get(client.address) is client:
             self._read(client)
             self._use()
@@ -149,7 +153,8 @@ class Cluster:
         """Takes up what a decode node has said. Of one node only: each says something twice a
         second, and has a link to every prefill node."""
         status = client.status
-        if status is None or status.state != "ready" or not self._survey.fit(client.address):
+        taking = status is not None and status.state == "ready" and client.moves
+        if status is None or not taking or not self._survey.fit(client.address):
             self._readable.pop(client.address, None)
             return
         self._readable[client.address] = tuple(

@@ -18,6 +18,7 @@ from common.errors import EngineDied, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.sampling import to_fields
 from protos import decode_pb2, decode_pb2_grpc
+from router.cluster.engine_pulse import EnginePulse, Patience
 from router.cluster.node_ends import end_of
 from router.cluster.unsent import Unsent
 from router.requests.losses import Doing, NodeLost
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _REFUSED_S = 30.0  # between two tries at a node that speaks another version
+_DEAD_LOOK_S = 0.5
 _MAX_UNTOLD = 1024  # timelines of requests that were left, waited for
 
 
@@ -53,12 +55,15 @@ class DecodeClient:
         *,
         peers: Sequence[str],
         on_move: Callable[[str], None],
+        on_pulse: Callable[[], None] = lambda: None,
+        patience: Patience | None = None,
         refused_s: float = _REFUSED_S,
     ) -> None:
         """
         Args:
             peers: addresses of all prefill nodes, which the node is told first.
             on_move: called with the address when `status` has changed.
+            on_pulse: called when `moves` has, on a stream that is open.
             refused_s: between two tries at a node that cannot be spoken with.
         """
         self.address = address
@@ -67,6 +72,9 @@ class DecodeClient:
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers)
         self._on_move = on_move
+        self._on_pulse = on_pulse
+        self._patience = patience or Patience()
+        self._pulse: EnginePulse | None = None  # of the stream that is open
         self._refused_s = refused_s
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
@@ -78,6 +86,11 @@ class DecodeClient:
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    @property
+    def moves(self) -> bool:
+        """Whether its engine does, as far as it has said on the stream that is open."""
+        return self._pulse is not None and self._pulse.moves
 
     async def run(self) -> None:
         """Serves until cancelled; requests still live then fail with NodeUnavailable."""
@@ -163,6 +176,8 @@ class DecodeClient:
         self._unsent.clear()
         self._unsent.tell_peers(self._peers)
         sending = asyncio.create_task(self._send(call))
+        pulse = self._pulse = EnginePulse(self._patience, self._pulse_changed)
+        watching = asyncio.create_task(self._end_if_dead(pulse, call))
         first = True
         try:
             async for message in call:
@@ -179,6 +194,9 @@ class DecodeClient:
             return _Over("the node ended the stream")
         except ProtocolViolation as error:
             return _Over(str(error))
+        except asyncio.CancelledError:
+            rpc.raise_if_cancelled()
+            return _Over(f"its engine has not moved for {self._patience.dead_s:g} s")
         except grpc.aio.AioRpcError as error:
             return _Over(
                 f"{error.code().name}: {error.details()}",
@@ -186,8 +204,31 @@ class DecodeClient:
                 engine_died=error.code() is EngineDied.status,
             )
         finally:
+            watching.cancel()
             sending.cancel()
             call.cancel()
+
+    async def _end_if_dead(
+        self, pulse: EnginePulse, call: "grpc.aio.StreamStreamCall[Any, Any]"
+    ) -> None:
+        """Ends a stream whose requests nobody computes: they go on elsewhere, and what the node
+        says of them later finds no stream. Without any it may wait for its engine."""
+        while True:
+            await pulse.until_dead()
+            if self._live:
+                call.cancel()
+                return
+            await asyncio.sleep(_DEAD_LOOK_S)
+
+    def _pulse_changed(self) -> None:
+        if self.status is None:
+            return
+        write = log.info if self.moves else log.warning
+        words = (
+            "engine of a decode node moves" if self.moves else "engine of a decode node is silent"
+        )
+        write(f"{words} %s", kv(node=self.address))
+        self._on_pulse()
 
     async def _send(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
         try:
@@ -210,6 +251,9 @@ class DecodeClient:
                 self._on_move(self.address)
             case "trial":
                 self._trial = message.trial if message.trial.under_way else None
+            case "engine_beat":
+                if self._pulse is not None:
+                    self._pulse.beat()
             case _:
                 return  # a newer node's
 
@@ -257,7 +301,7 @@ class DecodeClient:
         sentence = f"decode node {self.address} is gone: {over.reason}"
         for number, buffer in self._live.items():
             buffer.end(NodeLost(sentence, self._whose(number, over)))
-        self.status = self._trial = None
+        self.status = self._trial = self._pulse = None
         for buffer in self._live.values():
             buffer.tell()
         self._live.clear()

@@ -18,6 +18,7 @@ from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import Cluster
 from router.cluster.decode_client import DecodeClient
 from router.cluster.discovery import Discovery, Members
+from router.cluster.engine_pulse import Patience
 from router.cluster.sources import MAX_ADDRESSES, Role
 from router.cluster.survey import Survey
 
@@ -40,12 +41,14 @@ class Membership:
         cache_watch: CacheWatch | None,
         *,
         budget_s: float,
+        patience: Patience | None = None,
         on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             cache_watch: None where it does not matter what prefill nodes have cached.
             budget_s: the longest that a request can still need a node that has left.
+            patience: with decode nodes whose engine does not move.
             on_stream_lost: called when the stream of a decode node that has not left ends.
         """
         self._discovery = discovery
@@ -54,6 +57,7 @@ class Membership:
         self._make_channel = make_channel
         self._cache_watch = cache_watch
         self._budget_s = budget_s
+        self._patience = patience
         self._on_stream_lost = on_stream_lost
         self._left: dict[tuple[Role, str], asyncio.Event] = {}  # of each member: whether it has
         self._prefill: list[str] = []  # members and leavers
@@ -115,7 +119,12 @@ class Membership:
         self, address: str, channel: grpc.aio.Channel, left: asyncio.Event
     ) -> None:
         client = DecodeClient(
-            address, channel, peers=self._peers(), on_move=lambda _: self._moved(client, left)
+            address,
+            channel,
+            peers=self._peers(),
+            on_move=lambda _: self._moved(client, left),
+            on_pulse=lambda: self._pulsed(client, left),
+            patience=self._patience,
         )
         async with channel, asyncio.TaskGroup() as tasks:
             self._clients.append(client)
@@ -145,6 +154,12 @@ class Membership:
             self._shapes[client] = shape
             self._survey.want()
         self._cluster.told(client)
+
+    def _pulsed(self, client: DecodeClient, left: asyncio.Event) -> None:
+        """What the node says of itself has changed with its engine."""
+        if not left.is_set():
+            self._survey.want()
+            self._cluster.heard(client)
 
     def _peers(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._prefill))[:MAX_ADDRESSES]

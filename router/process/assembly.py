@@ -40,6 +40,7 @@ from router.clients.assembly import Clients, make_clients
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import NOT_READY, Cluster
 from router.cluster.discovery import Discovery
+from router.cluster.engine_pulse import Patience
 from router.cluster.membership import Membership
 from router.cluster.survey import Survey
 from router.generation import Generator
@@ -245,6 +246,7 @@ async def _make_cluster(
         make_channel,
         CacheWatch(prefixes) if config.policy in HEED_PREFIXES else None,
         budget_s=config.budget_s,
+        patience=Patience(config.silent_s, config.dead_s),
         on_stream_lost=counts.stream_lost,
     )
     return cluster, survey, membership

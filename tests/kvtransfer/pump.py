@@ -12,6 +12,7 @@ from collections.abc import Callable
 from common.node.ipc import FrameSocket, PeerGone, socket_pair
 from kvtransfer import wire
 from kvtransfer.front_messages import (
+    EngineBeat,
     LocalHello,
     PairClosed,
     PairEnd,
@@ -46,6 +47,7 @@ class Pump:
         self.open: set[int] = set()
         self.ended: dict[int, PairEnd] = {}  # by stream: what an end has ended it with
         self.sent: list[AnyMessage] = []  # all that has crossed, both ways
+        self.beats = {True: 0, False: 0}  # of engines, by whether it is the reader's
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
 
     def join(self, *, as_reader: bool) -> FrameSocket[PairInput]:
@@ -137,6 +139,8 @@ class Pump:
                 assert not isinstance(heard, Hello)
                 self.sent.append(heard)
                 self._send(not as_reader, PairMessage(stream, heard))
+            case EngineBeat():
+                self.beats[as_reader] += 1
             case PairEnd(stream, reason):
                 self.ended[stream] = message
                 self._close(stream, reason)

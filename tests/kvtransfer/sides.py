@@ -356,7 +356,7 @@ class ReaderSide(Side[ReaderEnd]):
             case Lost():
                 r = self._current(event.id)
                 if r is not None:
-                    self._retry(r, retryable=event.retryable)
+                    self._retry(r, event)
             case ReadsEnded():
                 require(event.id in self.reads, "ReadsEnded without a grant, or twice")
                 pages = self.reads.pop(event.id)
@@ -374,9 +374,11 @@ class ReaderSide(Side[ReaderEnd]):
         require(job.emitted > 0, "I1: joined before its first token")
         self._leave(r, ENDED)
 
-    def _retry(self, r: int, *, retryable: bool) -> None:
+    def _retry(self, r: int, lost: Lost) -> None:
+        """Where no owner is left it waits, if its own may come back."""
         job = self.jobs[r]
-        if retryable and job.attempt < self.plan.attempts and self.owners:
+        somewhere = bool(self.owners) or lost.may_return
+        if lost.retryable and job.attempt < self.plan.attempts and somewhere:
             self._leave(r, job._replace(state="new", attempt=job.attempt + 1, pages=()))
         else:  # prefilled here, to its end
             self._leave(r, ENDED)

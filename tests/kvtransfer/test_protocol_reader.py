@@ -233,8 +233,8 @@ def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted: ReaderEnd) -
     granted.received(STREAM, FIRST, 0.0)
     gone = granted.stream_down(STREAM, "reset")
     assert gone == [
-        Lost(ID, "reset", True),
         OwnerDown(OWNER, "host:1", "reset"),
+        Lost(ID, "reset", retryable=True, may_return=True),
         CloseLink(STREAM, "reset"),
     ]
     assert granted.stream_up(2, OWNER + 1, "host:1", POOL, 1.0)[0] == OpenLink(2)
@@ -270,9 +270,9 @@ def test_a_second_stream_of_an_owner_ends_the_first(granted: ReaderEnd) -> None:
     actions = granted.stream_up(2, OWNER, "host:1", POOL, 1.0)
     assert [type(action) for action in told(actions)] == [
         EndStream,
+        OwnerDown,
         Lost,
         ReadsEnded,
-        OwnerDown,
         CloseLink,
         OpenLink,
     ]
@@ -360,13 +360,14 @@ def test_a_violation_ends_the_stream_and_its_handoffs_only(
     actions = granted.received(STREAM, message, 0.0)
     assert [type(action) for action in actions] == [
         EndStream,
+        OwnerDown,
         Lost,
         ReadsEnded,
         Lost,
-        OwnerDown,
         CloseLink,
     ]
     assert actions[0].refused and "violation" in actions[0].reason
+    assert not actions[2].may_return
     assert granted.num_open == 1
 
 
@@ -448,9 +449,9 @@ def test_an_owner_that_misses_five_beats_is_dead(granted: ReaderEnd) -> None:
     actions = granted.tick(6.0)
     assert [type(action) for action in told(actions)] == [
         EndStream,
+        OwnerDown,
         Lost,
         ReadsEnded,
-        OwnerDown,
         CloseLink,
     ]
 

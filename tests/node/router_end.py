@@ -47,6 +47,7 @@ class RouterEnd:
         self.statuses: list[decode_pb2.Status] = []
         self.trials: list[int | None] = []  # who computes alone; 0: another router's; None: nobody
         self.num_steps = 0
+        self.num_beats = 0
         self.cached_tokens: dict[int, int] = {}
         self.error: grpc.RpcError | None = None
         self._changed = threading.Condition()
@@ -100,6 +101,8 @@ class RouterEnd:
         self.version = self.version or message.protocol_version
         if message.HasField("status"):
             self.statuses.append(message.status)
+        self.num_beats += message.HasField("engine_beat")
+        if not message.HasField("step"):
             return
         if message.HasField("trial"):
             self.trials.append(message.trial.request if message.trial.under_way else None)

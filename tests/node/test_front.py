@@ -218,10 +218,21 @@ def test_a_stopped_engine_is_unhealthy_until_it_goes_on(start_node):
     eventually(lambda: health(address) == SERVING)
     assert health(address, "baton.v1.DecodeNode") == SERVING
     engine = describe(address).pids[1]
-    os.kill(engine, signal.SIGSTOP)
-    eventually(lambda: health(address) == NOT_SERVING)
-    os.kill(engine, signal.SIGCONT)
-    eventually(lambda: health(address) == SERVING)
+    with RouterEnd(address) as router:
+        router.wait_for(lambda: router.num_beats > 2)
+        os.kill(engine, signal.SIGSTOP)
+        eventually(lambda: health(address) == NOT_SERVING)
+        beats = router.num_beats
+        with RouterEnd(address) as late:
+            late.wait_for(lambda: late.statuses)
+            described = describe(address)  # by the front: the engine is not asked
+            assert (described.state, described.tokenizer_hash) == ("unhealthy", "1")
+            assert not described.queues
+            assert (router.num_beats, late.num_beats) == (beats, 0)
+        os.kill(engine, signal.SIGCONT)
+        eventually(lambda: health(address) == SERVING)
+        router.wait_for(lambda: router.num_beats > beats)
+    assert dict(describe(address).queues) == {"running": 0}
 
 
 def test_probes_that_know_no_tls_ask_a_port_that_has_health_alone(start_node, tmp_path):

@@ -64,7 +64,8 @@ class Transfer:
     def __init__(self) -> None:
         ours, theirs = socket_pair()
         self.metrics = NodeMetrics("decode")
-        self.streams = PairStreams(theirs, self.metrics)
+        self.beats = asyncio.Event()
+        self.streams = PairStreams(theirs, self.metrics, on_beat=self.beats.set)
         self._socket = ours
         self._inbox: asyncio.Queue[PairInput] = asyncio.Queue()
         self._connection: FrameConnection[PairInput] = FrameConnection(

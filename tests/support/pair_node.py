@@ -361,6 +361,6 @@ def _desk(router: RouterEnd, engine: Engine) -> Desk:
     return Desk(
         router,
         pages_by_holder=engine.pages.by_holder,
-        progress=lambda: (0, 0.0),
+        steps_finished=lambda: 0,
         cache=CacheEvents(engine.cache),
     )

@@ -51,7 +51,8 @@ class PairRig:
         prefill, decode: one entry per node; decode nodes without any prefill node are colocated.
         scheduler: fields of SchedulerConfig.
         make_stream: the forward stream of each node.
-        config: fields of DecodeConfig.
+        config: fields of DecodeConfig. Who has lost all its owners waits for none, unless they
+            say so.
     """
 
     def __init__(
@@ -91,7 +92,13 @@ class PairRig:
         self.prefill = [node for node, _ in made]
         self.faults = [faults for _, faults in made]  # of copies from prefill[i]
         self.decode = [
-            decode_node(common, 2000 + i, size, *self._ends(f"decode-{i}", is_owner=False), config)
+            decode_node(
+                common,
+                2000 + i,
+                size,
+                *self._ends(f"decode-{i}", is_owner=False),
+                {"pair_again_s": 0.0, **config},
+            )
             for i, size in enumerate(decode)
         ]
         self.asked: list[Asked] = []

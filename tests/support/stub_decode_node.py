@@ -27,6 +27,7 @@ def links_to(peers: Sequence[str]) -> list[router_pb2.LinkState]:
 
 
 _WAIT_S = 10.0
+_BEAT_S = 0.2
 _instance_ids = itertools.count(1)
 
 
@@ -114,6 +115,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone)
         self.status.links.extend(links_to(paired))
         self.version = serve_protocol.VERSION
+        self.moves = True  # it beats
         self.received: list[decode_pb2.ToNode] = []
         self.streams: list[asyncio.Queue[decode_pb2.FromNode | None]] = []
         # What `received` said, one by one: a Submit, or the number of a cancelled request.
@@ -126,12 +128,14 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         greeting = decode_pb2.FromNode(status=self.status, protocol_version=self.version)
         outgoing.put_nowait(greeting)
         receiving = asyncio.create_task(self._receive(messages))
+        beating = asyncio.create_task(self._beat(outgoing))
         try:
             while (message := await outgoing.get()) is not None:
                 await context.write(message)
             raise EngineDied("this node has ended: the engine has failed")
         finally:
             self.streams.remove(outgoing)
+            beating.cancel()
             receiving.cancel()
 
     async def submitted(self) -> decode_pb2.Submit:
@@ -201,6 +205,12 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
     def _add_services(self, server: grpc.aio.Server) -> None:
         super()._add_services(server)
         rpc.add_service(server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, self)
+
+    async def _beat(self, outgoing: asyncio.Queue[decode_pb2.FromNode]) -> None:
+        while True:
+            if self.moves:
+                outgoing.put_nowait(decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat()))
+            await asyncio.sleep(_BEAT_S)
 
     async def _receive(self, messages: AsyncIterator[decode_pb2.ToNode]) -> None:
         async for message in messages:

@@ -17,7 +17,7 @@ from common.engine.memory.radix import RadixCache
 from common.errors import ConfigError
 from common.node.cache_reports import CacheReports
 from common.node.engine_process import EngineChannel, EngineStart, run_engine
-from common.node.ipc import PeerGone
+from common.node.ipc import FrameSocket, PeerGone
 from common.node.messages import (
     Answer,
     Ask,
@@ -32,6 +32,7 @@ from common.node.messages import (
     SubmitRequest,
     WatchCache,
 )
+from kvtransfer.front_messages import EngineBeat, PairInput
 
 STEP_S = 0.005
 PAGE_SIZE = 16
@@ -49,8 +50,9 @@ class Live:
 
 
 class EchoEngine:
-    def __init__(self, channel: EngineChannel, model: str) -> None:
+    def __init__(self, channel: EngineChannel, pairs: FrameSocket[PairInput], model: str) -> None:
         self._channel = channel
+        self._pairs = pairs
         self._model = model
         self._live: dict[tuple[int, int], Live] = {}
         self._draining = False
@@ -144,6 +146,7 @@ class EchoEngine:
         if time.monotonic() < self._report_at:
             return
         self._report_at = time.monotonic() + 0.2
+        self._pairs.send(EngineBeat())
         state = "draining" if self._draining else "ready"
         gauges = {
             "queue_on_device": float(len(self._live)),
@@ -169,7 +172,8 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         )
         start.channel.post(ready)
     try:
-        EchoEngine(start.channel, model).run()
+        pairs: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+        EchoEngine(start.channel, pairs, model).run()
     except PeerGone:
         if model == "stuck-at-end":
             time.sleep(600)

@@ -1,10 +1,12 @@
 """A decode node's front over the stub engine. Its only argument is a DecodeConfig as JSON."""
 
 import sys
+import time
 
 from common.config import DecodeConfig
 from common.node.front import Front, NodeParts, run_node
 from decode_node.serve import ServeService
+from kvtransfer.pair_streams import PairStreams
 
 
 def parts(front: Front) -> NodeParts:
@@ -17,8 +19,15 @@ def parts(front: Front) -> NodeParts:
         falls_back=False,
         on_peers=lambda peers: print("peers", *sorted(peers), flush=True),
     )
+
+    def beat() -> None:
+        front.supervision.beat(time.monotonic())
+        serve.beat()
+
+    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
     return NodeParts(
         services=[serve.register],
+        background=[streams.run],
         step=serve.step,
         on_trial=serve.on_trial,
         moved=serve.moved,

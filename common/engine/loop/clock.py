@@ -1,4 +1,9 @@
-"""How far the engine is: which step is under way, since when, and how long it should take.
+"""How far the engine is: which step is under way, since when, how long it should take, and whether
+the engine makes any progress.
+
+Progress is a turn of the loop, a launch that begins or is done, the end of a step. Between two of
+these a step may pass that is legally long, or a first one that compiles: how long the engine may
+take is known beforehand, and no longer is it taken for alive.
 
 Written by the engine thread, read by any other: one immutable reading is replaced at a time.
 """
@@ -12,9 +17,6 @@ from common.engine.loop.step_meter import StepMeter
 from common.engine.rows.batch import ForwardMode, ScheduleBatch
 
 _NEWEST_WEIGHT = 0.2  # of a duration in the running average
-
-
-SHORTEST_PATIENCE_S = 10.0
 PATIENCE = 5.0  # times the expected duration
 
 
@@ -25,38 +27,69 @@ class StepReading(NamedTuple):
     started_at: float | None  # time.monotonic()
     expected_s: float  # 0.0 where nothing is known yet
     finished: int  # steps finished so far
+    turns: int  # of the loop so far
+    moved_at: float  # the last progress
+    allowed_s: float  # until the next
 
     def is_moving(self, now: float) -> bool:
-        """Is the step under way within its time? A peer is told that this node lives only then."""
-        if self.started_at is None:
-            return True
-        return now - self.started_at < max(SHORTEST_PATIENCE_S, PATIENCE * self.expected_s)
+        """Is the engine within its time? Anybody is told that it lives only then."""
+        return now - self.moved_at < self.allowed_s
 
 
 class StepClock:
     """Durations are averaged per token of forwards with prompts, and per step of pure decodes:
     a decode step's time hardly depends on its rows."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        stall_s: float = 10.0,
+        first_step_s: float = 120.0,
+    ) -> None:
+        """
+        Args:
+            stall_s: longest time without progress, if no step under way may take longer.
+            first_step_s: the same while a step of whose kind none has been seen is under way.
+        """
+        self._stall_s = stall_s
+        self._first_step_s = first_step_s
         self._now = now
+        self._launching: ScheduleBatch | None = None
         self._launched: deque[ScheduleBatch] = deque()
+        self._started_at: float | None = None  # of the oldest launched
+        self._step = 0
+        self._finished = 0
+        self._turns = 0
         self._per_token: float | None = None
         self._per_decode: float | None = None
-        self.reading = StepReading(0, None, 0.0, 0)
         self.meter = StepMeter()
+        self._read(now())
+
+    def turned(self) -> None:
+        """The loop begins a turn."""
+        self._turns += 1
+        self._read(self._now())
+
+    def launching(self, batch: ScheduleBatch) -> None:
+        """Its launch begins: kernels that it needs may have to be compiled."""
+        self._launching = batch
+        self._read(self._now())
 
     def launched(self, batch: ScheduleBatch) -> None:
+        now = self._now()
+        self._launching = None
         self._launched.append(batch)
         if len(self._launched) == 1:
-            self._start(self.reading.finished, self._now())
+            self._started_at = now
+        self._read(now)
 
     def finished(self) -> None:
         """The oldest launched step is done; the next one, if any, starts now."""
         batch = self._launched.popleft()
-        reading = self.reading
-        assert reading.started_at is not None
+        assert self._started_at is not None
         now = self._now()
-        elapsed = now - reading.started_at
+        elapsed = now - self._started_at
         if batch.mode is ForwardMode.DECODE:
             self._per_decode = _average(self._per_decode, elapsed)
             self.meter.decoded(len(batch.slots), elapsed)
@@ -64,18 +97,34 @@ class StepClock:
             num_tokens = batch.num_tokens
             self._per_token = _average(self._per_token, elapsed / num_tokens)
             self.meter.prefilled(batch.mode, len(batch.slots), num_tokens, elapsed)
-        if self._launched:
-            self._start(reading.finished + 1, now)
-        else:
-            self.reading = StepReading(batch.step, None, 0.0, reading.finished + 1)
+        self._step = batch.step
+        self._finished += 1
+        self._started_at = now if self._launched else None
+        self._read(now)
 
-    def _start(self, finished: int, now: float) -> None:
-        batch = self._launched[0]
+    def _read(self, now: float) -> None:
+        under_way = self._launched[0] if self._launched else None
+        allowed_s = self._stall_s
+        for batch in (under_way, self._launching):
+            if batch is not None:
+                expected_s = self._expected(batch)
+                longest_s = self._first_step_s if expected_s is None else PATIENCE * expected_s
+                allowed_s = max(allowed_s, longest_s)
+        self.reading = StepReading(
+            step=self._step if under_way is None else under_way.step,
+            started_at=self._started_at,
+            expected_s=(self._expected(under_way) or 0.0) if under_way else 0.0,
+            finished=self._finished,
+            turns=self._turns,
+            moved_at=now,
+            allowed_s=allowed_s,
+        )
+
+    def _expected(self, batch: ScheduleBatch) -> float | None:
+        """None: nothing of its kind has been seen."""
         if batch.mode is ForwardMode.DECODE:
-            expected = self._per_decode or 0.0
-        else:
-            expected = (self._per_token or 0.0) * batch.num_tokens
-        self.reading = StepReading(batch.step, now, expected, finished)
+            return self._per_decode
+        return None if self._per_token is None else self._per_token * batch.num_tokens
 
 
 def _average(before: float | None, newest: float) -> float:

@@ -72,6 +72,7 @@ class EventLoop:
 
     def step(self, in_flight: Launched | None) -> Launched | None:
         """One turn. Takes the launch that is in flight and returns the one that is then."""
+        self.clock.turned()
         self._role.poll()
         batch = self._role.next_batch()
         if batch is None:
@@ -83,6 +84,7 @@ class EventLoop:
         if in_flight is not None and not self._may_overlap(in_flight.batch, batch):
             self._finish(in_flight)
             in_flight = None
+        self.clock.launching(batch)
         launched = self._runner.launch(batch)
         self.clock.launched(batch)
         if in_flight is not None:

@@ -26,7 +26,6 @@ class StepMeter:
     """
     Attributes:
         waited_s: for results, in sum.
-        standstills: times that the watchdog has found the engine stuck; its thread's.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,6 @@ class StepMeter:
         self._decode_requests: list[int] = []  # of steps that are not counted yet
         self._decode_seconds: list[float] = []
         self.waited_s = 0.0
-        self.standstills = 0
 
     def decoded(self, num_requests: int, seconds: float) -> None:
         """A step of mode DECODE: a token each."""
@@ -55,7 +53,6 @@ class StepMeter:
     def gauges(self) -> dict[str, float]:
         return {
             "total_waited/device": self.waited_s,
-            "total_standstills": float(self.standstills),
         }
 
     def distributions(self) -> dict[str, Counted]:

@@ -1,22 +1,25 @@
-"""The watchdog: says so when work waits and no step is finished for too long.
+"""The watchdog: finds an engine that stands still, though it should move.
 
-It looks from a thread of its own, since the engine thread may be the one that is stuck.
+It looks from a thread of its own, since the engine thread may be the one that is stuck. With work
+waiting a step must end now and then; without, the loop must turn.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from common.engine.loop.clock import StepClock
+from common.standstill import Standstill
+
+_LOOKS = 8  # within its limit
 
 
 class Watchdog:
-    """Reports each standstill once.
+    """Tells of each standstill once.
 
     Args:
         has_work: is there anything that a step could be finished for? Asked on any thread.
-        dump: the state to report. Asked on the watchdog's thread, about a loop that stands still.
-        on_stuck: gets the seconds of standstill and the dump, on the watchdog's thread.
+        on_stuck: gets the seconds of standstill, on the watchdog's thread.
     """
 
     def __init__(
@@ -25,19 +28,17 @@ class Watchdog:
         *,
         limit_s: float,
         has_work: Callable[[], bool],
-        dump: Callable[[], Mapping[str, object]],
-        on_stuck: Callable[[float, Mapping[str, object]], None],
+        on_stuck: Callable[[float], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._limit_s = limit_s
         self._has_work = has_work
-        self._dump = dump
         self._on_stuck = on_stuck
-        self._now = now
-        self._finished = -1
-        self._moved_at = now()
-        self._reported = False
+        self._look_s = limit_s / _LOOKS
+        self._standstill = Standstill(self._look_s, now)
+        self._seen = (False, -1)
+        self._told = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -50,16 +51,19 @@ class Watchdog:
 
     def look(self) -> None:
         """Looks once. `start` does it several times per limit."""
-        now, reading = self._now(), self._clock.reading
+        reading = self._clock.reading
         working = reading.started_at is not None or self._has_work()
-        if reading.finished != self._finished or not working:
-            self._finished = reading.finished
-            self._moved_at = now
-            self._reported = False
-        elif now - self._moved_at > self._limit_s and not self._reported:
-            self._reported = True
-            self._on_stuck(now - self._moved_at, self._dump())
+        seen = (working, reading.finished if working else reading.turns)
+        if seen != self._seen:
+            self._seen = seen
+            self._standstill.moved()
+            self._told = False
+            return
+        still_s = self._standstill.look()
+        if still_s > self._limit_s and not self._told:
+            self._told = True
+            self._on_stuck(still_s)
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._limit_s / 8):
+        while not self._stopped.wait(self._look_s):
             self.look()

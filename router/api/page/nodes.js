@@ -15,6 +15,7 @@ export const HOLDERS = {
 const QUEUES = {
   bootstrap: "opened by a decode node, not yet granted",
   inflight: "computed, and held until the decode node has read it",
+  unpaired: "waiting for a prefill node",
   prealloc: "waiting for pages",
   transfer: "its pages are being computed and read",
   waiting: "waiting for a forward",
@@ -29,7 +30,7 @@ const STATES = {
   unhealthy: "unhealthy",
   unreachable: "unreachable",
 };
-const RARE = new Set(["chunked", "retracted"]); // queues that are shown when something is in them
+const RARE = new Set(["chunked", "retracted", "unpaired"]); // queues that are shown when something is in them
 const MOST_OPEN = 4; // more nodes than this on one side start closed
 const MOST_TALL = 8; // more than this take one line each
 

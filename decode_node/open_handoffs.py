@@ -1,0 +1,38 @@
+"""Every hand-off that a decode node has open, as it is told to whoever looks for what is stuck."""
+
+import time
+from collections.abc import Iterable
+
+from decode_node.queues import Attempt, Transfer
+from decode_node.unpaired import Waiter
+
+
+def open_handoffs(
+    unpaired: Iterable[Waiter], prealloc: Iterable[Attempt], transfer: Iterable[Transfer]
+) -> list[dict[str, object]]:
+    """Fields of a line each: the queue, the request, and how far it is."""
+    now = time.monotonic()
+    told: list[dict[str, object]] = [
+        {"queue": "unpaired", "request_id": each.request.request_id} for each in unpaired
+    ]
+    told += [{"queue": "prealloc", **_of(attempt, now)} for attempt in prealloc]
+    told += [
+        {
+            "queue": "transfer",
+            **_of(each.attempt, now),
+            "first_token": each.first_token is not None,
+            "held": each.held,
+        }
+        for each in transfer
+    ]
+    return told
+
+
+def _of(attempt: Attempt, now: float) -> dict[str, object]:
+    return {
+        "request_id": attempt.request.request_id,
+        "id": tuple(attempt.id),
+        "owner": attempt.stamps.prefill,
+        "pages": attempt.num_pages,
+        "open_s": now - attempt.opened,
+    }

@@ -1,0 +1,57 @@
+"""Whether the engine of a decode node moves, by the beats that come up one Serve stream.
+
+A front that answers proves nothing: the engine behind it may stand still, and a node that finishes
+nothing looks like the least busy of all. So there are two limits: a silence after which nothing new
+goes there, and one after which nothing is waited for. Knows no requests.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.standstill import Standstill
+
+_LONGEST_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds without a beat; they come once a second."""
+
+    silent_s: float = 5.0  # until the engine counts as silent
+    dead_s: float = 10.0  # until it counts as dead
+
+
+class EnginePulse:
+    """Of one stream, from its opening on. For one event loop.
+
+    Silent until the first beat: a node that is called anew may still stand still.
+    """
+
+    def __init__(self, patience: Patience, on_change: Callable[[], None]) -> None:
+        """
+        Args:
+            on_change: called when `moves` has changed.
+        """
+        self.moves = False
+        self._patience = patience
+        self._on_change = on_change
+        self._look_s = min(_LONGEST_LOOK_S, patience.silent_s / 4)
+        self._standstill = Standstill(self._look_s)
+
+    def beat(self) -> None:
+        self._standstill.moved()
+        self._tell(True)
+
+    async def until_dead(self) -> None:
+        """Returns when the engine counts as dead; goes on to return until it beats."""
+        while (silence_s := self._standstill.look()) < self._patience.dead_s:
+            if silence_s >= self._patience.silent_s:
+                self._tell(False)
+            await asyncio.sleep(self._look_s)
+        self._tell(False)
+
+    def _tell(self, moves: bool) -> None:
+        if moves != self.moves:
+            self.moves = moves
+            self._on_change()

@@ -1,0 +1,57 @@
+"""An engine process whose loop stands still is ended by its watchdog."""
+
+import subprocess
+import sys
+
+STANDS_STILL = """
+import threading
+from types import SimpleNamespace
+
+from common import logs
+from common.config import EngineConfig, SchedulerConfig
+from common.engine.loop.clock import StepClock
+from common.engine.drive import drive
+
+
+class Stuck:
+    def poll(self):
+        threading.Event().wait()
+
+    def queues(self):
+        return {"waiting": 0, "transfer": 2}
+
+    def handoffs(self):
+        yield {"queue": "transfer", "request_id": "the first", "owner": "p0:1"}
+        yield {"queue": "transfer", "request_id": "the second", "owner": "p1:1"}
+        {broken}
+
+
+logs.setup("engine", "info", "text")
+config = EngineConfig(model="m", scheduler=SchedulerConfig(watchdog_s=0.2))
+engine = SimpleNamespace(runner=None, stream=None)
+drive(Stuck(), engine, config, SimpleNamespace(has_work=False), StepClock())
+"""
+
+
+def _ended(broken: str = "") -> subprocess.CompletedProcess[str]:
+    program = STANDS_STILL.replace("{broken}", broken)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_its_log_has_all_queues_every_handoff_and_every_stack():
+    """Seen failing with `end_process` doing nothing: it never ends."""
+    ended = _ended()
+    assert ended.returncode == 1
+    assert "the engine stands still and ends" in ended.stderr
+    assert "waiting=0 transfer=2" in ended.stderr
+    for name, owner in (("the first", "p0:1"), ("the second", "p1:1")):
+        assert f'queue=transfer request_id="{name}" owner={owner}' in ended.stderr
+    assert "in poll" in ended.stderr
+
+
+def test_it_ends_even_if_it_cannot_say_what_it_had():
+    ended = _ended(broken='raise RuntimeError("books in disorder")')
+    assert ended.returncode == 1
+    assert "the engine stands still and ends" in ended.stderr
