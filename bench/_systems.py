@@ -57,7 +57,12 @@ class System:
 
 @contextlib.asynccontextmanager
 async def serving(
-    mode: Mode, model: Path, node_flags: Sequence[str], *, prefill_flags: Sequence[str] = ()
+    mode: Mode,
+    model: Path,
+    node_flags: Sequence[str],
+    *,
+    prefill_flags: Sequence[str] = (),
+    router_flags: Sequence[str] = (),
 ) -> AsyncIterator[System]:
     """One router, one decode node and, if disaggregated, one prefill node; ready to serve.
 
@@ -66,7 +71,7 @@ async def serving(
     Raises:
         SystemExit: with the end of a log, if they do not come up.
     """
-    programs = _programs(mode, model, node_flags, prefill_flags)
+    programs = _programs(mode, model, node_flags, prefill_flags, router_flags)
     async with _running(programs) as children:
         yield System(mode, programs[0].address, children[0].pid)
 
@@ -127,7 +132,11 @@ def _router(channel: grpc.aio.Channel) -> Any:
 
 
 def _programs(
-    mode: Mode, model: Path, node_flags: Sequence[str], prefill_flags: Sequence[str]
+    mode: Mode,
+    model: Path,
+    node_flags: Sequence[str],
+    prefill_flags: Sequence[str],
+    router_flags: Sequence[str],
 ) -> list[Program]:
     router, decode, prefill = _free_addresses(3)
     nodes = [_node("decode", decode, model, [f"--mode={mode}", *node_flags])]
@@ -136,7 +145,7 @@ def _programs(
         nodes.append(_node("prefill", prefill, model, [*node_flags, *prefill_flags]))
         ends.append(f"--prefill={prefill}")
     port = router.rpartition(":")[2]
-    flags = (f"--model={model}", f"--port={port}", "--http-port=0", *ends)
+    flags = (f"--model={model}", f"--port={port}", "--http-port=0", *ends, *router_flags)
     return [Program("router", "router", router, flags), *nodes]
 
 

@@ -70,8 +70,9 @@ class SchedulerConfig(Record):
     max_prefill_tokens: Positive = Field(
         16384, description="prompt tokens per forward over all requests"
     )
-    policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "random"] = Field(
-        "fcfs", description="order of the waiting queue"
+    policy: Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random"] = Field(
+        "slack",
+        description="order of the waiting queue; slack: as they came, but who may wait less first",
     )
     overlap: bool = Field(True, description="process step N while the device runs step N+1")
     overlap_prefills: bool = Field(
@@ -359,6 +360,13 @@ class RouterConfig(Record):
     )
     dead_s: Seconds = Field(
         10.0, description="the same until its requests go on at another decode node"
+    )
+    queue_share: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="share of its budget that a request may wait at the nodes before its prompt's "
+        "turn; where it would be longer, it is refused at once",
     )
     hide_cached_tokens: bool = Field(
         False, description="do not tell clients how much of their prompt was cached"

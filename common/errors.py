@@ -6,6 +6,7 @@ ServingError                      status sent to the peer
 ├── Forbidden                     PERMISSION_DENIED    it has, and may not call this
 ├── NotIdle                       FAILED_PRECONDITION
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
+│   ├── QueueTooLong                                   the same, and when: what waits takes too long
 │   └── RateLimited                                    retry later: the client's own limit
 ├── RequestAborted                CANCELLED
 ├── DeadlineExceeded              DEADLINE_EXCEEDED
@@ -61,19 +62,24 @@ class NotIdle(ServingError):
 
 
 class Overloaded(ServingError):
-    status = StatusCode.RESOURCE_EXHAUSTED
-    retry_after_s: float = 1.0
-
-
-class RateLimited(Overloaded):
     """
     Attributes:
-        retry_after_s: until the same request would not be refused for its rate.
+        retry_after_s: until the same request would not be refused, as far as is known.
     """
+
+    status = StatusCode.RESOURCE_EXHAUSTED
 
     def __init__(self, sentence: str, retry_after_s: float = 1.0) -> None:
         super().__init__(sentence)
         self.retry_after_s = retry_after_s
+
+
+class QueueTooLong(Overloaded):
+    """What waits already takes longer than the request may wait. Nothing was done about it."""
+
+
+class RateLimited(Overloaded):
+    """A limit of the client's own."""
 
 
 class RequestAborted(ServingError):

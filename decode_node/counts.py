@@ -6,13 +6,15 @@ from grpc import StatusCode
 
 from common import bounds
 from common.distribution import Counted, Distribution
-from common.errors import ServingError
+from common.engine.rows.request import Finish
+from common.errors import QueueTooLong, ServingError
 
 _NAMES = (
     *("handoffs_opened", "handoffs_held", "handoffs_lost", "handoff_retries", "pages_read"),
     *("handoff_tokens/own_cache", "handoff_tokens/owner_cache", "handoff_tokens/computed"),
     *("link_changes/up", "link_changes/down"),
     *("refused/invalid", "refused/draining", "refused/overloaded", "refused/deadline"),
+    *("refused/late", "refused/dropped"),
 )
 _LOCAL = ("colocated", "short", "no_owner", "exhausted")
 _REFUSALS = {
@@ -63,7 +65,13 @@ class DecodeCounts:
         self._totals["handoffs_lost"] += 1
 
     def refused(self, error: ServingError) -> None:
-        self._totals[f"refused/{_REFUSALS.get(error.status, 'overloaded')}"] += 1
+        late = isinstance(error, QueueTooLong)
+        reason = "late" if late else _REFUSALS.get(error.status, "overloaded")
+        self._totals[f"refused/{reason}"] += 1
+
+    def dropped(self, finish: Finish) -> None:
+        """From a queue, where that is why."""
+        self._totals["refused/dropped"] += bool(finish.retry_after_s)
 
     def totals(self) -> dict[str, int]:
         by_reason = {f"local_prefills/{reason}": count for reason, count in self._local.items()}

@@ -12,6 +12,7 @@ desk and the outbox, the owners are behind a ReaderPort.
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -20,18 +21,27 @@ from grpc import StatusCode
 
 from common.config import DecodeConfig
 from common.distribution import Counted
+from common.drain import Backlog, Drain, Place, may_wait_s
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import Finish, FinishReason, Ints, Request, out_of_time
-from common.engine.schedule.scheduler import ChunkDone, Scheduler
+from common.engine.rows.request import (
+    Finish,
+    FinishReason,
+    Ints,
+    Request,
+    out_of_time,
+    waited_too_long,
+)
+from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
+    QueueTooLong,
     ServingError,
 )
 from common.log_throttle import Throttle, ThrottledLog
@@ -47,6 +57,7 @@ from common.node.messages import (
 from common.node.outbox import Outbox
 from common.node.stamps import AttemptStamps, RequestStamps
 from common.trial import GUILTY, MAX_DEATHS
+from decode_node.answer_pace import AnswerPace
 from decode_node.counts import DecodeCounts
 from decode_node.open_handoffs import open_handoffs
 from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
@@ -115,6 +126,9 @@ class DecodeRole:
         self._transfer = TransferQueue()
         self._current: dict[int, HandoffId] = {}  # request key: its attempt, in either queue
         self._attempts: dict[int, int] = {}  # request key: attempts so far
+        self._prompts = Drain()  # to be computed here
+        self._waits = Drain()  # for pages, in pages: the prealloc queue
+        self._answers = AnswerPace()
         self._reading: dict[HandoffId, Ints] = {}  # pages held until nothing can land in them
         self._told_trial: Request | None = None
         self._next_key = 1
@@ -150,12 +164,14 @@ class DecodeRole:
                     self._pages.drop(self._reading.pop(event.id), Holder.READ)
         for event in lost:  # now: which owners are left is known
             self._lost(event)
-        for finished in self._scheduler.expire(now):
+        for finished in self._scheduler.expire(now, self._prompts.queued_s):
+            self._counts.dropped(finished.finish)
             self._end(finished.request, finished.finish)
         self._desk.poll(self, self._take)
         self._pair_again(now)
         self._join()
         self._grant(now)
+        self._waits.tick(now)
         self._keep_room()
         self._expire(now)
         self._outbox.flush()
@@ -171,9 +187,13 @@ class DecodeRole:
         self._outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
         for chunk in outcome.chunks:
             self._stamp_chunk(chunk)
+            self._prompts.serve(chunk.request.key, len(chunk.request.token_ids) - chunk.end)
             if chunk.first_token is not None:
                 self._outbox.begin(chunk.request.origin, chunk.request.cached_tokens)
+        now = time.monotonic()
+        self._prompts.tick(now)
         for finished in outcome.finished:
+            self._note_length(finished, now)
             self._end(finished.request, finished.finish)
         self._outbox.flush()
 
@@ -212,6 +232,9 @@ class DecodeRole:
     def num_host_pages_used(self) -> int:
         return self._scheduler.num_host_pages_used
 
+    def backlogs(self) -> dict[str, Backlog]:
+        return {"prompts": self._prompts.backlog, "pages": self._waits.backlog}
+
     def flush_cache(self) -> int:
         return self._scheduler.flush_cache()
 
@@ -249,6 +272,7 @@ class DecodeRole:
             sampling=message.sampling,
             deadline=now + message.budget_s,
             arrived=now,
+            start_by=now + self._may_wait_s(message, len(token_ids)),
             namespace=message.namespace,
         )
         request.suspect_of(message.engine_deaths)
@@ -277,6 +301,14 @@ class DecodeRole:
         another."""
         return len(self._unpaired) + len(self._prealloc) + self._scheduler.num_waiting
 
+    def _may_wait_s(self, message: SubmitRequest, num_tokens: int) -> float:
+        """For its turn; without end, of an answer that goes on: its client has part of it."""
+        if message.num_generated:
+            return math.inf
+        work_s = num_tokens * self._prompts.unit_s
+        work_s += self._answers.seconds(message.sampling.max_tokens)
+        return may_wait_s(message.queue_s, message.budget_s, work_s)
+
     # A request's way ----------------------------------------------------------------------------
 
     def _dispatch(self, request: Request, candidates: tuple[str, ...]) -> None:
@@ -284,6 +316,7 @@ class DecodeRole:
 
         Raises:
             DeadlineExceeded: no time is left.
+            QueueTooLong: its turn would come too late.
         """
         now = time.monotonic()
         if request.deadline <= now:
@@ -293,19 +326,23 @@ class DecodeRole:
         if not usable and self._waits_for_an_owner(request, attempt, candidates):
             return
         here = self._why_here(request, attempt, usable)
+        num_pages = len(request.token_ids) // self._page_size + 1
         if here:
+            self._prompts.check(Place(request.start_by, len(request.token_ids)), now)
+            self._prompts.join(request.key, Place(request.turn, len(request.token_ids)), now)
             self._counts.local_prefill(here)
             self._stamps[request.key].queued = now
             self._scheduler.add(request)
             return
+        self._waits.check(Place(request.start_by, num_pages), now)
         address = usable[0]
         handoff_id = HandoffId(self._instance, request.key, attempt)
         self._attempts[request.key] = attempt
         self._current[request.key] = handoff_id
-        num_pages = len(request.token_ids) // self._page_size + 1
         stamps = AttemptStamps(address, self._desk.links[address][0], opened=now)
         self._stamps[request.key].open(stamps)
         self._prealloc.put(Attempt(handoff_id, request, candidates, num_pages, now, stamps))
+        self._waits.join(request.key, Place(-math.inf, num_pages), now)
         self._counts.opened(attempt)
         self._port.post(
             OpenHandoff(
@@ -319,6 +356,7 @@ class DecodeRole:
                 traceparent=self._stamps[request.key].trace.passed_on,
                 namespace=request.namespace,
                 engine_deaths=request.engine_deaths,
+                queue_s=max(request.start_by - now, 0.0),
             )
         )
 
@@ -376,6 +414,7 @@ class DecodeRole:
             pages = np.concatenate([prefix.pages, fresh])
             growth_pages = self._scheduler.growth_pages(attempt.request)
             attempt.stamps.granted = time.monotonic()
+            self._waits.serve(attempt.request.key)
             self._transfer.append(Transfer(attempt, pages, prefix.num_tokens, growth_pages))
             self._port.post(GrantHandoff(attempt.id, prefix.num_tokens, fresh))
         num_unready = self._transfer.num_unready(self._max_granted_pages)
@@ -471,6 +510,7 @@ class DecodeRole:
         if transfer is not None:
             self._transfer.remove(event.id)
             self._pages.drop(transfer.pages, Holder.REQUEST)
+        self._waits.leave(request.key)
         del self._current[request.key]
         self._live[request.origin] = request
         if event.engine_died:
@@ -482,9 +522,27 @@ class DecodeRole:
         if not event.may_return:
             candidates = tuple(each for each in candidates if each != attempt.stamps.prefill)
         try:
+            if event.retry_after_s:
+                self._check_another(request, attempt, candidates, event)
+            else:
+                request.start_by = math.inf  # it has waited through no fault of its own
             self._dispatch(request, candidates)
         except ServingError as error:
             self._refuse(request, error)
+
+    def _check_another(
+        self, request: Request, attempt: Attempt, candidates: Sequence[str], refused: Lost
+    ) -> None:
+        """After an owner whose queue is too long, which is no reason to prefill it here: those who
+        are answered would pay for it.
+
+        Raises:
+            QueueTooLong: no other owner is left, or no time.
+        """
+        usable = [address for address in candidates if address in self._owners]
+        here = self._why_here(request, attempt.id.attempt + 1, usable)
+        if here or request.start_by <= time.monotonic():
+            raise QueueTooLong(refused.reason, refused.retry_after_s)
 
     @staticmethod
     def _continued(transfer: Transfer) -> Request:
@@ -514,6 +572,7 @@ class DecodeRole:
         handoff_id = self._current[request.key]
         self._stamps[request.key].attempts[-1].reason = reason
         self._prealloc.remove(handoff_id)
+        self._waits.leave(request.key)
         transfer = self._transfer.remove(handoff_id)
         if transfer is not None:
             self._pages.drop(transfer.pages, Holder.REQUEST)
@@ -534,17 +593,27 @@ class DecodeRole:
         self._settled(request)
         if self._live.get(request.origin) is request:
             del self._live[request.origin]
-        self._tell_end(request, Finish(FinishReason.ERROR, str(error), error.status))
+        retry_after_s = error.retry_after_s if isinstance(error, QueueTooLong) else 0.0
+        finish = Finish(FinishReason.ERROR, str(error), error.status, retry_after_s)
+        self._tell_end(request, finish)
 
     def _tell_end(self, request: Request, finish: Finish) -> None:
         self._tokens.drop(request.key)
+        self._prompts.leave(request.key)
         stamps = self._stamps.pop(request.key)
         stamps.admitted, stamps.away = request.admitted, request.away
         stamps.ended = time.monotonic()
         stream, number = request.origin
         code, _ = finish.status.value
         reason = int(finish.reason)
-        self._outbox.end(stream, Ended(number, reason, finish.error, code, stamps))
+        ended = Ended(number, reason, finish.error, code, stamps, finish.retry_after_s)
+        self._outbox.end(stream, ended)
+
+    def _note_length(self, finished: Finished, now: float) -> None:
+        """Of an answer that came to its own end."""
+        stamps = self._stamps[finished.request.key]
+        if finished.num_generated and stamps.first_token:
+            self._answers.ended(finished.num_generated, now - stamps.first_token)
 
     # Moments of a request, for its timeline -----------------------------------------------------
 
@@ -572,3 +641,7 @@ class DecodeRole:
         ]
         for request in late:
             self._abort(request, out_of_time())
+        for request in [each.request for each in self._prealloc if each.request.start_by < now]:
+            finish = waited_too_long(self._waits.queued_s)
+            self._counts.dropped(finish)
+            self._abort(request, finish)

@@ -9,6 +9,7 @@ the engine takes is not read any further until it does.
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from functools import partial
@@ -18,6 +19,7 @@ import grpc
 import numpy as np
 
 from common import rpc, serve_protocol
+from common.drain import Backlog
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -175,6 +177,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             error_code=[end.error_code for end in ended],
             timeline=[to_proto(end.timeline) for end in ended],
             begun=[request for request, _ in message.begun],
+            retry_after_s=[end.retry_after_s for end in ended],
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
@@ -299,6 +302,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
 
     def _status(self) -> decode_pb2.Status:
         ready, moving = self._supervision.ready, self._supervision.moving
+        backlogs = moving.backlogs if moving else {}
+        prompts, pages = (backlogs.get(queue, Backlog()) for queue in ("prompts", "pages"))
         return decode_pb2.Status(
             state="draining" if self._draining else "ready",
             serves_alone=self._serves_alone,
@@ -310,6 +315,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             pages_total=ready.num_pages if ready else 0,
             pages_free=moving.pages_free if moving else 0,
             page_size=ready.page_size if ready else 0,
+            prompts=router_pb2.Backlog(queued_s=prompts.queued_s, token_s=prompts.unit_s),
+            pages_s=pages.queued_s,
         )
 
 
@@ -331,6 +338,8 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         )
     if not 0.0 < submit.budget_s <= MAX_BUDGET_S:  # nor is NaN
         raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}], got {submit.budget_s}")
+    if submit.HasField("queue_s") and not 0.0 <= submit.queue_s <= MAX_BUDGET_S:
+        raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}], got {submit.queue_s}")
     if len(submit.request_id) > MAX_REQUEST_ID:
         raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
     return SubmitRequest(
@@ -346,6 +355,7 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         trace=trace,
         namespace=check_namespace(submit.namespace),
         engine_deaths=min(submit.engine_deaths, MAX_DEATHS),
+        queue_s=submit.queue_s if submit.HasField("queue_s") else math.inf,
     )
 
 

@@ -3,6 +3,7 @@
 Hello opens a stream and is compared in `pairing.py`; everything here follows it.
 """
 
+import math
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -37,6 +38,7 @@ class Open(Message, frozen=True, tag=True):
     traceparent: str = ""  # what the owner's spans hang on
     namespace: Namespace = SHARED  # of the owner's prefix cache
     engine_deaths: int = 0  # see common/trial.py
+    queue_s: float = math.inf  # longest wait for the prompt's first forward
 
 
 class Grant(Message, frozen=True, tag=True):
@@ -80,6 +82,7 @@ class Failed(Message, frozen=True, tag=True):
     id: HandoffId
     reason: str
     retryable: bool
+    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long, and until when
 
 
 class Beat(Message, frozen=True, tag=True):

@@ -8,6 +8,7 @@ A reader chooses its ids, and may use one again. So an owner's engine knows a ha
 of this node's own, new for every Opened: what it says about one that is over meets no other.
 """
 
+import math
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -38,6 +39,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     traceparent: str = ""
     namespace: Namespace = SHARED
     engine_deaths: int = 0
+    queue_s: float = math.inf  # longest wait for the prompt's first forward
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -107,6 +109,7 @@ class Lost(msgspec.Struct, frozen=True):
     retryable: bool  # False: another owner would refuse it as well
     engine_died: bool = False  # the owner's, which may have been computing it
     may_return: bool = False  # the owner: its stream is over, another one may come
+    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long, and until when
 
 
 class ReadsEnded(msgspec.Struct, frozen=True):
@@ -143,6 +146,7 @@ class FailHandoff(msgspec.Struct, frozen=True):
     serial: int
     reason: str
     retryable: bool
+    retry_after_s: float = 0.0  # above 0.0: the queue here is too long, and until when
 
 
 # Events to an owner's engine -------------------------------------------------------------------
@@ -159,6 +163,7 @@ class Opened(msgspec.Struct, frozen=True):
     traceparent: str = ""
     namespace: Namespace = SHARED
     engine_deaths: int = 0
+    queue_s: float = math.inf  # longest wait for the prompt's first forward
 
 
 class Granted(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ anything else sees it: sizes, ranges, and that nothing is left out.
 What a range of tokens may be, or whether an id is known, only the machines can tell.
 """
 
+import math
 from typing import TypeAlias
 
 from common.errors import InvalidRequest, ProtocolViolation
@@ -66,7 +67,9 @@ def parse(message: Proto) -> Hello | AnyMessage:
         case pb.Released():
             return Released(id_of(body), body.held)
         case pb.Failed():
-            return Failed(id_of(body), _text("reason", body.reason), body.retryable)
+            _seconds("retry_after_s", body.retry_after_s)
+            reason = _text("reason", body.reason)
+            return Failed(id_of(body), reason, body.retryable, body.retry_after_s)
         case pb.Beat():
             return Beat(body.sequence, body.open_handoffs, body.connecting)
     raise ProtocolViolation(f"an unknown message {kind}")
@@ -95,8 +98,13 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
             return pb.FromOwner(ready=_ready_proto(record))
         case Released(id, held):
             return pb.FromOwner(released=pb.Released(id=_id_proto(id), held=held))
-        case Failed(id, reason, retryable):
-            failed = pb.Failed(id=_id_proto(id), reason=reason[:MAX_TEXT], retryable=retryable)
+        case Failed(id, reason, retryable, retry_after_s):
+            failed = pb.Failed(
+                id=_id_proto(id),
+                reason=reason[:MAX_TEXT],
+                retryable=retryable,
+                retry_after_s=min(retry_after_s, MAX_BUDGET_S),
+            )
             return pb.FromOwner(failed=failed)
         case Beat(sequence, open_handoffs, connecting):
             beat = pb.Beat(sequence=sequence, open_handoffs=open_handoffs, connecting=connecting)
@@ -179,6 +187,8 @@ def _open(body: pb.Open) -> Open:
         raise ProtocolViolation(f"{body.num_generated} of {num_tokens} tokens were generated")
     if not 0.0 < body.budget_s <= MAX_BUDGET_S:  # nor is NaN
         raise ProtocolViolation(f"a budget of {body.budget_s} s")
+    if body.HasField("queue_s"):
+        _seconds("queue_s", body.queue_s)
     for field in ("max_tokens", "seed"):
         if not body.sampling.HasField(field):
             raise ProtocolViolation(f"an Open without sampling.{field}")
@@ -197,6 +207,7 @@ def _open(body: pb.Open) -> Open:
         traceparent=checked(body.traceparent),
         namespace=namespace,
         engine_deaths=min(body.engine_deaths, MAX_DEATHS),
+        queue_s=body.queue_s if body.HasField("queue_s") else math.inf,
     )
 
 
@@ -211,6 +222,7 @@ def _open_proto(record: Open) -> pb.Open:
         traceparent=record.traceparent,
         namespace=record.namespace,
         engine_deaths=record.engine_deaths,
+        queue_s=record.queue_s if record.queue_s < math.inf else None,
     )
 
 
@@ -236,8 +248,8 @@ def _ready(body: pb.Ready) -> Ready:
 
 def _times(body: pb.PrefillTimes) -> PrefillTimes:
     seconds = (body.bootstrap_s, body.waiting_s, body.prefill_s)
-    if not all(0.0 <= each <= MAX_BUDGET_S for each in seconds):  # nor is NaN
-        raise ProtocolViolation(f"times of {seconds} s")
+    for each in seconds:
+        _seconds("times", each)
     return PrefillTimes(*seconds, body.chunks)
 
 
@@ -260,6 +272,11 @@ def _ready_proto(record: Ready) -> pb.Ready:
         first_token=record.first_token,
         times=_times_proto(record.times) if record.times else None,
     )
+
+
+def _seconds(field: str, value: float) -> None:
+    if not 0.0 <= value <= MAX_BUDGET_S:  # nor is NaN
+        raise ProtocolViolation(f"{field} of {value} s")
 
 
 def _text(field: str, value: str) -> str:

@@ -9,6 +9,7 @@ This module knows nothing of streams and sockets: the transfer thread is behind 
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ import msgspec
 import numpy as np
 
 from common.distribution import Counted
+from common.drain import Backlog, Drain, Place, may_wait_s
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
 from common.engine.schedule.scheduler import ChunkDone, Scheduler
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InvalidRequest, Overloaded, QueueTooLong
 from common.log_throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.messages import HandoffTraced
@@ -84,11 +86,13 @@ class PrefillRole:
         self._inflight: dict[int, Prefilling] = {}
         self._lent: dict[int, Ints] = {}  # pages held for publication
         self._stamps: dict[int, HandoffStamps] = {}  # from Opened to HandoffDropped
+        self._prompts = Drain()  # granted, and not computed yet
         self._log = ThrottledLog(log, Throttle(most=100))
         self._counts = dict.fromkeys(
             (
                 *("handoffs_held", "handoffs_lost", "handoffs_failed"),
                 *("refused/draining", "refused/overloaded", "refused/invalid", "refused/deadline"),
+                *("refused/late", "refused/dropped"),
             ),
             0,
         )
@@ -104,7 +108,7 @@ class PrefillRole:
                     self._grant(event)
                 case HandoffDropped():
                     self._dropped(event)
-        for finished in self.scheduler.expire():
+        for finished in self.scheduler.expire(queued_s=self._prompts.queued_s):
             self._ended_unpublished(finished.request, finished.finish)
         self._desk.poll(self)
 
@@ -117,6 +121,7 @@ class PrefillRole:
             handoff = self._prefilling.get(chunk.request.key)
             if handoff is not None:
                 self._chunk_done(handoff, chunk)
+        self._prompts.tick(time.monotonic())
         for finished in outcome.finished:
             self._ended_unpublished(finished.request, finished.finish)
 
@@ -169,6 +174,9 @@ class PrefillRole:
     def num_host_pages_used(self) -> int:
         return self.scheduler.num_host_pages_used
 
+    def backlogs(self) -> dict[str, Backlog]:
+        return {"prompts": self._prompts.backlog}
+
     def flush_cache(self) -> int:
         return self.scheduler.flush_cache()
 
@@ -204,10 +212,16 @@ class PrefillRole:
             return self._fail(event.serial, reason, retryable=True)
         try:
             self._limits.check(event.token_ids)
+            start_by = self._start_by(event, now)
             self._tokens.take(event.serial, len(event.token_ids))
         except InvalidRequest as error:
             self._counts["refused/invalid"] += 1
             return self._fail(event.serial, str(error), retryable=False)
+        except QueueTooLong as late:
+            self._counts["refused/late"] += 1
+            return self._fail(
+                event.serial, str(late), retryable=True, retry_after_s=late.retry_after_s
+            )
         except Overloaded as error:
             self._counts["refused/overloaded"] += 1
             return self._fail(event.serial, str(error), retryable=True)
@@ -221,9 +235,24 @@ class PrefillRole:
             sampling=msgspec.structs.replace(event.sampling, max_tokens=event.num_generated + 1),
             deadline=now + event.budget_s,
             arrived=now,
+            start_by=start_by,
             namespace=event.namespace,
         )
         request.suspect_of(event.engine_deaths)
+
+    def _start_by(self, event: Opened, now: float) -> float:
+        """When its first forward must begin; never, of an answer that goes on: a client has part of
+        it.
+
+        Raises:
+            QueueTooLong: what waits here already takes longer.
+        """
+        if event.num_generated:
+            return math.inf
+        work_s = len(event.token_ids) * self._prompts.unit_s
+        left_s = may_wait_s(event.queue_s, event.budget_s, work_s)
+        self._prompts.check(Place(now + left_s, len(event.token_ids)), now)
+        return now + left_s
 
     def _grant(self, event: Granted) -> None:
         request = self._bootstrap.pop(event.serial, None)
@@ -237,6 +266,8 @@ class PrefillRole:
             published=event.prefix_tokens,
             pages=np.empty(0, np.int32),
         )
+        place = Place(request.turn, len(request.token_ids))
+        self._prompts.join(event.serial, place, time.monotonic())
         try:
             self.scheduler.add(request)
         except InvalidRequest as error:
@@ -263,6 +294,7 @@ class PrefillRole:
 
     def _chunk_done(self, handoff: Prefilling, chunk: ChunkDone) -> None:
         self._stamps[handoff.serial].num_chunks += 1
+        self._prompts.serve(handoff.serial, len(chunk.request.token_ids) - chunk.end)
         if chunk.first_token is None:
             self._publish(handoff, chunk.end // self._page_size * self._page_size)
             return
@@ -293,12 +325,20 @@ class PrefillRole:
 
     def _ended_unpublished(self, request: Request, finish: Finish) -> None:
         if request.key in self._prefilling:  # else it ended with its first token, or was dropped
-            self._fail(request.key, finish.error or finish.reason.name.lower(), retryable=False)
+            self._counts["refused/dropped"] += bool(finish.retry_after_s)
+            self._fail(
+                request.key,
+                finish.error or finish.reason.name.lower(),
+                retryable=False,
+                retry_after_s=finish.retry_after_s,
+            )
 
-    def _fail(self, serial: int, reason: str, *, retryable: bool) -> None:
+    def _fail(
+        self, serial: int, reason: str, *, retryable: bool, retry_after_s: float = 0.0
+    ) -> None:
         self._counts["handoffs_failed"] += 1
         self._forget(serial, Finish(FinishReason.ABORT, reason))
-        self._port.post(FailHandoff(serial, reason, retryable))
+        self._port.post(FailHandoff(serial, reason, retryable, retry_after_s))
 
     def _dropped(self, event: HandoffDropped) -> None:
         self._counts["handoffs_held" if event.held else "handoffs_lost"] += 1
@@ -322,6 +362,7 @@ class PrefillRole:
     def _forget(self, serial: int, finish: Finish) -> None:
         """Takes a hand-off out of its queue; its compute stops at the chunk's edge."""
         self._tokens.drop(serial)
+        self._prompts.leave(serial)
         self._bootstrap.pop(serial, None)
         self._inflight.pop(serial, None)
         handoff = self._prefilling.pop(serial, None)

@@ -74,7 +74,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -95,7 +96,8 @@ class Submit(_message.Message):
     traceparent: str
     namespace: bytes
     engine_deaths: int
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ...) -> None: ...
+    queue_s: float
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class FromNode(_message.Message):
     __slots__ = ("step", "status", "trial", "engine_beat", "protocol_version")
@@ -124,7 +126,7 @@ class EngineBeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun")
+    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun", "retry_after_s")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +136,7 @@ class Step(_message.Message):
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     request: _containers.RepeatedScalarFieldContainer[int]
     token: _containers.RepeatedScalarFieldContainer[int]
     ended: _containers.RepeatedScalarFieldContainer[int]
@@ -143,7 +146,8 @@ class Step(_message.Message):
     error_code: _containers.RepeatedScalarFieldContainer[int]
     timeline: _containers.RepeatedCompositeFieldContainer[Timeline]
     begun: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
+    retry_after_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ..., retry_after_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("phase", "attempt", "start_s", "end_s", "attempts", "first_token_s")
@@ -180,7 +184,7 @@ class Attempt(_message.Message):
     def __init__(self, prefill_address: _Optional[str] = ..., path: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "serves_alone", "falls_back", "links", "pages_total", "pages_free", "page_size")
+    __slots__ = ("state", "serves_alone", "falls_back", "links", "pages_total", "pages_free", "page_size", "prompts", "pages_s")
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVES_ALONE_FIELD_NUMBER: _ClassVar[int]
     FALLS_BACK_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +192,8 @@ class Status(_message.Message):
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_S_FIELD_NUMBER: _ClassVar[int]
     state: str
     serves_alone: bool
     falls_back: bool
@@ -195,4 +201,6 @@ class Status(_message.Message):
     pages_total: int
     pages_free: int
     page_size: int
-    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., falls_back: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+    prompts: _router_pb2.Backlog
+    pages_s: float
+    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., falls_back: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., pages_s: _Optional[float] = ...) -> None: ...

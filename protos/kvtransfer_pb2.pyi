@@ -91,7 +91,7 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths")
+    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Open(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_generated: int
@@ -110,7 +111,8 @@ class Open(_message.Message):
     traceparent: str
     namespace: bytes
     engine_deaths: int
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ...) -> None: ...
+    queue_s: float
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens")
@@ -183,14 +185,16 @@ class Cancel(_message.Message):
     def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("id", "reason", "retryable")
+    __slots__ = ("id", "reason", "retryable", "retry_after_s")
     ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     reason: str
     retryable: bool
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+    retry_after_s: float
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("sequence", "open_handoffs", "connecting")

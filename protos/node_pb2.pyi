@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("role", "instance_id", "pids", "state", "model", "fingerprint", "tokenizer_hash", "context_length", "pages", "queues", "links", "steps", "counters", "mode")
+    __slots__ = ("role", "instance_id", "pids", "state", "model", "fingerprint", "tokenizer_hash", "context_length", "pages", "queues", "links", "steps", "counters", "mode", "prompts")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class DescribeResponse(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     role: str
     instance_id: int
     pids: _containers.RepeatedScalarFieldContainer[int]
@@ -62,7 +63,8 @@ class DescribeResponse(_message.Message):
     steps: int
     counters: _containers.ScalarMap[str, int]
     mode: str
-    def __init__(self, role: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., context_length: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., queues: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., steps: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., mode: _Optional[str] = ...) -> None: ...
+    prompts: _router_pb2.Backlog
+    def __init__(self, role: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., context_length: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., queues: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., steps: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., mode: _Optional[str] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -202,6 +202,14 @@ class ClusterNode(_message.Message):
     seen_s: float
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., seen_s: _Optional[float] = ...) -> None: ...
 
+class Backlog(_message.Message):
+    __slots__ = ("queued_s", "token_s")
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    queued_s: float
+    token_s: float
+    def __init__(self, queued_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
+
 class LinkState(_message.Message):
     __slots__ = ("peer", "path", "gib_per_s")
     PEER_FIELD_NUMBER: _ClassVar[int]

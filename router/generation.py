@@ -1,5 +1,6 @@
 """One request from its arrival to its last piece of text, whatever protocol its client speaks."""
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 from common.errors import NodeUnavailable
 from router.clients.client import Client
 from router.cluster.cluster import Chosen, Cluster
+from router.policy.backlogs import WHENEVER, Due
 from router.policy.choices import PlacementKey
 from router.requests import validation
 from router.requests.admission import Admission, new_request_id
@@ -20,6 +22,10 @@ from router.requests.validation import Job
 from router.requests.wanted import Together, Wanted
 from router.requests.within import Within
 from router.text.detokenizer import Detokenizer
+
+# By how much a node may be more patient than this router: it knows better, and to refuse what was
+# let in costs a way there and back. Only where this router was far off is it worth that.
+_LENIENCE = 2.0
 
 Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
 Offer = Callable[[Piece], bool]
@@ -36,11 +42,13 @@ class Generator:
         records: Records,
         *,
         budget_s: float,
+        queue_share: float = 1.0,
         tells_cached_tokens: bool = True,
     ) -> None:
         """
         Args:
             budget_s: total time a request may take; one that asks for less gets less.
+            queue_share: of its budget, that a request may wait for its turn at the nodes.
             tells_cached_tokens: whether clients learn how much of their prompt was cached.
         """
         self._model = model
@@ -48,6 +56,7 @@ class Generator:
         self._admission = admission
         self._records = records
         self._budget_s = budget_s
+        self._queue_share = queue_share
         self._tells_cached_tokens = tells_cached_tokens
 
     async def generate(
@@ -78,6 +87,9 @@ class Generator:
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             with Within(budget_s) as deadline:
                 async with self._admission.admitted(client):
+                    queue_s = budget_s * self._queue_share
+                    due = Due(time.monotonic() + queue_s, deadline)
+                    self._cluster.check_in_time(due)
                     job = await validation.parse(
                         wanted,
                         request_id,
@@ -87,7 +99,7 @@ class Generator:
                     )
                     await self._count(wanted.together, client)
                     record.timeline.tokenised = time.monotonic()
-                    await self._stream(job, deadline, write, offer, record)
+                    await self._stream(job, due, write, offer, record)
 
     async def _count(self, together: Together, client: Client) -> None:
         """Raises RateLimited, InvalidRequest: as Usage.prompts."""
@@ -98,7 +110,7 @@ class Generator:
                 together.counted = True
 
     async def _stream(
-        self, job: Job, deadline: float, write: Write, offer: Offer, record: RequestRecord
+        self, job: Job, due: Due, write: Write, offer: Offer, record: RequestRecord
     ) -> None:
         tokenizer = self._model.tokenizer
         answer = Answer(
@@ -107,13 +119,15 @@ class Generator:
             num_prompt_tokens=len(job.token_ids),
             tells_cached_tokens=self._tells_cached_tokens,
         )
-        chosen = await self._choose(job)
+        chosen = await self._choose(job, due)
         record.accept(len(job.token_ids), chosen.decode.address)
         losses = Losses()
         while True:
             try:
                 continued = _continued(job, answer.token_ids, losses.engine_deaths)
-                last = await self._follow(chosen, continued, deadline, answer, write, offer, record)
+                last = await self._follow(
+                    chosen, continued, due.deadline, answer, write, offer, record
+                )
                 break
             except NodeUnavailable as error:
                 record.timeline.lose()
@@ -143,10 +157,15 @@ class Generator:
             NodeUnavailable: the node takes no more requests, or is gone; what it had generated is
                 in `answer`, and written.
         """
-        left_s = max(0.0, deadline - time.monotonic())
+        now = time.monotonic()
+        left_s, queue_s = max(0.0, deadline - now), math.inf
+        if chosen.start_by > -math.inf:
+            queue_s = min(max(0.0, chosen.start_by - now) * _LENIENCE, left_s)
         with (
             chosen.charge,
-            chosen.decode.submitted(job, chosen.prefill, left_s, record.timeline) as tokens,
+            chosen.decode.submitted(
+                job, chosen.prefill, left_s, record.timeline, queue_s
+            ) as tokens,
         ):
 
             def take(token_ids: Sequence[int], end: End | None) -> Piece | LastPiece | None:
@@ -160,17 +179,16 @@ class Generator:
                 await write(job.request_id, piece)
             return piece
 
-    async def _choose(self, job: Job, avoid: Sequence[str] = ()) -> Chosen:
+    async def _choose(self, job: Job, due: Due = WHENEVER, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:
             await self._cluster.until_ready()
-        return self._cluster.choose(
-            PlacementKey(job.token_ids, job.session_id, job.namespace), avoid
-        )
+        key = PlacementKey(job.token_ids, job.session_id, job.namespace)
+        return self._cluster.choose(key, avoid, due)
 
     async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
         """Where there is no other node, the request ends as the one that it had left it."""
         try:
-            return await self._choose(job, avoid)
+            return await self._choose(job, avoid=avoid)
         except NodeUnavailable:
             raise lost from None
 

@@ -9,13 +9,14 @@ from prometheus_client.core import Metric
 
 from common import bounds
 from common.distribution import Counted
+from common.drain import Backlog
 from common.metrics.declared import Declared, Values
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.node.messages import Moving
 
 Role = Literal["prefill", "decode"]
-Refusal = Literal["invalid", "draining", "overloaded", "deadline"]
+Refusal = Literal["invalid", "draining", "overloaded", "late", "dropped", "deadline"]
 StreamKind = Literal["router", "pair"]
 Pairing = Literal["up", "refused", "failed"]
 
@@ -34,8 +35,9 @@ PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 REJECTED = Declared(
     "baton_node_rejected",
     "counter",
-    "Requests, or hand-offs, that this node would not take, or not go on with.",
-    {"reason": ("invalid", "draining", "overloaded", "deadline")},
+    "Requests, or hand-offs, that this node would not take, or not go on with; late: its queue is "
+    "longer than they may wait, dropped: they have waited so long and nothing was computed.",
+    {"reason": ("invalid", "draining", "overloaded", "late", "dropped", "deadline")},
 )
 STREAMS = Declared("baton_streams", "gauge", "Open streams.", {"kind": ("router", "pair")})
 STREAM_ENDS = Declared(
@@ -73,6 +75,19 @@ QUEUE = Declared(
     "Requests in each queue of the engine; on_device: in the chunk or the running batch.",
     {"queue": QUEUES},
     sparse=True,
+)
+QUEUED = Declared(
+    "baton_queued_seconds",
+    "gauge",
+    "Until what waits now is through, as far as is known: prompts to be computed here, and on a "
+    "decode node requests for pages.",
+    {"queue": ("prompts", "pages")},
+    sparse=True,
+)
+TOKEN_SECONDS = Declared(
+    "baton_prompt_token_seconds",
+    "gauge",
+    "That a prompt token has taken here lately, cached or not, while prompts waited; 0: not known.",
 )
 STEP_SECONDS = Declared(
     "baton_step_seconds",
@@ -210,6 +225,7 @@ LINK_CHANGES = Declared(
 
 BOTH = (
     *(REJECTED, STREAMS, STREAM_ENDS, CUT_OFF, STATE, SILENCE, PAGES, HOST_PAGES, QUEUE),
+    *(QUEUED, TOKEN_SECONDS),
     *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
     *(RETRACTIONS, RECOMPUTED, HANDOFFS),
@@ -328,6 +344,8 @@ def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:
         key, _, label = name.partition("/")
         series.setdefault(_DISTRIBUTIONS[key].name, {})[_values(label)] = counted
     series[LINKS.name], series[SLOWEST.name] = _links(moving)
+    series[QUEUED.name] = {(queue,): told.queued_s for queue, told in moving.backlogs.items()}
+    series[TOKEN_SECONDS.name] = {(): moving.backlogs.get("prompts", Backlog()).unit_s}
     return series
 
 

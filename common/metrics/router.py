@@ -10,7 +10,7 @@ from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.timeline import TtftPhase
 
-Rejection = Literal["invalid", "overloaded", "limited", "no_node"]
+Rejection = Literal["invalid", "overloaded", "late", "limited", "no_node"]
 Stranger = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"]
 
 NODE_STATES = ("ready", "unhealthy", "draining", "starting", "unreachable")
@@ -35,8 +35,9 @@ REQUESTS = Declared(
 REJECTED = Declared(
     "baton_rejected",
     "counter",
-    "Requests refused before any node saw them.",
-    {"reason": ("invalid", "overloaded", "limited", "no_node")},
+    "Requests refused before any node saw them; late: every node's queue is longer than the "
+    "request may wait.",
+    {"reason": ("invalid", "overloaded", "late", "limited", "no_node")},
 )
 WAITING = Declared("baton_waiting_requests", "gauge", "Requests that wait for a slot.")
 STRANGERS = Declared(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from common.distribution import Counted
+from common.drain import Backlog
 from common.errors import NotIdle
 from common.logs import kv
 from common.node.cache_reports import CacheReports, CacheSource
@@ -60,6 +61,8 @@ class Inside(Protocol):
 
     @property
     def num_host_pages_used(self) -> int: ...
+
+    def backlogs(self) -> dict[str, Backlog]: ...
 
     def flush_cache(self) -> int: ...
 
@@ -159,6 +162,7 @@ class Desk:
                 pages_free=pages["free"] + pages["cache"],
                 links=tuple((address, *link) for address, link in self.links.items()),
                 distributions=distributions,
+                backlogs=inside.backlogs(),
             )
         )
 

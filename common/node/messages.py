@@ -4,11 +4,13 @@ The front keeps no books. A router stream is named by the front's own counter, s
 of one stream can never touch a request of another.
 """
 
+import math
 from typing import TypeAlias
 
 import msgspec
 
 from common.distribution import Counted
+from common.drain import Backlog
 from common.namespace import SHARED, Namespace
 from common.node.stamps import HandoffStamps, RequestStamps
 from common.sampling import SamplingParams
@@ -39,6 +41,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     trace: Trace = UNTRACED
     namespace: Namespace = SHARED
     engine_deaths: int = 0  # see common/trial.py
+    queue_s: float = math.inf  # longest wait for the prompt's first forward
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
@@ -95,6 +98,7 @@ class Ended(msgspec.Struct, frozen=True):
     error: str = ""
     error_code: int = 0  # gRPC status code
     stamps: RequestStamps | None = None
+    retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
 
     @property
     def timeline(self) -> Timeline:
@@ -146,6 +150,7 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
     links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
     distributions: dict[str, Counted] = {}
     pages_free: int = 0  # those that only the prefix cache holds are free
+    backlogs: dict[str, Backlog] = {}  # "prompts", and of a decode node "pages"
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from common.config import NodeConfig
+from common.drain import Backlog
 from common.errors import InvalidRequest
 from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
@@ -78,6 +79,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         reply.steps = counters.pop("steps", 0)
         reply.counters.update(counters)
         moving = self._supervision.moving
+        if moving is not None:
+            queued_s, token_s = moving.backlogs.get("prompts", Backlog())
+            reply.prompts.CopyFrom(router_pb2.Backlog(queued_s=queued_s, token_s=token_s))
         for peer, path, gib_per_s in moving.links if moving else ():
             reply.links.append(router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s))
         return reply

@@ -137,7 +137,12 @@ class OwnerEnd:
                 case Admit() | Publish():
                     self._tell_or_keep(handoff, command)
                 case FailHandoff():
-                    self._fail(handoff, command.reason, retryable=command.retryable)
+                    self._fail(
+                        handoff,
+                        command.reason,
+                        retryable=command.retryable,
+                        retry_after_s=command.retry_after_s,
+                    )
         return self._taken()
 
     def tick(self, now: float) -> list[OwnerAction]:
@@ -201,6 +206,7 @@ class OwnerEnd:
                 message.traceparent,
                 message.namespace,
                 message.engine_deaths,
+                message.queue_s,
             )
         )
 
@@ -279,8 +285,11 @@ class OwnerEnd:
 
     # Ends ---------------------------------------------------------------------------------------
 
-    def _fail(self, handoff: _Handoff, reason: str, *, retryable: bool) -> None:
-        self._actions.append(Send(handoff.stream, Failed(handoff.id, reason, retryable)))
+    def _fail(
+        self, handoff: _Handoff, reason: str, *, retryable: bool, retry_after_s: float = 0.0
+    ) -> None:
+        failed = Failed(handoff.id, reason, retryable, retry_after_s)
+        self._actions.append(Send(handoff.stream, failed))
         self._drop(handoff, KVPoll.FAILED, reason)
 
     def _drop(self, handoff: _Handoff, end: KVPoll, reason: str) -> None:

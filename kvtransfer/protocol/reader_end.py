@@ -254,7 +254,12 @@ class ReaderEnd:
                 else:
                     self._lose(attempt, "the owner had let its pages go", retryable=True)
             case Failed():
-                self._lose(attempt, message.reason, retryable=message.retryable)
+                self._lose(
+                    attempt,
+                    message.reason,
+                    retryable=message.retryable,
+                    retry_after_s=message.retry_after_s,
+                )
 
     def _note_admitted(self, attempt: Attempt, message: Admitted, now: float) -> None:
         most = self._streams[attempt.stream].num_pages * self._page_size
@@ -361,6 +366,7 @@ class ReaderEnd:
             command.traceparent,
             command.namespace,
             command.engine_deaths,
+            command.queue_s,
         )
         self._actions.append(Send(stream, message))
 
@@ -396,8 +402,10 @@ class ReaderEnd:
         self._tell_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
-    def _lose(self, attempt: Attempt, reason: str, *, retryable: bool) -> None:
-        self._actions.append(Lost(attempt.id, reason, retryable))
+    def _lose(
+        self, attempt: Attempt, reason: str, *, retryable: bool, retry_after_s: float = 0.0
+    ) -> None:
+        self._actions.append(Lost(attempt.id, reason, retryable, retry_after_s=retry_after_s))
         self._leave(attempt, KVPoll.FAILED)
 
     def _tell_cancel(self, attempt: Attempt, reason: str) -> None:

@@ -3,15 +3,16 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
 from common.errors import NodeUnavailable
 from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
-from router.cluster.survey import Survey
+from router.cluster.survey import NodeReport, Survey
 from router.policy import Policy
+from router.policy.backlogs import WHENEVER, Backlogs, Due
 from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
 from router.policy.load import Charge, Load
 from router.requests.admission import SHUTTING_DOWN
@@ -30,6 +31,7 @@ class Chosen(msgspec.Struct, frozen=True):
     decode: DecodeClient
     prefill: tuple[str, ...]
     charge: Charge
+    start_by: float  # time.monotonic() when its prompt should be begun; -inf: it has no turn
 
 
 class Cluster:
@@ -45,6 +47,7 @@ class Cluster:
         self._survey = survey
         self._policy = policy
         self._load = load
+        self.backlogs = Backlogs(load)
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
         # What each decode node that takes requests can read from; and of those the ones in use.
@@ -72,8 +75,16 @@ class Cluster:
 
     def told(self, client: DecodeClient) -> None:
         """A Status of the node has come, or its stream has ended."""
-        if client.status is not None:
+        if (status := client.status) is not None:
             self._load.shown(client.address)
+            self.backlogs.told(
+                client.address,
+                queued_s=status.prompts.queued_s,
+                token_s=status.prompts.token_s,
+                pages_s=status.pages_s,
+            )
+        else:
+            self.backlogs.forget(client.address)
         self.heard(client)
 
     def heard(self, client: DecodeClient) -> None:
@@ -81,6 +92,19 @@ class Cluster:
         if self._clients.get(client.address) is client:
             self._read(client)
             self._use()
+
+    def described(self, reports: Sequence[NodeReport]) -> None:
+        """What prefill nodes say of their queues; decode nodes have a stream for that."""
+        for report in reports:
+            told = report.description
+            if report.role != "prefill":
+                continue
+            if told is None:
+                self.backlogs.forget(report.address)
+                continue
+            self.backlogs.told(
+                report.address, queued_s=told.prompts.queued_s, token_s=told.prompts.token_s
+            )
 
     def refresh(self) -> None:
         """The members, or what the survey says of them, may have changed."""
@@ -130,23 +154,33 @@ class Cluster:
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
 
-    def choose(self, key: PlacementKey, avoid: Collection[str] = ()) -> Chosen:
+    def check_in_time(self, due: Due) -> None:
+        """Raises QueueTooLong where no prompt at all could be begun in time."""
+        self.backlogs.in_time(self.usable(), 0, due)
+
+    def choose(self, key: PlacementKey, avoid: Collection[str] = (), due: Due = WHENEVER) -> Chosen:
         """
         Args:
             avoid: decode nodes that are taken only where there is no other.
         Raises:
             NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
+            QueueTooLong: none of them can begin with the prompt in time.
         """
-        choices = self.usable()
+        choices: Sequence[DecodeChoice] = self.usable()
         if not choices:
             raise NodeUnavailable(NOT_READY)
+        choices = self.backlogs.in_time(choices, len(key.token_ids), due)
         if avoid:
             choices = [choice for choice in choices if choice.address not in avoid] or choices
         placement = self._policy.pick(key, choices)
+        num_tokens = len(key.token_ids)
+        computes = placement.prefill[0] if placement.prefill else placement.decode
+        start_by = self.backlogs.start_by(computes, num_tokens, due)
         return Chosen(
             self._clients[placement.decode],
             placement.prefill[:_MAX_CANDIDATES],
-            self._load.charge(placement, len(key.token_ids)),
+            self._load.charge(placement, num_tokens, start_by),
+            start_by,
         )
 
     def _read(self, client: DecodeClient) -> None:

@@ -6,6 +6,7 @@ reused, so what a node still says about a request that was left finds nothing.
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -124,7 +125,12 @@ class DecodeClient:
         self._unsent.tell_peers(self._peers)
 
     def submitted(
-        self, job: Job, prefill: Sequence[str], budget_s: float, timeline: RequestTimeline
+        self,
+        job: Job,
+        prefill: Sequence[str],
+        budget_s: float,
+        timeline: RequestTimeline,
+        queue_s: float = math.inf,
     ) -> "Submitted":
         """Submits `job`. What this returns must be entered at once; leaving it before the
         request's end cancels the request on the node.
@@ -133,6 +139,7 @@ class DecodeClient:
             prefill: candidate prefill nodes in order of preference.
             budget_s: what is left of the request's total budget.
             timeline: of the request; its last submission is this one.
+            queue_s: longest wait for the prompt's first forward.
         Raises:
             NodeUnavailable: the node has no open stream.
         """
@@ -152,6 +159,7 @@ class DecodeClient:
             traceparent=timeline.trace.passed_on,
             namespace=job.namespace,
             engine_deaths=job.engine_deaths,
+            queue_s=queue_s if queue_s < math.inf else None,
         )
         self._untold[number] = timeline, len(timeline.submissions) - 1
         self._unsent.submit(submit)
@@ -259,10 +267,11 @@ class DecodeClient:
 
     def _take_step(self, step: decode_pb2.Step) -> None:
         timelines = step.timeline or step.ended
+        retries = step.retry_after_s or [0.0] * len(step.ended)
         longest = max(len(step.request), len(step.ended), len(step.begun))
         if longest > serve_protocol.MAX_ROWS:
             raise ProtocolViolation(f"the node sent a step with {longest} rows")
-        ends = (step.ended, step.reason, step.error, step.error_code, timelines)
+        ends = (step.ended, step.reason, step.error, step.error_code, timelines, retries)
         whole = len(step.request) == len(step.token) and len(step.begun) == len(step.cached_tokens)
         if not whole or len({len(column) for column in ends}) != 1:
             raise ProtocolViolation("the node sent a step with columns of different lengths")
@@ -289,6 +298,7 @@ class DecodeClient:
                     step.reason[index],
                     step.error[index],
                     step.error_code[index],
+                    retries[index],
                 )
                 if isinstance(end, NodeUnavailable) and self._drains:
                     end = NodeLost(str(end), Doing.NOT_ITS_OWN)

@@ -6,6 +6,7 @@ from common.errors import (
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
+    QueueTooLong,
     RequestAborted,
     RequestFailed,
     ServingError,
@@ -27,10 +28,13 @@ _ERRORS: dict[int, type[ServingError]] = {
 }
 
 _MAX_ERROR = 1000  # characters of what a node says
+_LONGEST_RETRY_S = 3600.0
 
 
-def end_of(reason: int, error: str, error_code: int) -> End | ServingError:
-    """One row of the columns `ended` to `error_code` of a Step."""
+def end_of(
+    reason: int, error: str, error_code: int, retry_after_s: float = 0.0
+) -> End | ServingError:
+    """One row of the columns of a Step that are about requests that have ended."""
     match reason:
         case decode_pb2.FINISH_REASON_STOP:
             return End("stop")
@@ -40,4 +44,7 @@ def end_of(reason: int, error: str, error_code: int) -> End | ServingError:
             return RequestAborted("the request was aborted")
         case _:
             failure = _ERRORS.get(error_code, EngineFault)
-            return failure(error[:_MAX_ERROR] or "the decode node gave up without a reason")
+            sentence = error[:_MAX_ERROR] or "the decode node gave up without a reason"
+            if failure is Overloaded and 0.0 < retry_after_s <= _LONGEST_RETRY_S:
+                return QueueTooLong(sentence, retry_after_s)
+            return failure(sentence)

@@ -5,11 +5,16 @@ Charged when a request is placed:
     decode node    the prompt's tokens, for the pages they take    until a Status shows those pages:
                                                                    the first after the first token
                    and a request                                   until the end
+whichever computes the prompt
+                   all its tokens, in `queued`                     until the first token, or the end
 """
 
+import math
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from common.drain import Place
 from router.policy.choices import Placement
 
 
@@ -39,20 +44,50 @@ class Tally:
         _add(self._requests, address, num_requests)
 
 
+class Queued:
+    """By the node that computes them: prompts, and when each must be begun."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, dict[object, Place]] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not self._places
+
+    def at(self, address: str) -> Collection[Place]:
+        return self._places.get(address, {}).values()
+
+    def tokens(self, address: str) -> int:
+        return sum(place.units for place in self.at(address))
+
+    def add(self, address: str, who: object, place: Place) -> None:
+        self._places.setdefault(address, {})[who] = place
+
+    def remove(self, address: str, who: object) -> None:
+        places = self._places[address]
+        del places[who]
+        if not places:
+            del self._places[address]
+
+
 class Load:
     """For one event loop. Every charge is gone once it is closed, whatever nodes do meanwhile."""
 
     def __init__(self) -> None:
         self.prefill = Tally()
         self.decode = Tally()
+        self.queued = Queued()  # at the first candidate, or the decode node where there is none
         self._unshown: dict[str, set[Charge]] = {}  # past their first token, by decode node
 
-    def charge(self, placement: Placement, num_tokens: int) -> "Charge":
+    def charge(
+        self, placement: Placement, num_tokens: int, start_by: float = -math.inf
+    ) -> "Charge":
         """
         Args:
             num_tokens: of the prompt.
+            start_by: when it must be begun; -inf: before all others.
         """
-        return Charge(self, placement, num_tokens)
+        return Charge(self, placement, Place(start_by, num_tokens))
 
     def shown(self, decode: str) -> None:
         """A Status of this decode node has come: it counts what had its first token before."""
@@ -61,7 +96,8 @@ class Load:
 
     @property
     def empty(self) -> bool:
-        return self.prefill.empty and self.decode.empty and not self._unshown
+        tallied = not (self.prefill.empty and self.decode.empty and self.queued.empty)
+        return not tallied and not self._unshown
 
     def wait_for_status(self, decode: str, charge: "Charge") -> None:
         self._unshown.setdefault(decode, set()).add(charge)
@@ -77,20 +113,21 @@ class Load:
 class Charge(AbstractContextManager["Charge"]):
     """One request's part of the load; leaving the block ends it. Every call may come again."""
 
-    __slots__ = ("_computing", "_decode", "_live", "_load", "_prefill", "_tokens", "_uncached")
+    __slots__ = (*("_computing", "_decode", "_live", "_load", "_prefill", "_tokens", "_uncached"),)
 
-    def __init__(self, load: Load, placement: Placement, num_tokens: int) -> None:
+    def __init__(self, load: Load, placement: Placement, place: Place) -> None:
         self._load = load
         self._decode = placement.decode
         self._prefill = placement.prefill[0] if placement.prefill else ""
-        self._tokens = num_tokens  # whose pages no Status shows
+        self._tokens = place.units  # whose pages no Status shows
         self._uncached = placement.uncached_tokens
         self._computing = True
         self._live = True
         if self._prefill:
             load.prefill.add_tokens(self._prefill, self._uncached)
             load.prefill.add_requests(self._prefill, 1)
-        load.decode.add_tokens(self._decode, num_tokens)
+        load.queued.add(self._prefill or self._decode, self, place)
+        load.decode.add_tokens(self._decode, place.units)
         load.decode.add_requests(self._decode, 1)
 
     def first_token(self) -> None:
@@ -98,6 +135,7 @@ class Charge(AbstractContextManager["Charge"]):
         if not self._computing:
             return
         self._computing = False
+        self._load.queued.remove(self._prefill or self._decode, self)
         if self._prefill:
             self._load.prefill.add_tokens(self._prefill, -self._uncached)
             self._load.prefill.add_requests(self._prefill, -1)

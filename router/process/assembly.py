@@ -5,7 +5,7 @@ import logging
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from router.cluster.cluster import NOT_READY, Cluster
 from router.cluster.discovery import Discovery
 from router.cluster.engine_pulse import Patience
 from router.cluster.membership import Membership
-from router.cluster.survey import Survey
+from router.cluster.survey import NodeReport, Survey
 from router.generation import Generator
 from router.policy import HEED_PREFIXES, make_policy
 from router.policy.load import Load
@@ -131,6 +131,7 @@ async def running(
             admission,
             Records(counts, timelines),
             budget_s=config.budget_s,
+            queue_share=config.queue_share,
             tells_cached_tokens=not config.hide_cached_tokens,
         )
         why_not_ready = partial(_why_not_ready, admission, cluster)
@@ -232,10 +233,15 @@ async def _make_cluster(
     discovery = Discovery(config.prefill, config.decode)
     await discovery.start()
     load, prefixes = Load(), PrefixIndex()
+
+    def reported(reports: Sequence[NodeReport]) -> None:
+        counts.nodes(Counter((report.role, report.state) for report in reports))
+        cluster.described(reports)
+
     survey = Survey(
         tokenizer_hash=tokenizer_hash,
         on_change=lambda: cluster.refresh(),
-        on_reports=lambda reports: counts.nodes(Counter((r.role, r.state) for r in reports)),
+        on_reports=reported,
     )
     policy = make_policy(config.policy, load, prefixes)
     cluster = Cluster(survey, policy, load, on_change=changed.set)

@@ -6,7 +6,14 @@ import logging
 import time
 from types import TracebackType
 
-from common.errors import InvalidRequest, Overloaded, RateLimited, RequestAborted, ServingError
+from common.errors import (
+    InvalidRequest,
+    Overloaded,
+    QueueTooLong,
+    RateLimited,
+    RequestAborted,
+    ServingError,
+)
 from common.log_throttle import Throttle, ThrottledLog
 from common.logs import kv
 from common.metrics import RouterMetrics
@@ -137,6 +144,8 @@ class RequestRecord:
                 self._metrics.rejected("invalid")
             case RateLimited():
                 self._metrics.rejected("limited")
+            case QueueTooLong():
+                self._metrics.rejected("late")
             case Overloaded():
                 self._metrics.rejected("overloaded")
             case ServingError():

@@ -90,7 +90,8 @@ def opens(draw: st.DrawFn) -> Open:
     budget_s = draw(st.floats(1e-3, wire.MAX_BUDGET_S))
     namespace = draw(st.just(SHARED) | st.builds(namespace_of, text))
     words = draw(text), draw(traceparents), namespace
-    return Open(draw(ids), tokens, num_generated, draw(samplings), budget_s, *words)
+    queue_s = draw(st.floats(0.0, wire.MAX_BUDGET_S) | st.just(math.inf))
+    return Open(draw(ids), tokens, num_generated, draw(samplings), budget_s, *words, queue_s)
 
 
 @st.composite
@@ -111,7 +112,7 @@ from_owner = st.one_of(
     st.builds(Admitted, ids, u32, u32),
     readies(),
     st.builds(Released, ids, st.booleans()),
-    st.builds(Failed, ids, text, st.booleans()),
+    st.builds(Failed, ids, text, st.booleans(), seconds),
     beats,
 )
 
@@ -150,6 +151,13 @@ def _ready(**changes: Any) -> pb.FromOwner:
     message = wire.to_proto(Ready(ID, 0, 4, (1,), True, 7), as_reader=False)
     assert isinstance(message, pb.FromOwner)
     _change(message.ready, changes)
+    return message
+
+
+def _failed(**changes: Any) -> pb.FromOwner:
+    message = wire.to_proto(Failed(ID, "late", True), as_reader=False)
+    assert isinstance(message, pb.FromOwner)
+    _change(message.failed, changes)
     return message
 
 
@@ -201,6 +209,10 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(budget_s=math.inf), "budget"),
         (_open(budget_s=0.0), "budget"),
         (_open(budget_s=-1.0), "budget"),
+        (_open(queue_s=math.nan), "queue_s"),
+        (_open(queue_s=-1.0), "queue_s"),
+        (_failed(retry_after_s=math.inf), "retry_after_s"),
+        (_failed(retry_after_s=-1.0), "retry_after_s"),
         (_open(request_id="x" * 5000), "request_id"),
         (_open(namespace=bytes(15)), "namespace has 15 bytes; it has 16, or none"),
         (_open(namespace=bytes(1 << 20)), "namespace"),

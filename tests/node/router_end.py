@@ -49,6 +49,7 @@ class RouterEnd:
         self.num_steps = 0
         self.num_beats = 0
         self.cached_tokens: dict[int, int] = {}
+        self.retry_after_s: dict[int, float] = {}  # by request that has ended
         self.error: grpc.RpcError | None = None
         self._changed = threading.Condition()
         self._over = False
@@ -109,6 +110,7 @@ class RouterEnd:
             return
         step = message.step
         self.num_steps += 1
+        self.retry_after_s |= dict(zip(step.ended, step.retry_after_s, strict=False))
         self.cached_tokens |= dict(zip(step.begun, step.cached_tokens, strict=True))
         for request, token in zip(step.request, step.token, strict=True):
             assert request not in self.ends

@@ -76,6 +76,16 @@ def test_every_router_hears_when_a_request_computes_alone_and_whose_it_is(addres
         assert other.trials == [0, None]
 
 
+def test_what_a_queue_was_too_long_for_is_told_when_to_come_again(address):
+    with RouterEnd(address) as router:
+        router.send(submit(1, [5], 1, queue_s=0.0), submit(2, [5], 1, queue_s=9.0))
+        router.send(submit(3, [5], 1))
+        router.wait_for_end(1, 2, 3)
+        assert router.ends[1] == (ERROR, "late", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+        assert router.retry_after_s == {1: 2.5, 2: 0.0, 3: 0.0}
+        assert (router.ends[2][0], router.ends[3][0]) == (LENGTH, LENGTH)
+
+
 def test_a_cancelled_request_ends_and_its_neighbour_goes_on(address):
     with RouterEnd(address) as router:
         router.send(submit(1, [1], 100_000), submit(2, [2], 100_000))

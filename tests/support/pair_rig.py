@@ -6,6 +6,7 @@ the books of a node are checked after each of its turns.
 """
 
 import itertools
+import math
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -119,6 +120,7 @@ class PairRig:
         *,
         generated: Sequence[int] = (),
         budget_s: float = 300.0,
+        queue_s: float = math.inf,
         node: int = 0,
         owners: Sequence[int] | None = None,
         request_id: str = "",
@@ -150,6 +152,7 @@ class PairRig:
                 budget_s=budget_s,
                 namespace=namespace,
                 engine_deaths=engine_deaths,
+                queue_s=queue_s,
             )
         )
         return asked

@@ -153,13 +153,14 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         ended: Mapping[int, Any] | None = None,
         error: str = "",
         error_code: int = 0,
+        retry_after_s: float = 0.0,
         cached_tokens: int = 0,
     ) -> None:
         """One Step on every open stream.
 
         Args:
             tokens: new tokens by request.
-            ended: finish reasons by request; the two that follow are those of each.
+            ended: finish reasons by request; the three that follow are those of each.
             cached_tokens: told of all of them, if there are any.
         """
         ends = ended or {}
@@ -176,6 +177,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
                     cached_tokens=[cached_tokens] * len(begun),
                     error=[error] * len(ends),
                     error_code=[error_code] * len(ends),
+                    retry_after_s=[retry_after_s] * len(ends),
                 )
             )
         )

@@ -2,7 +2,8 @@
 
 Speaks to its front as a real engine does. `engine.model` chooses how it behaves:
 echo | bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never
-ready) | loading (hears nothing) | stuck-at-end (does not end when let go).
+ready) | loading (hears nothing) | stuck-at-end (does not end when let go). What may not wait at all
+is refused for its queue.
 """
 
 import time
@@ -36,7 +37,7 @@ from kvtransfer.front_messages import EngineBeat, PairInput
 
 STEP_S = 0.005
 PAGE_SIZE = 16
-STOP, LENGTH, ABORT = 1, 2, 3
+STOP, LENGTH, ABORT, ERROR = 1, 2, 3, 4
 
 
 @dataclass
@@ -80,6 +81,9 @@ class EchoEngine:
             case SubmitRequest():
                 if self._model == "crash":
                     raise RuntimeError("the stub was told to crash")
+                if message.queue_s == 0.0:
+                    late = Ended(message.request, ERROR, "late", 8, retry_after_s=2.5)
+                    return self._say(message.stream, ended=(late,))
                 self._live[message.stream, message.request] = Live(message)
                 if message.engine_deaths:
                     self._channel.post(OnTrial(message.stream, message.request))

@@ -1,5 +1,6 @@
 """One request's life on this node, and what the scheduler needs to know of it."""
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -27,17 +28,30 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a request is over. status: what its client is told; OK unless reason is ERROR."""
+    """Why a request is over.
+
+    Attributes:
+        status: what its client is told; OK unless reason is ERROR.
+        retry_after_s: when to come again, of one that a queue was too long for; else 0.0.
+    """
 
     reason: FinishReason
     error: str = ""
     status: StatusCode = StatusCode.OK
+    retry_after_s: float = 0.0
 
 
 def out_of_time() -> Finish:
     """The end of a request whose total budget is spent."""
     sentence = "deadline: the total budget is spent"
     return Finish(FinishReason.ERROR, sentence, StatusCode.DEADLINE_EXCEEDED)
+
+
+def waited_too_long(retry_after_s: float) -> Finish:
+    """The end of a request whose turn has not come while it could still be answered in time."""
+    sentence = "overloaded: its turn did not come within the time that it may wait"
+    status = StatusCode.RESOURCE_EXHAUSTED
+    return Finish(FinishReason.ERROR, sentence, status, max(retry_after_s, 1.0))
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +70,7 @@ class Request:
     sampling: SamplingParams
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
+    start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
     engine_deaths: int = 0  # engines that died with it aboard, see common/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
@@ -84,6 +99,11 @@ class Request:
     def suspect(self) -> bool:
         """Whether it is to be computed alone. Of one with a slot, only Quarantine knows."""
         return len(self.token_ids) < self.alone_until
+
+    @property
+    def turn(self) -> float:
+        """What may wait longest comes last; what may wait without end, as it came."""
+        return self.start_by if self.start_by < math.inf else self.arrived
 
     @property
     def num_generated(self) -> int:

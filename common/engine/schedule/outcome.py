@@ -21,8 +21,11 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """num_generated: tokens of the answer, where its own last one has ended it; else 0."""
+
     request: Request
     finish: Finish
+    num_generated: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,5 +1,6 @@
 """SchedulePolicy: in which order the waiting queue is tried. Order only; admission decides.
 
+slack       who must be begun soonest first; of equal budgets, as they came
 fcfs        as they came
 lpm         longest cached prefix first; fcfs when the queue is long, for its price
 dfs-weight  depth first through the prefix tree, branches with most requests first
@@ -14,7 +15,7 @@ from typing import Literal
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.request import Request
 
-PolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random"]
+PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random"]
 LPM_MAX_WAITING = 128
 _LAST = (1, 0)  # after every branch: weights are negative there
 
@@ -26,6 +27,7 @@ class SchedulePolicy:
         self._cache = cache
         self._random = random.Random(0)
         orders: dict[str, Callable[[Collection[Request]], list[Request]]] = {
+            "slack": self._soonest,
             "fcfs": list,
             "lpm": self._longest_prefix,
             "dfs-weight": self._depth_first,
@@ -33,6 +35,10 @@ class SchedulePolicy:
             "random": self._shuffled,
         }
         self.order = orders[name]
+
+    @staticmethod
+    def _soonest(waiting: Collection[Request]) -> list[Request]:
+        return sorted(waiting, key=lambda r: r.turn)
 
     def _longest_prefix(self, waiting: Collection[Request]) -> list[Request]:
         if len(waiting) > LPM_MAX_WAITING:

@@ -22,7 +22,7 @@ from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import NOT_FINITE, BatchResult, Ints, ScheduleBatch
-from common.engine.rows.request import Finish, Request, out_of_time
+from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import Admission, ExtendRow
 from common.engine.schedule.arrivals import Claim, Room
@@ -175,10 +175,14 @@ class Scheduler:
             self._table.max_length[slot] = 0  # no further row, and its next result is its last
         return None
 
-    def expire(self, now: float | None = None) -> list[Finished]:
-        """Aborts what is past its deadline, wherever it is; looks every DEADLINE_CHECK_S only.
+    def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[Finished]:
+        """Aborts what is past its deadline, wherever it is, and what waits to be begun and can no
+        longer be in time; looks every DEADLINE_CHECK_S only.
 
-        Returns those that end at once. To be called in each poll.
+        Args:
+            queued_s: what such a one is told, when to come again.
+        Returns:
+            Those that end at once. To be called in each poll.
         """
         now = time.monotonic() if now is None else now
         if now < self._expiry_due:
@@ -191,6 +195,10 @@ class Scheduler:
         self._counts["deadlines"] += len(late)
         finish = out_of_time()
         ended = [self.abort(request, finish) for request in late]
+        waiting = [each for each in self._admission.waiting if each.start_by < now]
+        if not self._requests:
+            waiting.clear()  # their turn is now
+        ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
 
     def finish_of(self, request: Request, token: int) -> Finish | None:
@@ -492,7 +500,8 @@ class Scheduler:
             request, token = self._requests[int(slots[row])], int(tokens[row])
             finish = self._rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
-            finished.append(Finished(request, finish))
+            num_generated = int(known[row]) - request.num_prompt
+            finished.append(Finished(request, finish, num_generated))
             self._end(request, learn=token != NOT_FINITE)
         return slots[told], tokens[told]
 

@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 from grpc import StatusCode
 
-from common.errors import RateLimited, ServingError, cut
+from common.errors import Overloaded, RateLimited, ServingError, cut
 from router.api.http.answers import Headers, whole
 
 _STATUS = {
@@ -86,9 +86,9 @@ def of_error(error: ServingError, fields: frozenset[str]) -> Refusal:
     """
     status = _STATUS.get(error.status, 500)
     message = str(error)
-    if isinstance(error, RateLimited):
-        code, wait_s = "rate_limit_exceeded", error.retry_after_s
-        return Refusal(status, message, code=code, retry_after_s=wait_s)
+    if isinstance(error, Overloaded):
+        code = "rate_limit_exceeded" if isinstance(error, RateLimited) else None
+        return Refusal(status, message, code=code, retry_after_s=error.retry_after_s)
     if status in _CODES:
         return Refusal(status, message, code=_CODES[status])
     if status != 400 or (found := _FIELD.match(message)) is None:

@@ -1,0 +1,238 @@
+"""Five times what a system can do: who is answered, how soon, and how soon the others are refused.
+
+    python -m bench.overload                       about two minutes
+    python -m bench.overload --router-flags='--queue-share=1'
+
+One system of real processes (router, prefill node, decode node; or --mode colocated) and clients
+that never wait for it. In one run, since the machine may have other work: its capacity (a closed
+loop of clients with all the time in the world), the same rate as Poisson arrivals, `--times` as
+many, and then at once half of it. These clients have budgets of three classes; an answer counts if
+it is whole within its budget.
+Goals: at 5 x capacity at least 85 % of it is answered in time; p99 of TTFT at most twice that at
+capacity; who is refused hears so within 50 ms; 2 s afterwards all is as before.
+"""
+
+import argparse
+import dataclasses
+import shlex
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, cycle
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import uvloop
+
+from bench._record import emit, percentiles, say, table
+from bench._systems import System, serving
+from common.rpc import make_channel
+from loadtest.lengths import Lengths
+from loadtest.load import Load, poisson, until
+from loadtest.outcome import Outcome
+from loadtest.workload import Job, Workload
+from protos.router_pb2 import GenerateRequest, TokenIds
+from protos.router_pb2_grpc import RouterStub
+from protos.sampling_pb2 import Sampling
+from tests.support.checkpoints import make_checkpoint
+
+MODEL: dict[str, Any] = {  # slow enough for clients and router to have a core left beside it
+    "hidden_size": 192,
+    "intermediate_size": 576,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+}
+CLASSES = {"short": 6.0, "usual": 12.0, "long": 24.0}  # budgets in seconds
+PATIENT = "patient"
+BUDGETS_S = {**CLASSES, PATIENT: 600.0}
+SHARES = ("usual", "short", "usual", "long")  # of arrivals, in turn
+PROMPT_S = 0.05  # within which a refusal must be told
+REFUSED = "RESOURCE_EXHAUSTED"
+GOALS = {"goodput": 0.85, "ttft": 2.0, "refusals": PROMPT_S, "normal": 2.0}
+COLUMNS = {
+    "load": "{load}",
+    "sent/s": "{sent_per_s:.1f}",
+    "in time/s": "{good_per_s:.1f}",
+    "TTFT ms p50": "{ttft_ms[p50]:.0f}",
+    "p99": "{ttft_ms[p99]:.0f}",
+    "refused": "{refused:.0%}",
+    "told in ms p50": "{refusal_ms[p50]:.1f}",
+    "p99 ": "{refusal_ms[p99]:.1f}",
+    "late": "{late}",
+    "failed": "{failed}",
+}
+
+
+class Caller:
+    """Asks a router over gRPC, each class with its budget. What goes wrong is an outcome."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
+
+    async def ask(self, job: Job, start: float, due: float) -> Outcome:
+        outcome = Outcome(job.group, len(job.prompt), due, time.perf_counter() - start)
+        budget_s = BUDGETS_S[job.group]
+        request = GenerateRequest(
+            token_ids=TokenIds(ids=job.prompt),
+            sampling=Sampling(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
+            timeout_s=budget_s,
+        )
+        try:
+            async for message in self._stub.Generate(request, timeout=2 * budget_s):
+                if message.token_ids:
+                    outcome.chunks.append(time.perf_counter() - start)
+                    outcome.output_tokens += len(message.token_ids)
+        except grpc.aio.AioRpcError as error:
+            outcome.error, outcome.detail = error.code().name, error.details() or ""
+        outcome.ended = time.perf_counter() - start
+        return outcome
+
+
+def main() -> None:
+    uvloop.run(_run(_options()))
+
+
+async def _run(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-model-") as made:
+        model = Path(options.model or made)
+        if not options.model:
+            make_checkpoint(model, **MODEL)
+        flags = [f"--device={options.device}", "--dtype=float32"]
+        router_flags = shlex.split(options.router_flags)
+        async with serving(options.mode, model, flags, router_flags=router_flags) as system:
+            rows, normal_s = await _measure(system, options)
+            by_nodes = await _refused_by_nodes(system)
+    table(rows, COLUMNS)
+    met = _goals(rows, normal_s)
+    for name, (value, goal) in met.items():
+        say(f"{name}: {value:.2f} (goal {goal:g})")
+    say(f"refused by nodes, where the router had let them pass: {by_nodes}")
+    goals = {name: round(value, 3) for name, (value, _) in met.items()}
+    emit("overload", vars(options), rows, goals=goals, refused_by_nodes=by_nodes)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overload", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--mode", choices=("disaggregated", "colocated"), default="disaggregated")
+    parser.add_argument(
+        "--model", help="checkpoint directory; default: a tiny one made on the spot"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu | cuda:N")
+    parser.add_argument(
+        "--router-flags", default="", help="more flags of the router, in one string"
+    )
+    parser.add_argument("--times", type=float, default=5.0, help="capacity, of the overload")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--streams", type=int, default=24, help="of the loop that finds capacity")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+async def _measure(
+    system: System, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], float]:
+    """A row of each load, and of each class of the overload; and how long after the overload the
+    last request came that was not answered as usual."""
+    seconds, seed = options.seconds, options.seed
+    async with make_channel(system.target) as channel:
+        caller = Caller(channel)
+        patient, jobs = _jobs(options, (PATIENT,)), _jobs(options, SHARES)
+        await _closed(caller, patient, options.streams, seconds / 4)  # to warm up
+        answers = await _closed(caller, patient, options.streams, seconds)
+        found = _row("capacity", answers, 0, seconds)
+        rate = found["good_per_s"]
+        usual = await _open(caller, jobs, _arrivals(rate, seed, 0, seconds))
+        at_capacity = _row("1 x", usual, 0, seconds)
+        say(f"capacity: {rate:.1f} requests/s")
+        over = _arrivals(options.times * rate, seed + 1, 0, seconds)
+        after = _arrivals(rate / 2, seed + 2, seconds, seconds / 2)
+        outcomes = await _open(caller, jobs, chain(over, after))
+    load = f"{options.times:g} x"
+    rows = [found, at_capacity, _row(load, outcomes, 0, seconds)]
+    for name in CLASSES:
+        of_class = [outcome for outcome in outcomes if outcome.group == name]
+        rows.append(_row(f"{load}, {name}", of_class, 0, seconds))
+    rows.append(_row("0.5 x, then", outcomes, seconds, 1.5 * seconds))
+    most_s = GOALS["ttft"] * at_capacity["ttft_ms"]["p99"] / 1e3
+    odd = [o.due - seconds for o in outcomes if o.ttft is None or o.ttft > most_s]
+    return rows, max([0.0, *odd])
+
+
+def _jobs(options: argparse.Namespace, groups: Sequence[str]) -> Iterator[Job]:
+    prompt, output = Lengths.fixed(options.prompt_tokens), Lengths.fixed(options.output_tokens)
+    jobs = Workload(prompt, output).jobs(options.seed + len(groups))  # none in two loads
+    return (dataclasses.replace(job, group=group) for job, group in zip(jobs, cycle(groups)))
+
+
+def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterator[float]:
+    times = until(poisson(rate, seed), count=None, duration_s=seconds)
+    return (begin_s + at for at in times)
+
+
+async def _closed(
+    caller: Caller, jobs: Iterator[Job], streams: int, seconds: float
+) -> list[Outcome]:
+    load = Load(caller.ask)
+    async with load.measuring():
+        await load.closed_loop(jobs, concurrency=streams, duration_s=seconds)
+    return load.run.outcomes
+
+
+async def _open(caller: Caller, jobs: Iterator[Job], due: Iterator[float]) -> list[Outcome]:
+    load = Load(caller.ask)
+    async with load.measuring():
+        await load.open_loop(jobs, due, max_in_flight=100_000)
+    return load.run.outcomes
+
+
+def _row(load: str, outcomes: Sequence[Outcome], begin_s: float, end_s: float) -> dict[str, Any]:
+    """Of the requests that were due from `begin_s` to `end_s`, and the answers that were whole
+    then."""
+    due = [outcome for outcome in outcomes if begin_s <= outcome.due < end_s]
+    good = [o for o in outcomes if not o.error and o.e2e <= BUDGETS_S[o.group]]
+    refused = [outcome for outcome in due if outcome.error == REFUSED]
+    late = [o for o in due if o.error == "DEADLINE_EXCEEDED" or (not o.error and o not in good)]
+    return {
+        "load": load,
+        "sent_per_s": len(due) / (end_s - begin_s),
+        "good_per_s": sum(begin_s <= o.ended < end_s for o in good) / (end_s - begin_s),
+        "ttft_ms": percentiles([o.ttft for o in due if o.ttft is not None], 1e3),
+        "refused": len(refused) / max(len(due), 1),
+        "refusal_ms": percentiles([o.e2e for o in refused], 1e3),
+        "told_within_50_ms": sum(o.e2e <= PROMPT_S for o in refused) / max(len(refused), 1),
+        "late": len(late),
+        "failed": sum(bool(o.error) for o in due) - len(refused) - len(late),
+        "errors": dict(Counter(outcome.error for outcome in due if outcome.error)),
+    }
+
+
+async def _refused_by_nodes(system: System) -> dict[str, int]:
+    """late: on arrival; dropped: from a queue."""
+    nodes = await system.nodes()
+    return {
+        reason: sum(node.counters.get(f"refused/{reason}", 0) for node in nodes)
+        for reason in ("late", "dropped")
+    }
+
+
+def _goals(rows: Sequence[dict[str, Any]], normal_s: float) -> dict[str, tuple[float, float]]:
+    found, usual, over = rows[:3]
+    return {
+        "goodput": (over["good_per_s"] / found["good_per_s"], GOALS["goodput"]),
+        "ttft": (over["ttft_ms"]["p99"] / usual["ttft_ms"]["p99"], GOALS["ttft"]),
+        "refusals": (over["refusal_ms"]["p99"] / 1e3, GOALS["refusals"]),
+        "normal": (normal_s, GOALS["normal"]),
+    }
+
+
+if __name__ == "__main__":
+    main()

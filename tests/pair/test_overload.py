@@ -1,0 +1,168 @@
+"""What cannot be begun in time is refused or dropped before any work, and nothing else is."""
+
+import time
+
+import pytest
+from grpc import StatusCode
+
+from common.engine.rows.request import FinishReason
+from tests.support.pair_node import Asked, Node, Size
+from tests.support.pair_rig import PairRig
+
+SHORT = list(range(40, 60))
+LONG = list(range(300))
+NOW = 1e-6  # it must be begun at once
+ROOMY = Size(num_pages=256)
+
+
+def _prompts(count: int, length: int = 300) -> list[list[int]]:
+    """Without a common prefix."""
+    return [[number + 1, *LONG[: length - 1]] for number in range(count)]
+
+
+def _know_how_fast(rig: PairRig, **how: object) -> None:
+    """Each node has computed enough prompts to know what a token takes."""
+    for prompt in _prompts(20, length=20):
+        rig.run(rig.ask([99, *prompt], max_tokens=1, **how))  # type: ignore[arg-type]
+
+
+def _busy(rig: PairRig, node: Node, **how: object) -> list[Asked]:
+    """Requests that this node computes; most of them still wait for it."""
+    asked = [rig.ask(prompt, max_tokens=2, **how) for prompt in _prompts(6)]  # type: ignore[arg-type]
+    rig.until(lambda: node.queue("waiting") >= 4, "prompts wait")
+    return asked
+
+
+def _assert_refused(asked: Asked) -> None:
+    assert asked.ended is not None
+    assert asked.reason is FinishReason.ERROR
+    assert asked.ended.error_code == StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert asked.ended.retry_after_s > 0.0
+    assert asked.tokens == []
+
+
+def _assert_answered(known, *asked: Asked) -> None:
+    for each in asked:
+        assert each.tokens == known.greedy(each.prompt, each.sampling.max_tokens)
+
+
+def test_a_prefill_node_with_a_long_queue_refuses_at_once_what_cannot_make_it(known):
+    with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
+        _know_how_fast(rig)
+        before = _busy(rig, rig.prefill[0])
+        late = rig.ask(SHORT, queue_s=NOW)
+        rig.run(late)
+        _assert_refused(late)
+        assert any(each.ended is None for each in before)
+        assert rig.prefill[0].count("refused/late") == 1
+        assert rig.decode[0].count("local_prefills") == 0
+        rig.run()
+        _assert_answered(known, *before)
+
+
+def test_idle_nodes_refuse_nothing_however_little_time_there_is(known):
+    with PairRig(known.loaded) as rig:
+        _know_how_fast(rig)
+        for _ in range(3):
+            asked = rig.ask(SHORT, queue_s=NOW)
+            rig.until(lambda: rig.decode[0].queue("transfer"), "it is granted", *rig.decode)
+            rig.let_time_pass(time.monotonic() + 0.2)
+            rig.run(asked)
+            rig.until_free()
+            _assert_answered(known, asked)
+
+
+def test_what_has_waited_as_long_as_it_may_is_dropped_before_any_work(known):
+    with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
+        node = rig.prefill[0]
+        before = _busy(rig, node)  # how long that takes nobody knows yet
+        late = rig.ask(SHORT, queue_s=NOW)
+        rig.until(lambda: rig.decode[0].queue("transfer") > len(before), "granted", *rig.decode)
+        rig.let_time_pass(time.monotonic() + 0.2)
+        rig.run(late)
+        _assert_refused(late)
+        assert node.count("refused/dropped") == 1
+        rig.run()
+        _assert_answered(known, *before)
+
+
+def test_a_prompt_that_one_owner_has_no_time_for_goes_to_another(known):
+    with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
+        _know_how_fast(rig, owners=[0])
+        before = _busy(rig, rig.prefill[0], owners=[0])
+        asked = rig.ask(SHORT, queue_s=0.002, owners=[0, 1])
+        rig.until(
+            lambda: rig.prefill[0].count("refused/late"), "refused", *rig.prefill, *rig.decode
+        )
+        rig.run()
+        if asked.tokens:  # unless it took this machine longer than it may wait
+            _assert_answered(known, asked)
+        else:
+            _assert_refused(asked)
+        assert rig.decode[0].count("handoff_retries") <= 1
+        assert rig.decode[0].count("local_prefills") == 0
+        _assert_answered(known, *before)
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_an_answer_that_goes_on_is_never_refused(known, mode):
+    owners = (ROOMY,) if mode == "disaggregated" else ()
+    with PairRig(known.loaded, prefill=owners, decode=(ROOMY,), mode=mode) as rig:
+        _know_how_fast(rig)
+        before = _busy(rig, rig.prefill[0] if owners else rig.decode[0])
+        generated = known.greedy(SHORT, 4)
+        asked = rig.ask(SHORT, generated=generated[:2], max_tokens=4, queue_s=NOW)
+        rig.run()
+        assert asked.tokens == generated[2:]
+        _assert_answered(known, *before)
+
+
+def test_a_node_that_prefills_itself_refuses_at_once_too(known):
+    with PairRig(known.loaded, prefill=(), decode=(ROOMY,), mode="colocated") as rig:
+        _know_how_fast(rig)
+        before = _busy(rig, rig.decode[0])
+        late = rig.ask(SHORT, queue_s=NOW)
+        rig.run(late)
+        _assert_refused(late)
+        assert rig.decode[0].count("refused/late") == 1
+        rig.run()
+        _assert_answered(known, *before)
+
+
+def test_who_may_wait_less_is_begun_first(known):
+    with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
+        before = _busy(rig, rig.prefill[0], queue_s=200.0)
+        soon = rig.ask(SHORT, queue_s=100.0)
+        rig.until(lambda: rig.prefill[0].queue("waiting") > 1, "it waits too")
+        rig.run(soon)
+        assert any(each.ended is None for each in before)
+        rig.run()
+        _assert_answered(known, soon, *before)
+
+
+def test_what_waits_for_pages_is_dropped_when_its_time_is_over(known):
+    with PairRig(known.loaded, prefill=(ROOMY,), decode=(Size(num_pages=24),)) as rig:
+        running = rig.ask(LONG[:60], max_tokens=60)
+        rig.until(lambda: running.tokens, "it runs")
+        late = rig.ask([7] * 375, queue_s=NOW)
+        rig.until(lambda: rig.decode[0].queue("prealloc"), "it waits", *rig.decode)
+        rig.let_time_pass(time.monotonic() + 0.2)
+        rig.run(late)
+        _assert_refused(late)
+        assert rig.decode[0].count("refused/dropped") == 1
+        rig.run()
+        _assert_answered(known, running)
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_a_node_tells_what_waits_and_none_when_it_is_idle(known, mode):
+    owners = (ROOMY,) if mode == "disaggregated" else ()
+    with PairRig(known.loaded, prefill=owners, decode=(ROOMY,), mode=mode) as rig:
+        node = rig.prefill[0] if owners else rig.decode[0]
+        _know_how_fast(rig)
+        assert node.role.backlogs()["prompts"].unit_s > 0.0
+        _busy(rig, node)
+        assert node.role.backlogs()["prompts"].queued_s > 0.0
+        rig.run()
+        rig.until_free()
+        assert node.role.backlogs()["prompts"].queued_s == 0.0

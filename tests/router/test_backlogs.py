@@ -1,0 +1,155 @@
+"""Where a request can be begun in time, as far as a router knows; the clock is the test's."""
+
+import math
+
+import pytest
+
+from common.errors import QueueTooLong
+from router.policy.backlogs import WHENEVER, Backlogs, Due
+from router.policy.choices import DecodeChoice, Placement, PrefillChoice
+from router.policy.load import Load
+from router.policy.pressure import LASTING_S
+
+TOKEN_S = 0.01
+CHOICES = [DecodeChoice("d0", (PrefillChoice("p0"), PrefillChoice("p1")), num_live=0)]
+ALONE = [DecodeChoice("d0", (), num_live=0)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Known:
+    """Nodes that have told how fast they are, and nothing waits there."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.load, self.clock = Load(), Clock()
+        self.backlogs = Backlogs(self.load, self.clock)
+        for address in addresses:
+            self.backlogs.told(address, queued_s=0.0, token_s=TOKEN_S)
+
+    def due(self, wait_s: float, budget_s: float = 100.0) -> Due:
+        return Due(self.clock.now + wait_s, self.clock.now + budget_s)
+
+    def place(self, *nodes: str, num_tokens: int, wait_s: float = 100.0) -> None:
+        placement = Placement(nodes[-1], nodes[:-1], num_tokens)
+        self.load.charge(placement, num_tokens, self.clock.now + wait_s)
+
+
+def test_a_node_with_a_long_queue_is_passed_over() -> None:
+    known = Known("p0", "p1")
+    known.place("p0", "d0", num_tokens=300, wait_s=0.1)
+    (choice,) = known.backlogs.in_time(CHOICES, 10, known.due(1.0))
+    assert [node.address for node in choice.prefill] == ["p1"]
+    assert known.backlogs.in_time(CHOICES, 10, known.due(3.1)) == CHOICES
+
+
+def test_where_no_node_can_make_it_the_least_wait_is_told() -> None:
+    known = Known("p0", "p1")
+    known.place("p0", "d0", num_tokens=300, wait_s=0.1)
+    known.place("p1", "d0", num_tokens=400, wait_s=0.1)
+    with pytest.raises(QueueTooLong) as refused:
+        known.backlogs.in_time(CHOICES, 10, known.due(1.0))
+    assert refused.value.retry_after_s == pytest.approx(2.0)
+
+
+def test_a_node_that_prefills_itself_has_a_queue_too() -> None:
+    known = Known("d0")
+    known.place("d0", num_tokens=300, wait_s=0.1)
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 10, known.due(1.0))
+
+
+def test_what_a_request_needs_itself_is_kept_free_of_its_budget() -> None:
+    known = Known("d0")
+    known.place("d0", num_tokens=300, wait_s=0.1)
+    assert known.backlogs.in_time(ALONE, 100, known.due(10.0, budget_s=4.1)) == ALONE
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 200, known.due(10.0, budget_s=4.1))
+
+
+def test_nothing_is_refused_by_idle_nodes_however_little_time_is_left() -> None:
+    known = Known("p0", "p1", "d0")
+    assert known.backlogs.in_time(CHOICES, 10**6, known.due(0.0, budget_s=0.001)) == CHOICES
+
+
+def test_nodes_that_have_told_nothing_take_everything() -> None:
+    known = Known()
+    known.place("p0", "d0", num_tokens=10**6)
+    assert known.backlogs.in_time(CHOICES, 10, known.due(0.1)) == CHOICES
+
+
+def test_what_goes_on_is_never_refused_and_comes_first() -> None:
+    known = Known("d0")
+    known.place("d0", num_tokens=10**6, wait_s=0.1)
+    assert known.backlogs.in_time(ALONE, 10, WHENEVER) is ALONE
+    assert known.backlogs.start_by("d0", 10, WHENEVER) == -math.inf
+
+
+def test_the_requests_of_other_routers_are_what_a_node_tells_beyond_our_own() -> None:
+    known = Known()
+    known.place("d0", num_tokens=100, wait_s=0.1)
+    known.backlogs.told("d0", queued_s=3.0, token_s=TOKEN_S)
+    with pytest.raises(QueueTooLong) as refused:
+        known.backlogs.in_time(ALONE, 10, known.due(1.0))
+    assert refused.value.retry_after_s == pytest.approx(2.0)
+    known.clock.now += 2.0  # until it tells anew, they are taken to be computed
+    assert known.backlogs.in_time(ALONE, 10, known.due(1.1)) == ALONE
+
+
+def test_a_decode_node_without_pages_is_passed_over_until_it_has_some() -> None:
+    known = Known("p0", "p1")
+    known.backlogs.told("d0", queued_s=0.0, token_s=0.0, pages_s=5.0)
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(CHOICES, 10, known.due(1.0))
+    known.clock.now += 4.1
+    assert known.backlogs.in_time(CHOICES, 10, known.due(1.0)) == CHOICES
+
+
+def test_who_may_wait_longer_lets_others_go_ahead_but_not_all_of_them() -> None:
+    known = Known("d0")
+    for _ in range(3):
+        known.place("d0", num_tokens=100, wait_s=2.5)
+    assert known.backlogs.in_time(ALONE, 50, known.due(1.0)) == ALONE
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 60, known.due(1.0))
+
+
+def test_while_the_impatient_are_refused_the_patient_wait_no_longer_than_they_could() -> None:
+    known = Known("d0")
+    known.place("d0", num_tokens=200, wait_s=0.1)
+    assert known.backlogs.in_time(ALONE, 10, known.due(5.0)) == ALONE
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 10, known.due(1.0))
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 10, known.due(5.0))
+    known.clock.now += LASTING_S
+    assert known.backlogs.in_time(ALONE, 10, known.due(5.0)) == ALONE
+
+
+def test_one_who_asks_for_next_to_nothing_does_not_empty_the_queues() -> None:
+    known = Known("d0")
+    known.place("d0", num_tokens=40, wait_s=-1.0)  # it is under way
+    for _ in range(3):
+        with pytest.raises(QueueTooLong):
+            known.backlogs.in_time(ALONE, 1, known.due(0.001))
+    assert known.backlogs.in_time(ALONE, 1, known.due(5.0)) == ALONE
+
+
+@pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0, 1e9])
+def test_what_cannot_be_is_not_believed(lie: float) -> None:
+    known = Known()
+    known.place("d0", num_tokens=100, wait_s=0.1)
+    known.backlogs.told("d0", queued_s=lie, token_s=lie, pages_s=lie)
+    assert known.backlogs.in_time(ALONE, 10, known.due(0.1)) == ALONE
+
+
+def test_a_node_that_comes_back_is_not_what_it_was() -> None:
+    known = Known("d0")
+    known.place("d0", num_tokens=300, wait_s=0.1)
+    known.backlogs.forget("d0")
+    assert known.backlogs.in_time(ALONE, 10, known.due(1.0)) == ALONE

@@ -1,0 +1,146 @@
+"""How long a queue takes, from what has gone through it; the clock is the test's."""
+
+import math
+
+import pytest
+
+from common.drain import ENOUGH_SAMPLES, STALL_S, Drain, Place, late_s, may_wait_s
+from common.errors import QueueTooLong
+
+FIRST = -math.inf
+
+
+def drained(*, unit_s: float = 0.01, steps: int = 50, at: float = 100.0) -> tuple[Drain, float]:
+    """A queue that has served 10 units at a time, `unit_s` each; and the time."""
+    drain = Drain()
+    for key in range(steps):
+        drain.join(key, Place(FIRST, 10), at)
+        at += 10 * unit_s
+        drain.serve(key)
+        drain.tick(at)
+    return drain, at
+
+
+def test_nothing_is_known_and_nothing_refused_at_the_start() -> None:
+    drain = Drain()
+    at = 0.0
+    for key in range(ENOUGH_SAMPLES - 1):
+        drain.join(key, Place(FIRST, 1000), at)
+        at += 10.0
+        drain.serve(key)
+        drain.tick(at)
+    drain.join(100, Place(FIRST, 10**6), at)
+    drain.check(Place(at, 1), at)
+    assert drain.backlog == (0.0, 0.0)
+
+
+def test_the_first_steps_of_a_process_are_no_measure() -> None:
+    drain = Drain()
+    at = 0.0
+    for key in range(ENOUGH_SAMPLES):
+        drain.join(key, Place(FIRST, 10), at)
+        at += 60.0 if key < 2 else 0.1
+        drain.serve(key)
+        drain.tick(at)
+    assert drain.unit_s == pytest.approx(0.01)
+
+
+def test_what_waits_is_as_long_as_what_went_through_it_took() -> None:
+    drain, at = drained(unit_s=0.01)
+    drain.join(1000, Place(FIRST, 200), at)
+    drain.join(1001, Place(FIRST, 100), at)
+    assert drain.queued_s == pytest.approx(3.0)
+    drain.serve(1000, left=150)
+    assert drain.queued_s == pytest.approx(2.5)
+    drain.leave(1001)
+    assert drain.queued_s == pytest.approx(1.5)
+
+
+def test_what_cannot_be_begun_in_time_is_refused_and_told_when_to_come_again() -> None:
+    drain, at = drained(unit_s=0.01)
+    drain.join(1000, Place(FIRST, 300), at)
+    drain.check(Place(at + 3.01, 10), at)
+    with pytest.raises(QueueTooLong) as refused:
+        drain.check(Place(at + 1.0, 10), at)
+    assert refused.value.retry_after_s == pytest.approx(2.0)
+
+
+def test_an_idle_queue_takes_everything_however_slow_it_was() -> None:
+    drain, at = drained(unit_s=5.0)
+    drain.check(Place(at - 100.0, 10**6), at)
+
+
+def test_an_hour_without_work_says_nothing() -> None:
+    drain, at = drained(unit_s=0.01)
+    at += 3600.0
+    drain.join(1000, Place(FIRST, 10), at)
+    drain.serve(1000)
+    drain.tick(at + 0.1)
+    assert drain.unit_s == pytest.approx(0.01)
+
+
+def test_a_pause_in_the_midst_of_work_does_not_make_a_node_slow() -> None:
+    drain, at = drained(unit_s=0.01)
+    drain.join(1000, Place(FIRST, 10), at)
+    at += 60.0
+    drain.serve(1000)
+    drain.tick(at)
+    assert drain.unit_s < 0.01 + STALL_S / 100
+    for key in range(2000, 2100):
+        drain.join(key, Place(FIRST, 10), at)
+        at += 0.1
+        drain.serve(key)
+        drain.tick(at)
+    assert drain.unit_s == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_node_that_has_become_slower_is_known_to_be_within_its_next_steps() -> None:
+    drain, at = drained(unit_s=0.01, steps=500)
+    for key in range(1000, 1100):
+        drain.join(key, Place(FIRST, 10), at)
+        at += 1.0
+        drain.serve(key)
+        drain.tick(at)
+    assert drain.unit_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_who_is_served_anew_counts_once() -> None:
+    drain, at = drained()
+    drain.join(1000, Place(FIRST, 100), at)
+    drain.serve(1000, left=50)
+    drain.serve(1000, left=80)  # it was retracted, and is computed anew
+    assert drain.queued_s == pytest.approx(0.5)
+    drain.serve(1000)
+    drain.serve(1000, left=20)
+    assert drain.queued_s == 0.0
+
+
+def test_one_who_must_begin_soon_goes_ahead_of_those_who_have_time() -> None:
+    waiting = [Place(10.0, 100), Place(9.0, 100), Place(FIRST, 50)]
+    late, ahead_s = late_s(waiting, Place(2.0, 100), begins=0.0, unit_s=0.01)
+    assert late <= 0.0
+    assert ahead_s == pytest.approx(0.5)
+
+
+def test_nobody_goes_ahead_of_one_that_would_be_late_for_it() -> None:
+    waiting = [Place(0.0, 100), Place(1.5, 100)]
+    late, _ = late_s(waiting, Place(1.2, 100), begins=0.0, unit_s=0.01)
+    assert late == pytest.approx(0.5)
+
+
+def test_one_that_is_late_anyhow_keeps_nobody_out() -> None:
+    waiting = [Place(1.0, 300), Place(2.0, 100)]
+    late, _ = late_s(waiting, Place(0.5, 50), begins=0.0, unit_s=0.01)
+    assert late <= 0.0
+    late, _ = late_s(waiting, Place(0.5, 150), begins=0.0, unit_s=0.01)
+    assert late == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "queue_s, budget_s, work_s, expected",
+    [(1.0, 10.0, 2.0, 1.0), (9.0, 10.0, 2.0, 8.0), (9.0, 10.0, 70.0, 5.0), (1e9, 10.0, 0.0, 10.0)],
+)
+def test_work_is_kept_free_of_a_budget_but_for_half_of_it_at_most(
+    queue_s: float, budget_s: float, work_s: float, expected: float
+) -> None:
+    assert may_wait_s(queue_s, budget_s, work_s) == expected
