@@ -371,6 +371,11 @@ class RouterConfig(Record):
     hide_cached_tokens: bool = Field(
         False, description="do not tell clients how much of their prompt was cached"
     )
+    ignore_unknown_fields: bool = Field(
+        False,
+        description="take HTTP requests with fields that are unknown here as if they had none; "
+        "what is known to change an answer, and not supported, is refused all the same",
+    )
     unread_s: Seconds = Field(
         60.0,
         description="an HTTP client that has not read for so long what waits for it is cut off",

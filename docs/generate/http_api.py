@@ -4,13 +4,20 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from router.api.openai import openapi
+from router.api.openai import harmless, openapi
 
 _HEAD = """# HTTP API
 
 The router speaks OpenAI's API on port 8000. The same as an OpenAPI document is at `/openapi.json`
-of every router. What is not listed here and would change an answer is refused by name; anything
-else that a client sends is ignored.
+of every router.
+
+A field that is not heeded is refused by name, and never dropped without a word: status 400, with a
+sentence that names all of them and `param` the first. Three kinds are taken all the same: whatever
+is null, an empty text or an empty list; fields that
+[change no answer](#fields-that-change-no-answer); and values that ask for
+[what happens anyway](#fields-that-are-not-supported). With `--ignore-unknown-fields` a field that
+is on none of these lists is taken as if it were not there; those that are not supported are refused
+all the same. gRPC needs no such rule: its messages are typed.
 """
 
 
@@ -21,11 +28,29 @@ def page() -> str:
         for method, operation in methods.items():
             if method != "parameters":
                 parts += _operation(f"{method.upper()} {path}", operation)
+    parts += _ignored()
+    parts += _unsupported()
     parts.append("\n## Records\n")
     for name, schema in document["components"]["schemas"].items():
         parts.append(f"\n### {_short(name)}\n\n{schema.get('description', '')}\n\n")
         parts += _table(schema)
     return "".join(parts)
+
+
+def _ignored() -> Iterator[str]:
+    yield "\n## Fields that change no answer\n\nTaken, whatever they say.\n\n"
+    yield "| field | |\n|---|---|\n"
+    for name, why in harmless.IGNORED.items():
+        yield f"| `{name}` | {why} |\n"
+
+
+def _unsupported() -> Iterator[str]:
+    yield "\n## Fields that are not supported\n\nBeside each the values that are taken.\n\n"
+    yield "| field | completions | chat |\n|---|---|---|\n"
+    tables = (harmless.OF_COMPLETIONS, harmless.OF_CHATS)
+    for name in sorted(set().union(*tables)):
+        said = (table[name].said if name in table else "" for table in tables)
+        yield f"| `{name}` | {' | '.join(said)} |\n"
 
 
 def _operation(title: str, operation: Mapping[str, Any]) -> Iterator[str]:

@@ -281,6 +281,7 @@ def _make_http(
         checks.begin,
         model_name=_served_name(config, model.files),
         context_length=model.limits.context_length,
+        ignore_unknown=config.ignore_unknown_fields,
         why_not_ready=why_not_ready,
         others={
             **page.routes(),

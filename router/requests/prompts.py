@@ -7,7 +7,15 @@ before tokens are counted, and a number of tokens before one of them is.
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from router.requests.wanted import Messages, Nothing, Prompt, SharedPrompt, Text, TokenIds
+from router.requests.wanted import (
+    Messages,
+    Nothing,
+    Prompt,
+    SharedPrompt,
+    Text,
+    TokenIds,
+    Turn,
+)
 from router.text.chat_template import ChatTemplate
 from router.text.limits import MAX_MESSAGES, Limits, check_length, check_prompt
 from router.text.tokenizer import RouterTokenizer, num_bytes
@@ -83,10 +91,10 @@ class Prompts:
             raise InvalidRequest(
                 f"messages has {len(messages.turns)} messages, {MAX_MESSAGES} allowed"
             )
-        size = sum(num_bytes(turn.role) + num_bytes(turn.content) for turn in messages.turns)
+        turns = [_as_templates_know_it(turn) for turn in messages.turns]
+        size = sum(num_bytes(text) for turn in turns for text in turn.values())
         if size > self._limits.text_bytes:
             raise self._too_long(messages.field, size)
-        turns = [{"role": turn.role, "content": turn.content} for turn in messages.turns]
         for number, turn in enumerate(turns):
             if not turn["role"]:
                 raise InvalidRequest(f"messages[{number}].role is empty")
@@ -97,3 +105,8 @@ class Prompts:
             f"{field} has {size} bytes of text; the context of {self._limits.context_length} "
             f"tokens takes at most {self._limits.text_bytes}"
         )
+
+
+def _as_templates_know_it(turn: Turn) -> dict[str, str]:
+    told = {"role": turn.role, "content": turn.content}
+    return told if turn.name is None else told | {"name": turn.name}

@@ -23,6 +23,7 @@ class Text(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, frozen=True):
     role: str
     content: str
+    name: str | None = None  # of who speaks, for templates that heed it
 
 
 class Messages(msgspec.Struct, frozen=True):

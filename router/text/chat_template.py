@@ -60,7 +60,7 @@ class ChatTemplate:
         """The prompt for the assistant's next message. It has all special tokens as text.
 
         Args:
-            messages: with "role" and "content".
+            messages: with "role" and "content", and perhaps "name".
             max_characters: of the prompt; rendering ends where there are more.
         Raises:
             InvalidRequest: the template refuses these messages, or makes too much of them.

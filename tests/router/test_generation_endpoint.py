@@ -40,7 +40,7 @@ async def test_an_answer_that_has_ended_does_not_end_again() -> None:
     request = http.request(body)
     generator = cast(Generator, OneTooSlow())
     endpoint = GenerationEndpoint(
-        Completions(),
+        Completions(ignore_unknown=False),
         generator,
         RouterMetrics(),
         lambda request, num_requests: by_address("10.0.0.1"),

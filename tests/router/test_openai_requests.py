@@ -9,7 +9,7 @@ import pytest
 
 from protos.decode_pb2 import Submit
 from router.api.openai.completions import CompletionFields
-from router.api.openai.fields import UNSUPPORTED
+from router.api.openai.harmless import OF_COMPLETIONS
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
 from tests.support.http_client import connected, post, request
@@ -51,7 +51,7 @@ async def test_every_sampling_field_reaches_the_node(model: Path) -> None:
 
 
 async def test_null_is_as_good_as_absent(model: Path) -> None:
-    names = {*CompletionFields.__struct_fields__, *UNSUPPORTED, "suffix", "best_of", "logprobs"}
+    names = {*CompletionFields.__struct_fields__, *OF_COMPLETIONS}
     async with api_for(model) as api:
         submit = await _submitted(api, COMPLETIONS, **{**dict.fromkeys(names), "prompt": "x"})
         assert (submit.sampling.max_tokens, submit.sampling.temperature) == (16, 1.0)
@@ -65,7 +65,7 @@ async def test_what_changes_nothing_is_ignored(model: Path, path: str) -> None:
         "metadata": {"a": "b"},
         "store": True,
         "service_tier": "auto",
-        "nobody_knows_this": [1],
+        "nobody_knows_this": None,
         "response_format": {"type": "text"},
         "logit_bias": {},
         "echo": False,
@@ -79,6 +79,14 @@ async def test_what_changes_nothing_is_ignored(model: Path, path: str) -> None:
     async with api_for(model) as api:
         submit = await _submitted(api, path, **prompt, **harmless)
         assert submit.sampling.top_k == -1
+
+
+async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model: Path) -> None:
+    async with api_for(model, ignore_unknown_fields=True) as api:
+        for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
+            await _submitted(api, path, **prompt, nobody_knows_this=[1])
+            answer = await api.post(path, **prompt, nobody_knows_this=[1], guided_regex="a+")
+            assert (answer.status, answer.error["param"]) == (400, "guided_regex")
 
 
 @pytest.mark.parametrize(
@@ -230,6 +238,8 @@ async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
         ({"prompt": "x", "skip_special_tokens": False}, "skip_special_tokens"),
         ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
         ({"prompt": "x", "guided_regex": "a+"}, "guided_regex"),
+        ({"prompt": "x", "nobody_knows_this": 1}, "nobody_knows_this"),
+        ({"prompt": "x", "stream_options": {"every": 1}}, "stream_options.every"),
     ],
     ids=str,
 )

@@ -158,3 +158,30 @@ async def test_many_tokens_are_decoded_as_few_are() -> None:
     ids = tokenizer.encode(WORDS * 200, add_special_tokens=False).ids
     assert await subject.decode_any(ids) == subject.decode(ids) == WORDS * 200
     assert await subject.decode_any(ids[:5]) == subject.decode(ids[:5])
+
+
+class Remembering(Encoder):
+    """Keeps the text that it is asked to encode."""
+
+    text = ""
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.text = text
+        return await super().encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_a_template_that_heeds_who_speaks_is_told() -> None:
+    encoder = Remembering()
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}: "
+    )
+    template += "{{ m.content }};{% endfor %}"
+    turns = [Turn("user", "hi", "ada"), Turn("assistant", "ho")]
+    await prompts(encoder, template).encode(Messages(turns))
+    assert encoder.text == "user ada: hi;assistant: ho;"
+
+
+async def test_who_speaks_is_no_way_around_the_limit_of_a_prompt() -> None:
+    named = Messages([Turn("user", "hi", "x" * LIMITS.text_bytes)])
+    with pytest.raises(InvalidRequest, match="bytes of text"):
+        await prompts(Encoder(), "{{ messages[0].content }}").encode(named)

@@ -17,7 +17,7 @@ async def client() -> Client:
 
 @pytest.fixture
 async def reply(client: Client) -> StreamedReply:
-    dialect = Completions()
+    dialect = Completions(ignore_unknown=False)
     asked = dialect.read(b'{"prompt": "x", "stream": true}')
     return StreamedReply(dialect, asked, Origin("id", "m", 0), client.request(), ())
 

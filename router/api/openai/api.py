@@ -20,6 +20,7 @@ def routes(
     *,
     model_name: str,
     context_length: int,
+    ignore_unknown: bool,
     why_not_ready: Callable[[], str | None],
     others: Mapping[str, Mapping[str, Handler]],
     others_below: Mapping[str, Mapping[str, Handler]],
@@ -29,6 +30,7 @@ def routes(
         begin: as of GenerationEndpoint.
         model_name: what clients call the model.
         context_length: tokens of prompt and answer together.
+        ignore_unknown: take requests with fields that nobody knows as if they had none.
         why_not_ready: a sentence, or None when a request could be placed now.
         others: what is beside OpenAI's API, by path, by method.
         others_below: the same for every path that begins with this one.
@@ -40,8 +42,8 @@ def routes(
 
     return Routes(
         {
-            "/v1/completions": {"POST": generation(Completions())},
-            "/v1/chat/completions": {"POST": generation(Chat())},
+            "/v1/completions": {"POST": generation(Completions(ignore_unknown=ignore_unknown))},
+            "/v1/chat/completions": {"POST": generation(Chat(ignore_unknown=ignore_unknown))},
             MODELS_PATH: {"GET": operations.models},
             "/health": {"GET": operations.health},
             "/ready": {"GET": operations.ready},

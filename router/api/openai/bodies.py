@@ -1,7 +1,8 @@
-"""JSON to a record of one endpoint's fields, strictly; fields nobody knows are ignored.
+"""JSON to a record of one endpoint's fields, strictly: what is not heeded is refused by name.
 
-Fields that are known, not supported, and would change the answer are refused by name: whoever asks
-for JSON or for log-probabilities must not get an answer that only looks like what was asked for.
+Whoever asks for JSON or for log-probabilities must not get an answer that only looks like what was
+asked for. A body whose fields are all known and harmless is decoded once, straight into the record;
+only another is looked at field by field, and decoded again without what asks for nothing.
 """
 
 import re
@@ -11,30 +12,48 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from router.api.openai import strangers
+from router.api.openai.harmless import IGNORED, Harmless, asks_nothing
 from router.api.openai.problems import Refusal
+from router.api.openai.strangers import Ignored, Shape
 from router.api.openai.structure import check_structure
 
 F = TypeVar("F", bound=msgspec.Struct)
+D = TypeVar("D")
 
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(.*?)`")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_VALUE = msgspec.json.Decoder(object)
 
 
 class BodyReader(Generic[F]):
     """Reads the bodies of one endpoint."""
 
-    def __init__(self, fields: type[F], unsupported: Mapping[str, tuple[object, ...]]) -> None:
+    def __init__(
+        self, fields: type[F], unsupported: Mapping[str, Harmless], *, ignore_unknown: bool
+    ) -> None:
         """
         Args:
-            unsupported: values that each field may have because they mean what happens anyway;
-                null is always one.
+            fields: what is heeded.
+            unsupported: what is known beside it, and may have some values.
+            ignore_unknown: take what is not known at all as if it were not there.
         """
-        watched = [(name, Any, None) for name in unsupported]
+        beside = [
+            *((name, Ignored, None) for name in IGNORED),
+            *((name, Any, None) for name in unsupported),
+        ]
         record: type[F] = msgspec.defstruct(  # type: ignore[assignment]
-            fields.__name__, watched, bases=(fields,), kw_only=True
+            fields.__name__,
+            beside,
+            bases=(fields,),
+            kw_only=True,
+            forbid_unknown_fields=not ignore_unknown,
         )
         self._decoder = msgspec.json.Decoder(record)
-        self._unsupported = unsupported
+        self._shape = Shape.of(record, unsupported)
+        self._ignore_unknown = ignore_unknown
+        self._unsupported = tuple(unsupported.values())
         self._watched = attrgetter(*unsupported)
         self._absent = (None,) * len(unsupported)
         self.names = frozenset(record.__struct_fields__)
@@ -47,22 +66,45 @@ class BodyReader(Generic[F]):
         """
         check_structure(body)
         try:
-            fields = self._decoder.decode(body)
+            fields = _decoded(self._decoder, body)
+        except msgspec.ValidationError:
+            return self._read_closely(body)
+        return fields if self._harmless(fields) else self._read_closely(body)
+
+    def _harmless(self, fields: F) -> bool:
+        watched = self._watched(fields)
+        return watched == self._absent or all(
+            harmless.holds(value)
+            for harmless, value in zip(self._unsupported, watched, strict=True)
+            if value is not None and not asks_nothing(value)
+        )
+
+    def _read_closely(self, body: bytes) -> F:
+        """Of a body that may have fields that are not heeded."""
+        try:
+            raw = _decoded(_FIELDS, body)
+            heeded = self._shape.heeded
+            given = {
+                name: value if heeded.get(name, self) is None else _decoded(_VALUE, value)
+                for name, value in raw.items()
+            }
+            if refusal := strangers.refusal(self._shape.strip(given, self._ignore_unknown)):
+                raise refusal
+            return _decoded(self._decoder, msgspec.json.encode(given))
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from None
-        except RecursionError:
-            raise Refusal(400, "the body is nested too deeply") from None
-        except ValueError as error:  # as msgspec says it of malformed JSON, and Python of UTF-8
-            raise Refusal(400, f"the body is not valid JSON: {error}") from None
-        watched = self._watched(fields)
-        if watched == self._absent:
-            return fields
-        for (name, harmless), value in zip(self._unsupported.items(), watched, strict=True):
-            if value is not None and value not in harmless:
-                raise Refusal(
-                    400, f"{name} is not supported by this server", param=name, code="unsupported"
-                )
-        return fields
+
+
+def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:
+    """Raises Refusal, or msgspec.ValidationError for JSON of the wrong types."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as error:  # as msgspec says it of malformed JSON, and Python of UTF-8
+        raise Refusal(400, f"the body is not valid JSON: {error}") from None
 
 
 def _wrong_type(message: str) -> Refusal:

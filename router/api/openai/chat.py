@@ -1,35 +1,45 @@
 """/v1/chat/completions: a conversation, rendered with the model's own template."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from router.api.openai.asked import Asked
 from router.api.openai.bodies import BodyReader
-from router.api.openai.fields import (
-    UNSUPPORTED,
-    Fields,
-    Int32,
-    check_multiplied,
-    choices,
-    samplings,
-)
+from router.api.openai.fields import Fields, Int32, check_multiplied, choices, samplings
+from router.api.openai.harmless import OF_CHATS
 from router.api.openai.problems import Refusal
+from router.api.openai.strangers import Ignored, Nothing
 from router.requests.wanted import Messages, Turn
 from router.text.limits import MAX_MESSAGES
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message's content; text is the only kind that there is a use for."""
 
     type: str
     text: str | None = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """Clients that send back what they were answered say null of some fields."""
+
     role: str
     content: str | list[Part] | None = None
-    tool_calls: list[Any] | None = None
+    name: str | None = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    id: Ignored = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    reasoning: Nothing = None
+    reasoning_content: Nothing = None
+    refusal: Nothing = None
+    tool_call_id: Nothing = None
+    tool_calls: Nothing = None
 
 
 class ChatFields(Fields, kw_only=True):
@@ -69,30 +79,12 @@ class Chat:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self) -> None:
-        self._reader = BodyReader(
-            ChatFields,
-            {
-                **UNSUPPORTED,
-                "logprobs": (False,),
-                "top_logprobs": (0,),
-                "tools": ([],),
-                "tool_choice": ("none", "auto"),
-                "functions": ([],),
-                "function_call": ("none", "auto"),
-                "audio": (),
-                "modalities": (["text"],),
-                "web_search_options": (),
-                "reasoning_effort": (),
-                "verbosity": ("medium",),
-                "chat_template": (),
-                "chat_template_kwargs": ({},),
-                "documents": ([],),
-                "add_generation_prompt": (True,),
-                "continue_final_message": (False,),
-                "add_special_tokens": (False,),
-            },
-        )
+    def __init__(self, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            ignore_unknown: as of BodyReader.
+        """
+        self._reader = BodyReader(ChatFields, OF_CHATS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
 
     def read(self, body: bytes) -> Asked:
@@ -125,16 +117,9 @@ class Chat:
 
 def _turn(number: int, message: Message) -> Turn:
     where = f"messages[{number}]"
-    if message.tool_calls:
-        raise Refusal(
-            400,
-            f"{where}.tool_calls are not supported by this server",
-            param=f"{where}.tool_calls",
-            code="unsupported",
-        )
     # OpenAI's newer name; templates know the older one.
     role = "system" if message.role == "developer" else message.role
-    return Turn(role, _text(f"{where}.content", message.content))
+    return Turn(role, _text(f"{where}.content", message.content), message.name)
 
 
 def _text(where: str, content: str | list[Part] | None) -> str:

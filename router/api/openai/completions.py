@@ -7,14 +7,8 @@ import msgspec
 
 from router.api.openai.asked import Asked
 from router.api.openai.bodies import BodyReader
-from router.api.openai.fields import (
-    UNSUPPORTED,
-    Fields,
-    TokenId,
-    check_multiplied,
-    choices,
-    samplings,
-)
+from router.api.openai.fields import Fields, TokenId, check_multiplied, choices, samplings
+from router.api.openai.harmless import OF_COMPLETIONS
 from router.api.openai.problems import Refusal
 from router.requests.wanted import Text, TokenIds
 from router.text.limits import MAX_CHOICES
@@ -39,18 +33,12 @@ class Completions:
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self) -> None:
-        self._reader = BodyReader(
-            CompletionFields,
-            {
-                **UNSUPPORTED,
-                "suffix": ("",),
-                "best_of": (1,),
-                "logprobs": (),
-                "prompt_embeds": (),
-                "add_special_tokens": (True,),
-            },
-        )
+    def __init__(self, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            ignore_unknown: as of BodyReader.
+        """
+        self._reader = BodyReader(CompletionFields, OF_COMPLETIONS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
 
     def read(self, body: bytes) -> Asked:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from common.sampling import SamplingParams
 from router.api.openai.problems import Refusal
+from router.api.openai.strangers import Ignored
 from router.requests.wanted import UNLIMITED, Prompt, Together, Wanted, any_seed
 from router.text.limits import MAX_CHOICES
 
@@ -20,38 +21,14 @@ ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
-# Harmless values of what is not supported; see BodyReader.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    # of other servers with this API
-    "echo": (False,),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "logits_processors": ([],),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "no_stop_trim": (False,),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-}
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    include_obfuscation: Ignored = None
+    continuous_usage_stats: Ignored = None  # beside the text; the last event has all of it
 
 
 class Fields(msgspec.Struct, kw_only=True):

@@ -21,7 +21,7 @@ FIELDS: Mapping[str, str] = {
     "prompt": "A text, a list of texts, token ids, or a list of lists of them.",
     "messages": "The conversation, rendered with the model's own chat template.",
     "stream": "Send the answer as server-sent events while it is generated.",
-    "stream_options": "`include_usage`: a last event before `[DONE]` tells the usage.",
+    "stream_options": "`include_usage`: one more event before `[DONE]` tells the usage.",
     "n": "Answers for each prompt; each is a request of its own to the nodes.",
     "max_tokens": "Tokens to generate at most. Completions: 16; chat: what the context leaves.",
     "max_completion_tokens": "The newer name of `max_tokens`.",
@@ -42,6 +42,10 @@ FIELDS: Mapping[str, str] = {
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 
+_OTHERS = (
+    "Absent and null mean the same. A field that is not listed is refused by name, unless it "
+    "changes no answer."
+)
 _ERROR: Schema = {
     "type": "object",
     "properties": {
@@ -88,6 +92,7 @@ def document(version: str) -> Schema:
     )
     completion, chat, text_choice, chat_choice, chunk_choice, usage = records
     for record in ("CompletionFields", "ChatFields"):
+        components[record]["description"] = _OTHERS
         for name, field in components[record]["properties"].items():
             field["description"] = FIELDS[name]
     components["Error"] = _ERROR

@@ -10,7 +10,8 @@ from router.api.openai.problems import Refusal
 # Of texts, objects and lists, keys included. A conversation of 4096 messages with some parts each
 # and hundreds of tools have less; so many take 50 ms to decode.
 MAX_NAMED = 1 << 16
-# Of anything else, which is token ids: a prompt of a million, in 100 ms.
+# Of anything else, which is token ids: a prompt of a million, in 100 ms, and twice that where the
+# body has fields to be left out.
 MAX_NUMBERS = 1 << 20
 
 

@@ -11,7 +11,11 @@ from tests.attack.target import Target, host_port
 
 NUM_WORKERS = 3
 
-_PATHS = ("/v1/completions", "/v1/chat/completions")
+_PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "add 1 2 ="},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+_PATHS = tuple(_PROMPTS)
 _FIELDS = (
     *("model", "prompt", "messages", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
     *("stop", "stream", "stream_options", "seed", "logit_bias", "tools", "tool_choice", "logprobs"),
@@ -27,10 +31,11 @@ _VALUES: tuple[Any, ...] = (
 
 
 async def odd_fields(target: Target, draw: Random) -> None:
-    body = {"prompt": "add 1 2 =", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    path = draw.choice(_PATHS)
+    body = {**_PROMPTS[path], "max_tokens": 4}
     for _ in range(draw.randint(1, 5)):
         body[draw.choice(_FIELDS)] = draw.choice(_VALUES)
-    await _post(target, draw.choice(_PATHS), json.dumps(body).encode())
+    await _post(target, path, json.dumps(body).encode())
 
 
 async def broken_json(target: Target, draw: Random) -> None:
