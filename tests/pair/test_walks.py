@@ -138,4 +138,5 @@ def test_every_request_ends_once_and_rightly(known, seed):
             elif one.reason is FinishReason.ABORT:
                 assert one in walk.doomed
             else:
-                assert one in walk.hurried and one.ended.error_code == 4, one.ended
+                # Out of time, or refused where it would have been.
+                assert one in walk.hurried and one.ended.error_code in (4, 8), one.ended
