@@ -75,7 +75,7 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
         yield _text(directory)
     yield Finding("nodes", *_named(config))
     yield from _front(config.front)
-    yield _port("HTTP port", config.front.host, config.http_port)
+    yield _port("HTTP port", config.front.host, config.http_port, "--http-port")
     mutual = config.front.tls.mutual or config.tls_to_nodes.mutual
     yield _callers("router", config.front, mutual=mutual)
     if config.tls_to_nodes.ca is not None:
@@ -141,13 +141,13 @@ def _transfer(config: TransferConfig) -> Iterator[Finding]:
 
 
 def _front(config: FrontConfig) -> Iterator[Finding]:
-    for what, port in (
-        ("port", config.port),
-        ("metrics port", config.metrics_port),
-        ("health port", config.health_port),
+    for what, port, flag in (
+        ("port", config.port, "--port"),
+        ("metrics port", config.metrics_port, "--metrics-port"),
+        ("health port", config.health_port, "--front.health-port"),
     ):
         if port is not None:
-            yield _port(what, config.host, port)
+            yield _port(what, config.host, port, flag)
     yield from _tls("TLS", config.tls, "--front.tls")
 
 
@@ -184,9 +184,9 @@ def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:
     yield Finding(what, "note" if soon else "ok", remark)
 
 
-def _port(what: str, host: str, port: int) -> Finding:
+def _port(what: str, host: str, port: int, flag: str) -> Finding:
     try:
-        refuse_busy_port(host, port, "this program")
+        refuse_busy_port(host, port, "this program", flag)
     except ConfigError as error:
         return Finding(what, "fails", str(error))
     return Finding(what, "ok", f"{host}:{port} is free")

@@ -23,6 +23,20 @@ _READERS = {
     FieldDescriptor.CPPTYPE_UINT32: int,
     FieldDescriptor.CPPTYPE_UINT64: int,
 }
+_HELP = {
+    "max_tokens": "longest answer, from 1 (what the context leaves)",
+    "temperature": "0: always the likeliest token; above: more variety (1.0)",
+    "top_p": "draw among the likeliest tokens of so much probability, above 0 (1.0: all)",
+    "top_k": "draw among so many of the likeliest tokens (-1: all)",
+    "min_p": "leave out tokens below this share of the likeliest one's probability (0.0)",
+    "seed": "the same one gives the same answer (drawn by the router)",
+    "stop": "text that ends the answer and is cut off it; up to 16 times",
+    "stop_token_ids": "token that ends the answer; up to 16 times",
+    "ignore_eos": "go on after the model's own end of text",
+    "frequency_penalty": "against a token for each time it has been said, -2 to 2 (0.0)",
+    "presence_penalty": "against tokens that have been said at all, -2 to 2 (0.0)",
+    "repetition_penalty": "divides scores of tokens said or in the prompt, above 0 (1.0)",
+}
 EXIT_INTERRUPTED = 130
 
 
@@ -46,13 +60,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     client.add_tls_flags(parser)
     group = parser.add_argument_group("sampling", "Unset: what the router takes for unset fields.")
     for field in Sampling.DESCRIPTOR.fields:
-        flag = "--" + field.name.replace("_", "-")
+        flag, told = "--" + field.name.replace("_", "-"), _HELP[field.name]
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-            group.add_argument(flag, action="store_true", default=None)
+            group.add_argument(flag, action="store_true", default=None, help=told)
             continue
         read = _READERS[field.cpp_type]
         action = "append" if field.is_repeated else "store"
-        group.add_argument(flag, type=read, action=action, metavar=read.__name__)
+        group.add_argument(flag, type=read, action=action, metavar=read.__name__, help=told)
     return parser.parse_args(arguments)
 
 

@@ -4,6 +4,7 @@ and starts none where another package has taken a name of theirs."""
 import os
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from cli import own_names
@@ -14,20 +15,27 @@ EXIT_USAGE = 2
 class Command(NamedTuple):
     module: str
     summary: str
+    needs: tuple[str, ...] = ()  # packages that an installation for routers lacks
 
+
+_A_NODES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
 COMMANDS = {
-    "up": Command("cli.up", "start a router and nodes on this machine, and serve"),
+    "up": Command("cli.up", "start a router and nodes on this machine, and serve", _A_NODES),
     "generate": Command("cli.generate", "send a prompt to a router, stream the answer"),
-    "bench": Command("loadtest", "measure: load, colocated or disaggregated, break-even"),
+    "bench": Command(
+        "loadtest", "measure: load, colocated or disaggregated, break-even", ("httptools", "numpy")
+    ),
     "top": Command("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
     "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),
     "secret": Command("cli.secret", "print a new cluster secret, or what is made of one"),
-    "check": Command("cli.check", "will this configuration and model run on this machine?"),
+    "check": Command(
+        "cli.check", "will this configuration and model run on this machine?", _A_NODES
+    ),
     "demo-model": Command("cli.demo_model", "write the tiny model that `baton up` serves"),
     "router": Command("router", "run a router"),
-    "prefill": Command("prefill_node", "run a prefill node"),
-    "decode": Command("decode_node", "run a decode node"),
+    "prefill": Command("prefill_node", "run a prefill node", _A_NODES),
+    "decode": Command("decode_node", "run a decode node", _A_NODES),
 }
 
 
@@ -44,20 +52,33 @@ def usage() -> str:
     )
 
 
+def _say(text: str) -> None:
+    from common.standard_output import say  # not before it is asked for: `common` may be another's
+
+    say(text)
+
+
 def main() -> int:
     match sys.argv[1:]:
         case [name, *arguments] if name in COMMANDS:
             if wrong := own_names.clash():
                 print(f"baton: {wrong}", file=sys.stderr)
                 return EXIT_USAGE
+            if lacking := [each for each in COMMANDS[name].needs if find_spec(each) is None]:
+                print(
+                    f"baton {name}: this installation, for routers, lacks {', '.join(lacking)}; "
+                    "`pip install .` in Baton's directory, without --no-deps, adds what is missing",
+                    file=sys.stderr,
+                )
+                return EXIT_USAGE
             # -P: a directory of the user's that is called router must not be taken for ours.
             program = [sys.executable, "-P", "-m", COMMANDS[name].module, *arguments]
             os.execv(sys.executable, program)
         case ["-h" | "--help" | "help"]:
-            print(usage())
+            _say(usage())
             return 0
         case ["--version"]:
-            print(f"baton {version('baton')}")
+            _say(f"baton {version('baton')}")
             return 0
         case []:
             print(usage(), file=sys.stderr)

@@ -12,6 +12,11 @@ from common.config import CacheConfig, TlsConfig
 from common.errors import ConfigError
 
 HOST = "127.0.0.1"
+_PORT_FLAGS = {
+    "router": "--port",
+    "prefill_node": "--prefill-port",
+    "decode_node": "--decode-port",
+}
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
 
 
@@ -100,26 +105,35 @@ def programs(wish: Wish) -> list[Program]:
 def refuse_busy_ports(plan: Sequence[Program]) -> None:
     """
     Raises:
-        ConfigError: something listens on a port of the plan.
+        ConfigError: something listens on a port of the plan; names the flag of `baton up` for it.
     """
     for program in plan:
         host, _, port = program.address.rpartition(":")
-        refuse_busy_port(host, int(port), program.name)
+        refuse_busy_port(host, int(port), program.name, _PORT_FLAGS[program.module])
 
 
-def refuse_busy_port(host: str, port: int, purpose: str) -> None:
+def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
     """
+    Args:
+        flag: that chooses another port.
     Raises:
-        ConfigError: `port` cannot be listened on now; names it and the purpose.
+        ConfigError: `port` cannot be listened on now; names it, the purpose and the flag.
     """
+    if reason := busy(host, port):
+        raise ConfigError(
+            f"port {port}, for {purpose}, cannot be had: {reason} ({flag} chooses another)"
+        )
+
+
+def busy(host: str, port: int) -> str | None:
+    """Why `port` cannot be listened on now; None: it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"port {port}, for {purpose}, cannot be had: {error.strerror}"
-            ) from error
+            return error.strerror or str(error)
+    return None
 
 
 def cuda_devices() -> int:

@@ -30,6 +30,7 @@ from common.model_directory import model_directory
 from common.rpc import join_address
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Sampling
+from router.text import model_files
 
 PROGRAM = "baton up"
 SAMPLE = "Once upon a time"
@@ -338,13 +339,16 @@ def _have_model(model: str | None, screen: Screen) -> str:
     """The model to serve, fetched if it is not on this machine yet.
 
     Raises:
-        ConfigError: it is neither a directory nor to be had from the hub.
+        ConfigError: it is neither a directory nor to be had from the hub, or no such checkpoint.
     """
     if model is None:
         return str(demo.DIRECTORY)
     if not Path(model).is_dir():
         screen.say(f"fetching {model}, unless it is here already")
-        model_directory(model, weights=True)
+    directory = model_directory(model, weights=True)
+    model_files.load(str(directory))
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model: there are no weights (*.safetensors) in {directory}")
     return model
 
 
@@ -395,7 +399,8 @@ def main() -> int:
         certificates = tls.certificates(wish.tls, "--tls")
         programs = plan.programs(wish)
         plan.refuse_busy_ports(programs)
-        plan.refuse_busy_port(options.host, options.http_port, "the router's HTTP (--http-port)")
+        http = (options.host, options.http_port)
+        plan.refuse_busy_port(*http, "the router's HTTP", "--http-port")
     except ConfigError as error:
         settings.wrong(PROGRAM, str(error))
     return asyncio.run(serve(programs, options, certificates))

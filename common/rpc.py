@@ -39,6 +39,7 @@ S = TypeVar("S")
 
 # A prompt of a million tokens is 3 to 5 MB of varints; a step of 10 000 requests 0.1 MB.
 MAX_MESSAGE_BYTES = 12 << 20
+PORT, HEALTH_PORT = "--port", "--front.health-port"  # knobs, for sentences about them
 
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -122,6 +123,7 @@ def bind(
     certificates: tls.Certificates | None = None,
     *,
     shares_port: bool = False,
+    knob: str = PORT,
 ) -> int:
     """Binds, with TLS if there are certificates to show, and returns the port, which port 0
     leaves to the system.
@@ -129,21 +131,22 @@ def bind(
     Args:
         shares_port: with other processes, which the kernel deals connections out to; somebody has
             it `reserved`. A second server otherwise is refused.
+        knob: the flag that chose the port, for the sentence.
     Raises:
         ConfigError: one sentence, such as that the port is taken.
     """
     address = join_address(host, port)
     if not shares_port:
-        _check_free(host, port, address)
+        _check_free(host, port, f"{knob}: cannot listen on {address}")
     try:
         if certificates is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, tls.server_credentials(certificates))
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}") from error
+        raise ConfigError(f"{knob}: cannot listen on {address}") from error
 
 
-def _check_free(host: str, port: int, address: str) -> None:
+def _check_free(host: str, port: int, refusal: str) -> None:
     """grpcio does not say why it cannot listen, but writes a line of its own to stderr."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -151,22 +154,24 @@ def _check_free(host: str, port: int, address: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+        raise ConfigError(f"{refusal}: {error.strerror}") from error
 
 
 @contextmanager
-def reserved(host: str, port: int) -> Iterator[int]:
+def reserved(host: str, port: int, *, knob: str = PORT) -> Iterator[int]:
     """Keeps a port from everybody but those who share it, while inside; gives its number, which
     port 0 leaves to the system.
 
+    Args:
+        knob: the flag that chose the port, for the sentence.
     Raises:
         ConfigError: it is taken, perhaps by others who share it.
     """
-    with _holder(host, port) as holder:
+    with _holder(host, port, knob) as holder:
         yield int(holder.getsockname()[1])
 
 
-def _holder(host: str, port: int) -> socket.socket:
+def _holder(host: str, port: int, knob: str) -> socket.socket:
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         holder = socket.socket(family, kind)
@@ -183,7 +188,7 @@ def _holder(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         address = join_address(host, port)
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+        raise ConfigError(f"{knob}: cannot listen on {address}: {error.strerror}") from error
     return holder
 
 
@@ -437,7 +442,7 @@ async def serving_health(
         return
     server = make_server(NODE_SERVER_OPTIONS, shares_port=shares_port)
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, health.servicer)
-    bind(server, host, port, shares_port=shares_port)
+    bind(server, host, port, shares_port=shares_port, knob=HEALTH_PORT)
     await server.start()
     try:
         yield

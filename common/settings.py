@@ -9,9 +9,10 @@ those with a short name.
 """
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin
 
@@ -29,11 +30,16 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.standard_output import say
+
 EXIT_USAGE = 2
 _MAX_FILE_BYTES = 1 << 20
 _BYTES_OF_A_VALUE = 64
 _MAX_SHOWN = 300  # characters of a wrong value
 ENV_PREFIX = "BATON_"
+_BETWEEN = "__"
+_PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig)
 SHORT_NAMES = {
     "engine.model": "model",
     "engine.device": "device",
@@ -60,8 +66,9 @@ R = TypeVar("R", bound=BaseModel)
 def read(record: type[R], program: str, arguments: Sequence[str], *, about: str = "") -> R:
     """The record that `arguments`, the environment and the file named by --config make.
 
-    Prints one line that names the knob and exits with code 2 where a value is wrong or missing;
-    prints the flags and exits with 0 for --help.
+    Prints one line and exits with code 2 where a value is wrong or missing; the line names the
+    flag, the variable or the entry of the file that says it. Prints the flags and exits with 0 for
+    --help.
 
     Args:
         program: how the user called it, for messages.
@@ -72,12 +79,16 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
     file_parser.add_argument("--config", type=Path)
     try:
         known, flags = file_parser.parse_known_args(arguments)
-        values = _settings_class(record, program, about, flags, known.config)()
+        given = {} if known.config is None else _content(known.config)
+        named = _Named(flags, known.config, given)
+        if stray := _stray_variables():
+            raise SettingsError(f"{stray[0]}: there is no such knob, of any program")
+        values = _settings_class(record, program, about, flags, given)()
         config = record.model_validate(values.model_dump(exclude_unset=True))
         config.model_dump_json()  # as processes give it on: a ValueError for half a character
         return config
     except ValidationError as error:
-        wrong(program, "; ".join(_sentence(detail) for detail in error.errors()))
+        wrong(program, "; ".join(_sentence(detail, named) for detail in error.errors()))
     except (argparse.ArgumentError, SettingsError, ValueError) as error:
         wrong(program, str(error))
 
@@ -89,14 +100,12 @@ def wrong(program: str, message: str) -> NoReturn:
 
 
 def _settings_class(
-    record: type[BaseModel], program: str, about: str, flags: list[str], file: Path | None
+    record: type[BaseModel], program: str, about: str, flags: list[str], given: dict[str, Any]
 ) -> type[BaseSettings]:
-    given = {} if file is None else _content(file)
-
     class Settings(BaseSettings, record):  # type: ignore[misc, valid-type]
         model_config = SettingsConfigDict(
             env_prefix=ENV_PREFIX,
-            env_nested_delimiter="__",
+            env_nested_delimiter=_BETWEEN,
             nested_model_default_partial_update=True,
         )
 
@@ -193,6 +202,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wrong(self.prog, f"{message} (--help lists what there is)")
 
+    def print_help(self, file: Any = None) -> None:
+        say(self.format_help())
+
 
 class _Help(argparse.HelpFormatter):
     """Leaves out defaults that say nothing: the descriptions tell what an unset value means."""
@@ -229,11 +241,78 @@ def _empty_parts(record: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def _sentence(detail: ErrorDetails) -> str:
+class _Named:
+    """What the user calls a knob: by the source that its value is taken from."""
+
+    def __init__(self, flags: Sequence[str], file: Path | None, given: Mapping[str, Any]) -> None:
+        """
+        Args:
+            flags: as they were given.
+            file: that of --config, which says `given`.
+        """
+        self._flags = {flag.partition("=")[0] for flag in flags}
+        self._file = file
+        self._given = given
+
+    def __call__(self, where: Sequence[str]) -> str:
+        """
+        Args:
+            where: the fields from the record down to the knob, as ("engine", "model").
+        """
+        names = [f"--{name}" for name in _flag_names(where)]
+        if not self._flags.intersection(names):
+            if variable := _variable(where):
+                return variable
+            if self._file is not None and _says(self._given, where):
+                return f"{self._file}: {'.'.join(where)}"
+        return names[0]
+
+
+def _flag_names(where: Sequence[str]) -> list[str]:
+    """The short name first, if there is one."""
+    long = ".".join(where).replace("_", "-")
+    return [*([SHORT_NAMES[long]] if long in SHORT_NAMES else []), long]
+
+
+def _variable(where: Sequence[str]) -> str | None:
+    """That which sets the knob, or, as JSON, a part that it is in; None: none does."""
+    for depth in range(len(where), 0, -1):
+        name = f"{ENV_PREFIX}{_BETWEEN.join(where[:depth])}".upper()
+        for variable in os.environ:
+            if variable.upper() == name:
+                return variable
+    return None
+
+
+def _stray_variables() -> list[str]:
+    """Of a part that no program has. One that another program has is nobody's mistake: several
+    share an environment. Nor is one without parts: Kubernetes has variables of that form for a
+    service that is called baton."""
+    parts = {name for record in _PROGRAMS for name in record.model_fields}
+    return [
+        variable
+        for variable in sorted(os.environ)
+        if variable.upper().startswith(ENV_PREFIX)
+        and _BETWEEN in variable
+        and variable[len(ENV_PREFIX) :].partition(_BETWEEN)[0].lower() not in parts
+    ]
+
+
+def _says(given: Any, where: Sequence[str]) -> bool:
+    for part in where:
+        entries = {str(key): value for key, value in given.items()} if type(given) is dict else {}
+        if part not in entries:
+            return False
+        given = entries[part]
+    return True
+
+
+def _sentence(detail: ErrorDetails, named: _Named) -> str:
     """One wrong value: `--engine.cache.page-size: must be a power of two, got 3`."""
-    knob = "--" + ".".join(str(part) for part in detail["loc"]).replace("_", "-")
+    where = [str(part) for part in detail["loc"]]
     if detail["type"] == "missing":
-        return f"{knob} is required"
+        return f"--{_flag_names(where)[0]} is required"
+    knob = named(where)
     if detail["type"] == "extra_forbidden":
         return f"{knob}: there is no such knob"
     message = detail["msg"].removeprefix("Value error, ")

@@ -63,6 +63,11 @@ class Server:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
+    @property
+    def url(self) -> str:
+        """Without a path of the API: what --url says, as it was understood."""
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.prefix}"
+
 
 class HttpPool:
     """As many connections to one server as there are requests at once. Close it."""

@@ -85,6 +85,7 @@ class OpenAiClient:
         """
         headers = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._pool = HttpPool(server, headers)
+        self._url = server.url
         self._send = send
         self._path = "/v1/chat/completions" if send == "chat" else "/v1/completions"
         self._timeout_s = timeout_s
@@ -102,18 +103,19 @@ class OpenAiClient:
         Raises:
             Unusable: there is no such model, or no such server.
         """
+        models_of = f"{self._url}/v1/models"
         try:
             async with asyncio.timeout(_ASK_S):
                 status, body = await self._pool.get("/v1/models")
             models = msgspec.json.decode(body, type=_Models).data if status == 200 else []
         except TimeoutError:
-            raise Unusable(f"/v1/models was not answered within {_ASK_S:g} s") from None
+            raise Unusable(f"{models_of}: no answer within {_ASK_S:g} s") from None
         except (NoConnection, CutOff) as error:
-            raise Unusable(f"/v1/models: {error}") from None
+            raise Unusable(f"{models_of}: {error}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise Unusable("/v1/models: the answer is no list of models") from None
+            raise Unusable(f"{models_of}: the answer is no list of models") from None
         if status != 200:
-            raise Unusable(f"/v1/models was answered with status {status}")
+            raise Unusable(f"{models_of}: answered with status {status}")
         for model in models:
             if name in (None, model.id):
                 self._model = model.id

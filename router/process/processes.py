@@ -141,13 +141,14 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
     front = config.front
     with contextlib.ExitStack() as ports:
         port = ports.enter_context(rpc.reserved(front.host, front.port))
-        try:
-            http_port = ports.enter_context(rpc.reserved(front.host, config.http_port))
-        except ConfigError as error:
-            raise ConfigError(f"--http-port: {error}") from error
+        http_port = ports.enter_context(
+            rpc.reserved(front.host, config.http_port, knob="--http-port")
+        )
         health_port = front.health_port
         if health_port is not None:
-            health_port = ports.enter_context(rpc.reserved(front.host, health_port))
+            health_port = ports.enter_context(
+                rpc.reserved(front.host, health_port, knob=rpc.HEALTH_PORT)
+            )
         shared = front.model_copy(update={"port": port, "health_port": health_port})
         yield config.model_copy(update={"front": shared, "http_port": http_port})
 

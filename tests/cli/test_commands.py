@@ -2,6 +2,9 @@
 
 import filecmp
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,14 +15,16 @@ from cli import generate
 from cli.demo_model import write
 from tests.support.programs import ROOT
 
+CODE = "import sys; from cli.main import main; sys.exit(main())"
 
-def _baton(*arguments):
-    code = "import sys; from cli.main import main; sys.exit(main())"
+
+def _baton(*arguments, code=CODE, stdout=subprocess.PIPE):
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env={"PATH": "", "PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "NONE"},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
     )
@@ -42,6 +47,30 @@ def test_help_is_no_error():
     assert (said.returncode, said.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["prefill", "--help"], ["bench", "--help"]])
+def test_help_may_be_read_in_part(arguments):
+    """As by `head -1`. Seen failing, with a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nobody:
+        said = _baton(*arguments, stdout=nobody)
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["up", "check", "bench", "prefill", "decode"])
+def test_an_installation_for_routers_says_what_a_command_lacks(command):
+    code = (
+        "import importlib.util as u, sys; find = u.find_spec; "
+        "sys.modules['importlib.util'].find_spec = "
+        "lambda name: None if name in ('torch', 'httptools') else find(name); "
+        "from cli.main import main; sys.exit(main())"
+    )
+    said = _baton(command, "--help", code=code)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert len(said.stderr.splitlines()) == 1
+    assert "pip install" in said.stderr and ("torch" in said.stderr or "httptools" in said.stderr)
+
+
 def test_an_unknown_command_is_one_line():
     said = _baton("serve")
     assert said.returncode == 2
@@ -52,7 +81,7 @@ def test_an_unknown_command_is_one_line():
 def test_arguments_reach_the_program():
     said = _baton("router", "--model=m", "--port=x")
     assert said.returncode == 2
-    assert "--front.port" in said.stderr
+    assert "--port" in said.stderr
     assert len(said.stderr.splitlines()) == 1
 
 
@@ -91,6 +120,39 @@ def test_every_command_says_what_is_wrong_in_one_line(arguments):
     said = _baton(*arguments)
     assert (said.returncode, said.stdout) == (2, "")
     assert said.stderr.startswith(f"baton {arguments[0]}") and len(said.stderr.splitlines()) == 1
+
+
+def test_up_says_which_flag_chooses_another_port(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for flag in ("--port", "--http-port", "--prefill-port", "--decode-port"):
+            said = _baton("up", flag, port, "--device=cpu", "--var", str(tmp_path))
+            assert said.returncode == 2
+            assert f"({flag} chooses another)" in said.stderr
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_up_starts_nothing_for_a_directory_that_is_no_checkpoint(missing, tmp_path):
+    write(tmp_path / "model")
+    (tmp_path / "model" / missing).unlink()
+    said = _baton("up", "--model", str(tmp_path / "model"), "--var", str(tmp_path / "var"))
+    assert (said.returncode, said.stdout) == (2, "")
+    assert len(said.stderr.splitlines()) == 1
+    assert str(tmp_path / "model") in said.stderr
+    assert not (tmp_path / "var").exists()
+
+
+def test_bench_says_which_server_does_not_answer():
+    said = _baton("bench", "load", "--url=http://127.0.0.1:1/v1", "--rate=1")
+    assert said.returncode == 1
+    assert "http://127.0.0.1:1/v1/models: " in said.stderr
+
+
+def test_every_flag_of_generate_says_what_it_does():
+    said = _baton("generate", "--help")
+    assert not re.search(r"^  --\S+( \w+)?\n(?! {4})", said.stdout, re.MULTILINE)
 
 
 def test_generate_says_why_there_is_no_answer():

@@ -64,7 +64,7 @@ def test_flags_reach_every_depth():
     [
         ("1: 2", "a knob is named by a word, got 1"),
         ("~: 2", "a knob is named by a word, got None"),
-        ("engine: {3: x}", "--engine.3: keys should be strings"),
+        ("engine: {3: x}", "node.yaml: engine.3: keys should be strings"),
         ("engine: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
         ("[" * 5000, "nested too deeply"),
@@ -78,10 +78,10 @@ def test_flags_reach_every_depth():
         ("x: " + "y" * (1 << 20), "is longer than 1048576 bytes"),
         ("engine: {dtype: " + "y" * 5000 + "}", "yyy..."),
         ("engine: !!python/object/apply:os.system [id]", "could not determine a constructor"),
-        ("engine: [model, m]", "--engine: "),
+        ("engine: [model, m]", "node.yaml: engine: "),
         ("engine: !!bool m", "a value is not what its tag says"),
         ('engine: {model: "\\ud800"}', "surrogate"),
-        ("{engine: {model: m}, front: {drain_s: .inf}}", "--front.drain-s: "),
+        ("{engine: {model: m}, front: {drain_s: .inf}}", "node.yaml: front.drain_s: "),
     ],
 )
 def test_yaml_of_any_shape_gives_one_line(capsys, tmp_path, content, sentence):
@@ -134,10 +134,10 @@ def test_lists_in_the_environment_are_too(monkeypatch, value):
 @pytest.mark.parametrize(
     "arguments, knob, reason",
     [
-        ([], "--engine.model", "is required"),
+        ([], "--model", "is required"),
         (["--model=m", "--engine.cache.page-size=24"], "--engine.cache.page-size", "power of two"),
-        (["--model=m", "--port=x"], "--front.port", "valid integer"),
-        (["--model=m", "--port=70000"], "--front.port", "less than or equal to 65535"),
+        (["--model=m", "--port=x"], "--port", "valid integer"),
+        (["--model=m", "--port=70000"], "--port", "less than or equal to 65535"),
         (["--model=m", "--mode=fast"], "--mode", "'disaggregated' or 'colocated'"),
         (["--model=m", "--engine.cache.page-sise=24"], "--engine.cache.page-sise", "unrecognized"),
         (["--model=m", "--front.por=1"], "--front.por", "unrecognized"),
@@ -154,20 +154,45 @@ def test_a_wrong_flag_is_one_line_that_names_it(capsys, arguments, knob, reason)
 
 def test_several_wrong_values_are_told_at_once(capsys):
     complaint = _complaint(capsys, DecodeConfig, "--port=x", "--engine.threads=0")
-    assert "--front.port" in complaint
+    assert "--port" in complaint
     assert "--engine.threads" in complaint
-    assert "--engine.model" in complaint
+    assert "--model" in complaint
 
 
-def test_a_wrong_environment_names_the_knob(capsys, monkeypatch):
-    monkeypatch.setenv("BATON_ENGINE__CACHE__PAGE_SIZE", "24")
-    assert "--engine.cache.page-size" in _complaint(capsys, DecodeConfig, "--model=m")
+@pytest.mark.parametrize(
+    "variable, value, said",
+    [
+        ("BATON_ENGINE__CACHE__PAGE_SIZE", "24", "must be a power of two"),
+        ("baton_engine__threads", "0", "greater than or equal to 1"),
+        ("BATON_ENGINE__MODLE", "m", "there is no such knob"),
+        ("BATON_ENGINE", '{"modle": "m"}', "there is no such knob"),
+        ("BATON_ENGIN__MODEL", "m", "there is no such knob"),
+    ],
+)
+def test_what_a_variable_says_is_blamed_on_it_and_on_no_flag(
+    capsys, monkeypatch, variable, value, said
+):
+    # Seen failing: `--engine.modle: there is no such knob`, and nothing at all for the last one.
+    monkeypatch.setenv(variable, value)
+    complaint = _complaint(capsys, DecodeConfig, "--model=m", "--engine.device=cpu")
+    assert complaint.startswith(f"{variable}: ") and said in complaint
+
+
+def test_a_flag_is_blamed_where_it_went_before_a_variable(capsys, monkeypatch):
+    monkeypatch.setenv("BATON_FRONT__PORT", "7")
+    assert _complaint(capsys, DecodeConfig, "--model=m", "--port=x").startswith("--port: ")
+
+
+def test_programs_may_share_an_environment(monkeypatch):
+    monkeypatch.setenv("BATON_ENGINE__THREADS", "3")  # no router has any
+    monkeypatch.setenv("BATON_ROUTER_SERVICE_HOST", "10.0.0.1")  # as Kubernetes sets it
+    assert read(RouterConfig, "program", ["--model=m"]).model == "m"
 
 
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("engine: {modle: m}", "--engine.modle: there is no such knob"),
+        ("engine: {modle: m}", "node.yaml: engine.modle: there is no such knob"),
         ("engine: [", "expected"),
         ("- a", "mapping"),
     ],

@@ -145,7 +145,7 @@ def test_a_second_router_on_a_port_is_one_clear_line(model: Path, programs: list
     )
     programs.append(second)
     assert second.exit_code() == 2
-    assert second.output.splitlines()[-1].startswith("baton router: cannot listen on")
+    assert second.output.splitlines()[-1].startswith("baton router: --port: cannot listen on")
     assert "Traceback" not in second.output
 
 

@@ -115,7 +115,7 @@ def test_each_process_has_its_own_metrics_port(model: Path, programs: list[Progr
 @pytest.mark.parametrize(
     "flag, start, second",
     [
-        ("--port", "baton router: cannot listen", "1"),
+        ("--port", "baton router: --port: cannot listen", "1"),
         ("--http-port", "baton router: --http-port: cannot", "2"),
     ],
 )
