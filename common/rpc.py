@@ -20,9 +20,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from common import tls
+from common import reflection, tls
 from common.errors import ConfigError, InvalidRequest, Overloaded, ServingError
 from common.identity.caller import ANYBODY, Caller
 from common.identity.guard import Guard
@@ -384,9 +383,8 @@ def add_health_and_reflection(
     """
     servicer = _HealthServicer()
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, servicer)
-    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
-    add_service(server, add, reflection.aio.ReflectionServicer(names), guard)
+    told = reflection.servicer((*services, health.SERVICE_NAME))
+    add_service(server, reflection.add_to_server, told, guard)
     return Health(servicer, services)
 
 

@@ -21,5 +21,6 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "/baton.v1.Node/Drain": _OPERATOR,
     "/baton.v1.Node/FlushCache": _OPERATOR,
     "/baton.v1.Node/Abort": _OPERATOR,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _OPERATOR,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,
 }

@@ -11,7 +11,7 @@ import urllib.request
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import node_pb2, node_pb2_grpc
 from tests.node.conftest import describe, eventually
@@ -298,14 +298,23 @@ def test_flush_and_abort_reach_the_engine(start_node):
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_reflection_lists_every_service(start_node):
+def test_reflection_lists_and_describes_every_service_under_both_of_its_names(start_node):
     address = start_node().address()
+    ask = reflection_pb2.ServerReflectionRequest
+    versions = {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")}
     with grpc.insecure_channel(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (answer,) = stub.ServerReflectionInfo(asked, timeout=5)
-    names = {service.name for service in answer.list_services_response.service}
-    assert {"baton.v1.Node", "baton.v1.DecodeNode", "grpc.health.v1.Health"} <= names
+        for version in versions:
+            call = channel.stream_stream(
+                f"/{version}/ServerReflectionInfo",
+                request_serializer=ask.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            asked = [ask(list_services=""), *(ask(file_containing_symbol=v) for v in versions)]
+            listed, *described = call(iter(asked), timeout=20)
+            names = {service.name for service in listed.list_services_response.service}
+            assert {"baton.v1.Node", "baton.v1.DecodeNode", "grpc.health.v1.Health"} <= names
+            assert versions <= names
+            assert all(each.HasField("file_descriptor_response") for each in described)
 
 
 def test_metrics_are_served_over_http(start_node):

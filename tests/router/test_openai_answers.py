@@ -397,6 +397,8 @@ async def test_the_model_is_listed_and_found_by_its_name(model: Path) -> None:
         assert (found.id, found.max_model_len) == (api.model, CONTEXT_LENGTH)
         with pytest.raises(openai.NotFoundError):
             await api.client.models.retrieve("other")
+        # Seen failing: there is no model '' here.
+        assert (await api.get("/v1/models/")).json == (await api.get("/v1/models")).json
 
 
 async def test_an_alias_is_the_only_name_of_the_model(model: Path) -> None:

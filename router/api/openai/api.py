@@ -45,6 +45,7 @@ def routes(
             "/v1/completions": {"POST": generation(Completions(ignore_unknown=ignore_unknown))},
             "/v1/chat/completions": {"POST": generation(Chat(ignore_unknown=ignore_unknown))},
             MODELS_PATH: {"GET": operations.models},
+            f"{MODELS_PATH}/": {"GET": operations.models},
             "/health": {"GET": operations.health},
             "/ready": {"GET": operations.ready},
             "/metrics": {"GET": operations.metrics},
