@@ -25,19 +25,26 @@ A node's engine reports to its front twice a second, and between two steps: a va
 that, or as the step under way is long.
 
 Nodes do not say in each series which role they have: that is for the scraper, as the component
-`monitoring` for Kubernetes does it. Elsewhere:
+`monitoring` for Kubernetes does it. Elsewhere start from `deploy/prometheus`, which has a scrape
+configuration, and the alert rules as a plain file beside it:
 
 ```yaml
 scrape_configs:
   - job_name: baton
     static_configs:
-      - {targets: ["router.example:8000"], labels: {role: router}}
-      - {targets: ["prefill.example:9101"], labels: {role: prefill}}
-      - {targets: ["decode.example:9102"], labels: {role: decode}}
+      - {targets: ["router.example:9050"], labels: {namespace: baton, role: router}}
+      - {targets: ["prefill.example:9100"], labels: {namespace: baton, role: prefill}}
+      - {targets: ["decode.example:9200"], labels: {namespace: baton, role: decode}}
 ```
 
-Dashboards and alert rules are in `deploy/kubernetes/components/monitoring`;
-[the runbook](runbook.md) says what to do about each alert.
+`namespace` is what alerts and dashboards tell clusters apart by, `instance` what they tell programs
+apart by: a pod's name in Kubernetes, elsewhere the address scraped. Dashboards are in
+`deploy/kubernetes/components/monitoring`; [the runbook](runbook.md) says what to do about each
+alert. Each has a link to its section there, on a site of your own: `python -m docs.generate.rules
+--site https://HOST/PATH` says where you keep what `make docs` builds.
+
+In Kubernetes a router pod has one metrics port that is scraped: more routers there are more
+replicas, not more `--processes`.
 
 This page is made from `common/metrics/` by `python -m docs.generate.metrics`.
 """

@@ -13,14 +13,15 @@ from prometheus_client.utils import floatToGoString
 from common.metrics import node, router
 from common.metrics.declared import Declared
 from common.metrics.program import ROLES
+from docs.generate import rules as generated
 from tests.deploy.manifests import KUBERNETES, named, of_kind
 from tests.support.programs import ROOT
 
 MONITORING = KUBERNETES / "components" / "monitoring"
 DASHBOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs" / "runbook.md"
-# What Prometheus adds to each series that it scrapes by our PodMonitor.
-OF_THE_SCRAPE = {"namespace", "pod", "instance", "role"}
+# What Prometheus adds to each series that it scrapes by our PodMonitor, or by prometheus.yml.
+OF_THE_SCRAPE = {"namespace", "instance", "role"}
 VARIABLES = {"$__rate_interval": "5m", "$__interval": "1m"}  # Grafana's own, as an example
 
 DECLARED: dict[str, Declared] = {
@@ -132,9 +133,33 @@ def test_an_alert_says_how_bad_it_is_and_where_to_read_on(rules):
         assert rule["labels"] == {"severity": rule["labels"]["severity"]}
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert rule["annotations"].keys() == {"summary", "runbook_url"}
-        file, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert ROOT / file == RUNBOOK
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page.startswith("https://") and page.endswith(f"/{RUNBOOK.stem}.html")
         assert _anchors()[anchor] == rule["alert"]
+
+
+def test_a_prometheus_without_the_operator_has_the_same_rules(rules):
+    # `python -m docs.generate.rules` writes them anew.
+    assert generated.FILE.read_text() == generated.rules(generated.MANIFEST.read_text())
+    groups = yaml.safe_load(generated.FILE.read_text())["groups"]
+    assert [rule for group in groups for rule in group["rules"]] == rules
+
+
+def test_links_to_the_runbook_can_lead_to_ones_own_site():
+    moved = generated.with_site(generated.MANIFEST.read_text(), "http://wiki:80/baton/")
+    urls = re.findall(r"runbook_url: (\S+)", moved)
+    assert urls and all(url.startswith("http://wiki:80/baton/runbook.html#baton") for url in urls)
+
+
+def test_every_program_of_a_scrape_has_what_rules_and_dashboards_tell_it_by():
+    scrape = yaml.safe_load((generated.FILE.parent / "prometheus.yml").read_text())
+    (job,) = scrape["scrape_configs"]
+    assert {target["labels"]["role"] for target in job["static_configs"]} == set(ROLES) | {"router"}
+    assert all(target["labels"].keys() == {"namespace", "role"} for target in job["static_configs"])
+    assert scrape["rule_files"] == [generated.FILE.name]
+    (monitor,) = yaml.safe_load_all((MONITORING / "pod-monitor.yaml").read_text())
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        assert {each["targetLabel"] for each in endpoint["relabelings"]} == {"role", "instance"}
 
 
 def test_the_runbook_has_no_section_of_an_alert_that_is_gone(rules):
@@ -230,7 +255,7 @@ def test_every_metric_is_on_a_dashboard():
         metric
         for file in DASHBOARDS
         for _, target in _queries(json.loads(file.read_text()))
-        for metric in parsed(target["expr"], frozenset({"namespace", "pod"})).metrics
+        for metric in parsed(target["expr"], frozenset({"namespace", "instance"})).metrics
     }
     for each in (*router.DECLARED, *node.BOTH, *node.DECODE):
         if each.name.startswith("baton_") and each.name != "baton_info":

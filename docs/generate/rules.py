@@ -1,0 +1,48 @@
+"""Alert rules for a Prometheus without the operator, from the manifest for one with it.
+
+    python -m docs.generate.rules [--site https://docs.example.com/baton]
+
+writes deploy/prometheus/rules.yaml. With --site the runbook's addresses begin with it, in the
+manifest too: the project has no site of its own.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from textwrap import dedent
+
+_DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFEST = _DEPLOY / "kubernetes" / "components" / "monitoring" / "alerts.yaml"
+FILE = _DEPLOY / "prometheus" / "rules.yaml"
+_HEAD = """\
+# Made from kubernetes/components/monitoring/alerts.yaml by `python -m docs.generate.rules`.
+# What to do about each: docs/runbook.md. Thresholds are to be fitted to your own promises.
+"""
+_URL = re.compile(r"(runbook_url: )https?://\S+(/runbook\.html#)")
+
+
+def rules(manifest: str) -> str:
+    """What Prometheus takes as a file of rules.
+
+    Args:
+        manifest: of a PrometheusRule, whose `spec` comes last.
+    """
+    return _HEAD + dedent(manifest.partition("\nspec:\n")[2])
+
+
+def with_site(manifest: str, site: str) -> str:
+    """The manifest with the runbook below `site`, an absolute URL."""
+    return _URL.sub(rf"\g<1>{site.rstrip('/')}\g<2>", manifest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--site", metavar="URL", help="where the site of `make docs` is kept")
+    site = parser.parse_args().site
+    if site:
+        MANIFEST.write_text(with_site(MANIFEST.read_text(), site))
+    FILE.write_text(rules(MANIFEST.read_text()))
+
+
+if __name__ == "__main__":
+    main()
