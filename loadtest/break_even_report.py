@@ -91,17 +91,12 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
         [answer(grid, metric, setting.lengths, setting.remote.name, arm.name) for metric in by]
         for arm in (setting.colocated, setting.local)
     )
-    lead = [
-        *(f"Disaggregation pays, by {a.metric.name}: {a.sentence()}." for a in answers),
-        *(
-            f"Handing over beats prefilling on the decode node, by {k.metric.name}: {k.sentence()}."
-            for k in knobs
-        ),
-        advised(knobs),
-    ]
+    first = answers[0]
+    lead = [f"Disaggregation pays, by {first.metric.name}: {first.sentence()}.", advised(knobs)]
     page = Page(
         title="Baton bench: from which prompt length disaggregation pays",
         lead=lead,
+        headline=_headline(answers, knobs),
         warnings=session.warnings(),
         plots=_plots(grid, setting, answers, knobs) if setting.lengths else (),
         tables=[_table(grid, setting, metric) for metric in METRICS if _has(grid, setting, metric)],
@@ -127,6 +122,18 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
         "rows": [_row(grid, setting, length) for length in setting.lengths],
     }
     return Findings(page, summary)
+
+
+def _headline(answers: Sequence[Answer], knobs: Sequence[Answer]) -> Table:
+    rows = [
+        (question, one.metric.name, one.sentence())
+        for question, found in (
+            ("disaggregation pays", answers),
+            ("handing over beats prefilling on the decode node", knobs),
+        )
+        for one in found
+    ]
+    return Table("In short", ("", "by", "from which prompt length on"), rows)
 
 
 def _arms(setting: Setting) -> tuple[Arm, ...]:

@@ -130,6 +130,9 @@ def _report(
     findings = command.findings(session, about)
     for sentence in findings.page.lead:
         session.show.say(sentence)
+    if findings.page.headline is not None:
+        for row in findings.page.headline.lines():
+            session.show.say(row)
     for warning in session.warnings():
         session.show.say(warning, style="yellow")
     write(findings.page, options.html)

@@ -18,7 +18,7 @@ from loadtest.metrics import (
 from loadtest.report.page import Page, Table
 from loadtest.report.svg import Plot, Series
 from loadtest.session import Measured, Session
-from loadtest.statistics import distribution
+from loadtest.statistics import Ratio, distribution
 from loadtest.summary import DEFINITIONS, gaps_during
 from loadtest.systems import Arm
 
@@ -73,11 +73,13 @@ METRICS = (
     TOKENS,
     GOODPUT,
 )
+HEADLINE = (UNDER_LONG, TTFT, TOKENS, GOODPUT)
+_COLUMNS = ("", "colocated", "disaggregated", "ratio", "disaggregated is")
 
 
 def findings(session: Session, about: About, setting: Setting) -> Findings:
     grid = Grid(session, METRICS)
-    lead = [_sentence(grid, setting, rate) for rate in grid.xs] or ["No run was completed."]
+    lead = [_verdict(grid, setting, rate) for rate in grid.xs] or ["No run was completed."]
     limits = ", ".join(f"{kind} {1e3 * v:.3g} ms" for kind, v in session.objectives.limits.items())
     configuration = {
         **about.configuration,
@@ -93,6 +95,7 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
     page = Page(
         title="Baton bench: disaggregated and colocated",
         lead=lead,
+        headline=_headline(grid, setting) if grid.xs else None,
         warnings=session.warnings(),
         plots=[_plot(grid, setting, metric) for metric in METRICS if grid.xs],
         tables=[_table(grid, setting, rate) for rate in grid.xs],
@@ -110,19 +113,44 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
     return Findings(page, summary)
 
 
-def _sentence(grid: Grid, setting: Setting, rate: float) -> str:
-    said = []
-    for metric in (UNDER_LONG, TTFT, TOKENS, GOODPUT):
-        ours = grid.spread(metric, setting.disaggregated.name, rate)
-        theirs = grid.spread(metric, setting.colocated.name, rate)
-        one = ours.against(theirs)
-        if one is not None:
-            said.append(
-                f"{metric.name} {shown(ours.middle)} against {shown(theirs.middle)} {metric.unit}, "
-                f"ratio {shown_ratio(one)}: {metric.word(one.verdict)}"
+def _verdict(grid: Grid, setting: Setting, rate: float) -> str:
+    by: dict[str, list[str]] = {"better": [], "worse": [], "undecided": []}
+    for metric in HEADLINE:
+        if (one := _ratio(grid, setting, metric, rate)) is not None:
+            by[metric.word(one.verdict)].append(metric.name)
+    told = "; ".join(f"{word} by {', '.join(names)}" for word, names in by.items() if names)
+    if not told:
+        return f"At {rate:g} requests/s not both systems have been measured."
+    return f"At {rate:g} requests/s disaggregated is {told}."
+
+
+def _headline(grid: Grid, setting: Setting) -> Table:
+    rows = []
+    for rate in grid.xs:
+        for metric in HEADLINE:
+            ours = grid.spread(metric, setting.disaggregated.name, rate)
+            theirs = grid.spread(metric, setting.colocated.name, rate)
+            one = _ratio(grid, setting, metric, rate)
+            rows.append(
+                (
+                    f"{rate:g} requests/s: {metric.name}, {metric.unit}",
+                    shown(theirs.middle),
+                    shown(ours.middle),
+                    shown_ratio(one),
+                    metric.word(one.verdict) if one else "–",
+                )
             )
-    told = "; ".join(said) or "not both systems have been measured"
-    return f"At {rate:g} requests/s, disaggregated against colocated: {told}."
+    return Table("In short", _COLUMNS, rows, emphasis=_decided(rows))
+
+
+def _ratio(grid: Grid, setting: Setting, metric: Metric, rate: float) -> Ratio | None:
+    """Disaggregated to colocated."""
+    ours = grid.spread(metric, setting.disaggregated.name, rate)
+    return ours.against(grid.spread(metric, setting.colocated.name, rate))
+
+
+def _decided(rows: Sequence[Sequence[str]]) -> frozenset[int]:
+    return frozenset(i for i, row in enumerate(rows) if row[-1] in ("better", "worse"))
 
 
 def _table(grid: Grid, setting: Setting, rate: float) -> Table:
@@ -140,9 +168,7 @@ def _table(grid: Grid, setting: Setting, rate: float) -> Table:
                 metric.word(one.verdict) if one else "–",
             )
         )
-    columns = ("", "colocated", "disaggregated", "ratio", "disaggregated is")
-    marked = frozenset(i for i, row in enumerate(rows) if row[-1] in ("better", "worse"))
-    return Table(f"{rate:g} requests/s", columns, rows, emphasis=marked)
+    return Table(f"{rate:g} requests/s", _COLUMNS, rows, emphasis=_decided(rows))
 
 
 def _plot(grid: Grid, setting: Setting, metric: Metric) -> Plot:

@@ -37,10 +37,10 @@ def findings(session: Session, about: About, *, open_loop: bool) -> Findings:
         open_loop: rates were asked for, not streams.
     """
     runs = [(one, summary(one.run, session.objectives)) for one in session.measured]
-    lead = [_sentence(one, stats) for one, stats in runs] or ["Nothing was measured."]
     page = Page(
         title="Baton bench: load",
-        lead=lead,
+        lead=[_verdict(runs)],
+        headline=_headline(runs) if runs else None,
         warnings=session.warnings(),
         plots=[*_curves(runs, open_loop), *_distributions(runs)],
         tables=[_overview(runs), *_latency_tables(runs)],
@@ -56,25 +56,43 @@ def findings(session: Session, about: About, *, open_loop: bool) -> Findings:
     return Findings(page, {"runs": rows})
 
 
-def _sentence(one: Measured, stats: Stats) -> str:
-    said = (
-        f"At {one.point}: {stats['answered']} of {stats['requests']} requests answered, "
-        f"{shown(stats['output_tokens_per_s'])} tokens/s out; "
-        f"TTFT p50 {_ms(stats['ttft']['p50'])}, p99 {_ms(stats['ttft']['p99'])}; "
-        f"ITL p50 {_ms(stats['itl']['p50'])}, p99 {_ms(stats['itl']['p99'])}"
+def _verdict(runs: Sequence[tuple[Measured, Stats]]) -> str:
+    if not runs:
+        return "Nothing was measured."
+    answered = sum(stats["answered"] for _, stats in runs)
+    requests = sum(stats["requests"] for _, stats in runs)
+    best, most = max(runs, key=lambda run: run[1]["output_tokens_per_s"] or 0.0)
+    at = f", at {best.point}" if len(runs) > 1 else ""
+    said = f"{answered} of {requests} requests answered; "
+    return f"{said}{shown(most['output_tokens_per_s'])} tokens/s out{' at most' if at else ''}{at}."
+
+
+def _headline(runs: Sequence[tuple[Measured, Stats]]) -> Table:
+    columns = (
+        *("load", "answered", "tokens/s out"),
+        *("TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "goodput/s"),
     )
-    if stats["goodput"]:
-        good = stats["goodput"]
-        said += f"; goodput {shown(good['requests_per_s'])} requests/s"
-        if good["share"] is not None:
-            said += f" ({good['share']:.0%})"
-    return said + "."
+    rows = [
+        (
+            one.point,
+            f"{stats['answered']} of {stats['requests']}",
+            shown(stats["output_tokens_per_s"]),
+            *(_ms(stats[key][which]) for key in ("ttft", "itl") for which in ("p50", "p99")),
+            _goodput(stats),
+        )
+        for one, stats in runs
+    ]
+    return Table("In short", columns, rows)
+
+
+def _goodput(stats: Stats) -> str:
+    good = stats["goodput"]
+    return f"{good['requests_per_s']:.3g} ({good['share'] or 0:.0%})" if good else "–"
 
 
 def _overview(runs: Sequence[tuple[Measured, Stats]]) -> Table:
     rows = []
     for one, stats in runs:
-        good = stats["goodput"]
         rows.append(
             (
                 one.point,
@@ -86,7 +104,7 @@ def _overview(runs: Sequence[tuple[Measured, Stats]]) -> Table:
                 shown(stats["requests_per_s"]),
                 shown(stats["input_tokens_per_s"]),
                 shown(stats["output_tokens_per_s"]),
-                f"{good['requests_per_s']:.3g} ({good['share'] or 0:.0%})" if good else "–",
+                _goodput(stats),
                 shown(stats["tokens_per_chunk"]),
                 f"{stats['client_cpu']:.0%}",
             )

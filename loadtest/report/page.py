@@ -22,11 +22,24 @@ class Table:
     note: str = ""
     emphasis: frozenset[int] = frozenset()
 
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        cells = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return [
+            "  ".join(
+                cell.ljust(width) if index == 0 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
     title: str
-    lead: Sequence[str]  # the answer, in sentences
+    lead: Sequence[str]  # the answer, in a sentence or two
+    headline: Table | None  # the numbers behind it
     warnings: Sequence[str]  # what to know before believing it
     plots: Sequence[Plot]
     tables: Sequence[Table]

@@ -11,6 +11,7 @@ WIDTH, HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
 _ASIDE = 3.0  # pixels between the spreads of two lines, which would hide each other
 _ROOM = 2.0  # times the extremes of all points: how far a spread may stretch an axis
+_OF_ZERO = 0.08  # of a logarithmic axis: how far zero is from the smallest value above it
 _NUM_COLOURS = 8  # classes c0 to c7
 
 
@@ -42,12 +43,15 @@ class Plot:
 
 
 class _Axis:
-    """Values to pixels. A logarithmic axis has no place for what is not above zero."""
+    """Values to pixels. A logarithmic axis has a place for zero only where there is one: below all
+    others, and not to scale."""
 
     def __init__(
         self, values: Sequence[float], pixels: tuple[float, float], *, log: bool, zero: bool
     ) -> None:
-        usable = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        finite = [value for value in values if math.isfinite(value)]
+        usable = [value for value in finite if value > 0 or not log]
+        self._has_zero = log and len(usable) < len(finite)
         low, high = (min(usable), max(usable)) if usable else (1.0, 10.0)
         self.log = log
         if log:
@@ -56,14 +60,21 @@ class _Axis:
             self.ticks = _log_ticks(low, high)
         else:
             low = min(0.0, low) if zero else low
-            if low == high:
-                high = low + 1.0
+            if low == high:  # a single value stands in the middle
+                around = abs(low) / 2 or 0.5
+                low, high = (0.0, 1.0) if zero else (low - around, high + around)
             self.ticks = _ticks(low, high)
         self._low = min(low, *self.ticks)
         self._high = max(high, *self.ticks)
-        self._pixels = pixels
+        start, end = pixels
+        self._zero = start
+        self._pixels = (start + _OF_ZERO * (end - start) if self._has_zero else start, end)
+        if self._has_zero:
+            self.ticks = [0.0, *self.ticks]
 
     def __call__(self, value: float) -> float:
+        if self.log and value <= 0:
+            return self._zero
         scale: Callable[[float], float] = math.log if self.log else float
         low, high = scale(self._low), scale(self._high)
         share = (scale(value) - low) / (high - low)
@@ -72,10 +83,16 @@ class _Axis:
 
     def within(self, value: float) -> float:
         """The nearest place on the axis."""
+        if self._has_zero and value <= 0:
+            return self._zero
         return self(min(max(value, self._low), self._high))
 
     def has(self, value: float | None) -> bool:
-        return value is not None and math.isfinite(value) and (value > 0 or not self.log)
+        return (
+            value is not None
+            and math.isfinite(value)
+            and (value > 0 or not self.log or self._has_zero)
+        )
 
 
 def render(plot: Plot) -> str:
