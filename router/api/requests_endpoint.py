@@ -52,6 +52,7 @@ def _summary(timeline: RequestTimeline) -> dict[str, Any]:
         "arrived": timeline.arrived_unix,
         "seconds": (timeline.ended or time.monotonic()) - timeline.arrived,
         "ttft_s": timeline.first_token - timeline.arrived if timeline.first_token else None,
+        "last_token_s": timeline.last_token - timeline.arrived if timeline.last_token else None,
         "prompt_tokens": timeline.prompt_tokens,
         "cached_tokens": timeline.cached_tokens,
         "completion_tokens": timeline.completion_tokens,

@@ -74,7 +74,6 @@ class RequestRecord:
             self._timelines.end(timeline, "error", str(error))
             return
         outcome = _outcome(error) if error else self._finish_reason
-        timeline.last_token, timeline.completion_tokens = self._wrote_at, self._num_tokens
         self._timelines.end(timeline, outcome, str(error or ""))
         seconds = time.monotonic() - self._arrived_at
         self._metrics.ended(outcome, seconds)
@@ -130,8 +129,9 @@ class RequestRecord:
             num_next, waited_s = num_tokens - 1, 0.0  # those with the first one came at once
         if num_next:
             self._metrics.next_token(waited_s / num_next, num_next)
-        self._wrote_at = now
+        self._wrote_at = self.timeline.last_token = now
         self._num_tokens += num_tokens
+        self.timeline.completion_tokens = self._num_tokens
 
     def finish(self, finish_reason: str, cached_tokens: int) -> None:
         """finish_reason: "stop" or "length"."""

@@ -77,7 +77,7 @@ def test_an_answer_streams_and_is_what_the_api_answers(
     fields = {"prompt": "Once upon a time", **GREEDY}
     answer = background(post(cluster.http_port, "/v1/completions", fields)).json
     assert text == answer["choices"][0]["text"] != ""
-    facts = dict(zip(view.texts("#facts dt"), view.texts("#facts dd"), strict=True))
+    facts = _facts(view, "#facts")
     assert facts["Tokens"] == "24, the limit"
     assert facts["Prompt"].startswith("16 tokens")
     assert re.fullmatch(r"[\d.]+ m?s", facts["First token"])
@@ -165,6 +165,41 @@ def test_the_browser_makes_no_html_of_text_and_runs_no_foreign_script(view: View
     assert view.run(script) is False
     refused = view.complaints()
     assert refused and all("has been blocked" in complaint for complaint in refused)
+
+
+def _facts(view: View, where: str) -> dict[str, str]:
+    return dict(zip(view.texts(f"{where} dt"), view.texts(f"{where} dd"), strict=True))
+
+
+def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
+    # Seen failing: 83 and 36 tokens/s.
+    view.ask("how fast is this one", **GREEDY)
+    view.answered()
+    both = ("#facts", "#timeline-facts")
+
+    def agreed() -> bool:
+        asked, told = (_facts(view, where) for where in both)
+        return all(asked[name] == told.get(name) for name in ("First token", "Tokens/s"))
+
+    view.until(agreed, "the times of the prompt box are those of the timeline")
+    assert view.text(".tile:nth-child(4) .tile-foot").startswith(
+        _facts(view, ".node[data-role=prefill] .facts")["found in cache"]
+    )
+
+
+def test_prompts_that_the_model_answers_are_buttons(view: View):
+    view.run(FAKE, "baton-demo")
+    view.until(lambda: view.texts("#examples button"), "there are some")
+    view.run("document.querySelector('#examples button').click()")
+    view.answered()
+    assert view.run("return document.querySelector('#prompt').value") == "add 27 15 ="
+
+
+def test_the_words_of_a_card_are_explained_where_one_points_at_them(view: View):
+    titled = "return [...document.querySelectorAll(arguments[0])].map((e) => e.title)"
+    for words in (".node .facts > div", ".queues li", "#paths li", ".reads li", "#holders li"):
+        titles = view.until(lambda words=words: view.run(titled, words), f"there are {words}")
+        assert all(titles), words
 
 
 FAKE = """

@@ -83,10 +83,18 @@ async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_
         assert (live["id"], live["label"]) == (submit.request_id, "a b")
         assert (live["outcome"], live["ttft_s"]) == ("live", None)
         assert live["decode"] == node.address and live["prefill"] is None
+        node.say({number: byte_level_tokenizer().encode("a").ids[:1]})
+        async with asyncio.timeout(WAIT_S):
+            while (live := (await requests(r.http_port))[0])["ttft_s"] is None:
+                pass
+        # Seen failing: a first token after some time, and 0 tokens.
+        assert (live["outcome"], live["completion_tokens"]) == ("live", 1)
+        assert live["last_token_s"] == live["ttft_s"]
         node.send(ends(number, HELD))
         await collect(call)
         (ended,) = await requests(r.http_port)
-        assert (ended["outcome"], ended["completion_tokens"]) == ("length", 1)
+        assert (ended["outcome"], ended["completion_tokens"]) == ("length", 2)
+        assert ended["ttft_s"] < ended["last_token_s"] <= ended["seconds"]
         assert (ended["prefill"], ended["path"]) == (PREFILL, "cma")
         assert ended["cached_tokens"] == 3 and ended["trace_id"] is None
         whole = (await get(r.http_port, "/requests/a%20b")).json

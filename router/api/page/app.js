@@ -21,7 +21,7 @@ const sides = [
   new Nodes(byId("decode-nodes"), byId("decode-count"), "decode"),
 ];
 const links = new Links(byId("fabric"), byId("links"), byId("paths"));
-const timeline = new Timeline();
+const timeline = new Timeline((request) => ask.agree(request));
 const requests = new Requests((id) => timeline.show(id));
 const ask = new Ask((id) => {
   requests.choose(id);

@@ -1,8 +1,10 @@
 // The prompt box: sends a prompt, shows the answer as it comes, and how fast it came.
 
 import { byId, element, keep, say } from "./dom.js";
-import { count, duration } from "./format.js";
+import { EXAMPLES } from "./examples.js";
+import { duration } from "./format.js";
 import { fetchWithKey } from "./key.js";
+import { speed } from "./speed.js";
 import { events } from "./sse.js";
 
 export class Ask {
@@ -13,6 +15,8 @@ export class Ask {
     this.prompt = byId("prompt");
     this.answer = byId("answer");
     this.stopping = undefined; // of the request under way
+    this.id = ""; // of the last request
+    this.facts = new Map(); // of its answer: name to text
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (!this.stopping) this.send();
@@ -26,29 +30,54 @@ export class Ask {
     byId("stop").addEventListener("click", () => this.stopping?.abort());
   }
 
-  /** Offers chat where the model has a template for it. */
+  /** Offers chat where the model has a template for it, and prompts that it is known to answer. */
   know(router) {
     byId("kind").hidden = !router.has_chat_template;
+    const prompts = EXAMPLES[router.model] ?? [];
+    byId("examples").hidden = !prompts.length;
+    keep(byId("examples"), prompts, (prompt) => prompt, (prompt) => this.example(prompt), () => {});
+  }
+
+  example(prompt) {
+    const button = element("button", { type: "button", class: "mono" }, prompt);
+    button.addEventListener("click", () => {
+      this.prompt.value = prompt;
+      byId("temperature").value = 0; // there is one right answer
+      if (!this.stopping) this.form.requestSubmit();
+    });
+    return element("li", {}, button);
+  }
+
+  /** The router's record of the last answer is here: its times take the place of the browser's. */
+  agree(request) {
+    if (request.id === this.id && request.outcome !== "live") this.tell(speed(request));
+  }
+
+  tell(facts) {
+    this.facts = new Map([...this.facts, ...facts]);
+    byId("facts").hidden = false;
+    keep(byId("facts"), [...this.facts], ([name]) => name, makeFact, (fact, [, value]) => say(fact.lastChild, value));
   }
 
   async send() {
     const run = new Run(this.answer);
     this.stopping = new AbortController();
     this.busy(true);
-    let id = "";
+    this.id = "";
+    this.facts = new Map();
     try {
       const answer = await this.post(this.stopping.signal);
       if (!answer.ok) throw new Error(await reason(answer));
-      id = answer.headers.get("baton-request-id") ?? "";
+      this.id = answer.headers.get("baton-request-id") ?? "";
       for await (const event of events(answer.body)) run.take(event);
-      run.end();
+      this.tell(run.end());
     } catch (error) {
       run.fail(this.stopping.signal.aborted ? "" : sentence(error));
     } finally {
       this.stopping = undefined;
       this.busy(false);
     }
-    if (id) this.onEnd(id);
+    if (this.id) this.onEnd(this.id);
   }
 
   post(signal) {
@@ -123,19 +152,17 @@ class Run {
     if (atEnd) this.answer.scrollTop = this.answer.scrollHeight;
   }
 
+  /** Returns what to tell of it, times as the browser saw them. */
   end() {
     this.paint();
     say(byId("progress"), "");
     const { prompt_tokens: asked, completion_tokens: made, prompt_tokens_details: of } = this.usage;
-    const spent = (this.last - this.first) / 1e3;
-    const facts = [
-      ["First token", duration((this.first - this.began) / 1e3)],
-      ["Tokens/s", made > 1 && spent > 0 ? count((made - 1) / spent) : "–"],
+    const seen = (moment) => (moment === undefined ? null : (moment - this.began) / 1e3);
+    return [
+      ...speed({ ttft_s: seen(this.first), last_token_s: seen(this.last), completion_tokens: made }),
       ["Tokens", this.finish === "length" ? `${made}, the limit` : `${made}`],
       ["Prompt", `${asked} tokens${of ? `, ${of.cached_tokens} cached` : ""}`],
     ];
-    byId("facts").hidden = false;
-    keep(byId("facts"), facts, ([name]) => name, makeFact, (fact, [, value]) => say(fact.lastChild, value));
   }
 
   /** `words`: empty where a person has stopped it. */

@@ -2,6 +2,7 @@
 
 import { element, keep, mark, say, shape } from "./dom.js";
 import { gigabytes } from "./format.js";
+import { PATHS } from "./paths.js";
 
 const LABEL_HEIGHT = 18;
 const LABEL_AT = 0.68; // of the way: nearer to the reader, where lines have parted
@@ -41,7 +42,7 @@ export class Links {
         })),
       );
     const paths = [...new Set(this.links.map((link) => link.path))].sort();
-    keep(this.legend, paths, (path) => path, (path) => element("li", { "data-path": path }, path), () => {});
+    keep(this.legend, paths, (path) => path, (path) => element("li", { "data-path": path, title: PATHS[path] }, path), () => {});
     this.draw();
   }
 

@@ -2,6 +2,7 @@
 
 import { element, keep, mark, say } from "./dom.js";
 import { count, gigabytes, percent } from "./format.js";
+import { PATHS } from "./paths.js";
 
 /** Holders of pages in the order of the bar, and what they mean. */
 export const HOLDERS = {
@@ -29,6 +30,14 @@ const STATES = {
   draining: "draining",
   unhealthy: "unhealthy",
   unreachable: "unreachable",
+};
+const FACTS = {
+  "steps/s": "forwards of the engine",
+  "hand-offs/s": "prompts whose pages went from one node to another",
+  "found in cache": "share of all prompts' tokens since it started whose pages it had already",
+  "local prefills": "prompts that this decode node computed itself",
+  "hand-offs lost": "they failed on the way, and were tried anew or computed here",
+  retractions: "requests taken off the device for want of pages; they go on later",
 };
 const RARE = new Set(["chunked", "retracted", "unpaired"]); // queues that are shown when something is in them
 const MOST_OPEN = 4; // more nodes than this on one side start closed
@@ -144,8 +153,8 @@ function facts(node, rates) {
     { label: "steps/s", value: of("steps") },
     { label: "hand-offs/s", value: of("handoffs_held") },
   ];
-  const { prompt_tokens: prompt = 0, cached_tokens: cached = 0 } = node.counters;
-  if (prompt) shown.push({ label: "found in cache", text: percent(cached / prompt) });
+  const found = foundInCache([node]);
+  if (found) shown.push({ label: "found in cache", text: found });
   const { retractions = 0, local_prefills: local = 0, handoffs_lost: lost = 0 } = node.counters;
   if (local) shown.push({ label: "local prefills", value: local });
   if (lost) shown.push({ label: "hand-offs lost", value: lost, bad: true });
@@ -155,7 +164,14 @@ function facts(node, rates) {
   return shown;
 }
 
-const makeFact = (fact) => element("div", {}, element("dt", {}, fact.label), element("dd"));
+/** Which share of all prompts' tokens these nodes had already, since they started; "" of none. */
+export function foundInCache(nodes) {
+  const sum = (counter) => nodes.reduce((all, node) => all + (node.counters[counter] ?? 0), 0);
+  return sum("prompt_tokens") ? percent(sum("cached_tokens") / sum("prompt_tokens")) : "";
+}
+
+const makeFact = (fact) =>
+  element("div", { title: FACTS[fact.label] }, element("dt", {}, fact.label), element("dd"));
 
 function updateFact(child, fact) {
   say(child.lastChild, fact.text ?? (fact.value === undefined ? "–" : count(fact.value)));
@@ -174,7 +190,11 @@ function makeQueue([name]) {
 }
 
 const makeRead = (link) =>
-  element("li", {}, element("span", { class: "mono clip" }, link.peer), " ", element("span"));
+  element(
+    "li",
+    { title: PATHS[link.path] },
+    element("span", { class: "mono clip" }, link.peer), " ", element("span"),
+  );
 
 function words(node) {
   const parts = [];

@@ -4,12 +4,15 @@ import { Chart, PHASES, phaseWords } from "./chart.js";
 import { byId, element, keep, mark, say } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 import { fetchJson } from "./feed.js";
+import { speed } from "./speed.js";
 
 const SLIVER = 0.15; // a first token sooner than this share of all the time is shown by itself first
 const AGAIN_MS = 700; // while a request is live
 
 export class Timeline {
-  constructor() {
+  /** `onShow(request)` is called with each request that is drawn, as the router tells it. */
+  constructor(onShow) {
+    this.onShow = onShow;
     this.chart = new Chart(byId("chart"), byId("chart-hint"));
     this.id = undefined;
     this.timer = undefined;
@@ -43,6 +46,7 @@ export class Timeline {
       document.querySelector(`#span [value=${sliver ? "first" : "whole"}]`).checked = true;
     }
     this.draw();
+    this.onShow(request);
     if (request.outcome === "live") this.timer = setTimeout(() => this.show(id), AGAIN_MS);
   }
 
@@ -63,13 +67,13 @@ export class Timeline {
 }
 
 function facts(request) {
-  const { ttft_s: first, seconds, completion_tokens: made } = request;
+  const [first, rate] = speed(request);
   const shown = [
-    ["First token", duration(first)],
-    ["All", duration(seconds)],
-    ["Tokens/s", first !== null && made > 1 ? count((made - 1) / (seconds - first)) : "–"],
+    first,
+    ["All", duration(request.seconds)],
+    rate,
     ["Prompt", `${request.prompt_tokens} tokens, ${request.cached_tokens} cached`],
-    ["Answer", `${made} tokens`],
+    ["Answer", `${request.completion_tokens} tokens`],
     ["End", request.outcome],
   ];
   const held = request.attempts.findLast((attempt) => attempt.outcome === "held");

@@ -2,6 +2,7 @@
 
 import { element, keep, mark, say, shape } from "./dom.js";
 import { age, count, percent } from "./format.js";
+import { foundInCache } from "./nodes.js";
 
 const KEPT = 60; // polls
 const WIDTH = 96;
@@ -19,12 +20,11 @@ export class Totals {
     const { nodes, router } = cluster;
     const ready = nodes.filter((node) => node.state === "ready").length;
     const [used, cached, all] = pages(nodes);
-    const cachedTokens = rates.sum(nodes, "cached_tokens");
     const promptTokens = rates.sum(nodes, "prompt_tokens");
     const generated = rates.sum(nodes, "generated_tokens");
     const readers = nodes.filter((node) => node.role === "decode");
     const handoffs = rates.sum(readers, "handoffs_held");
-    const hits = promptTokens ? `${percent(cachedTokens / promptTokens)} cached` : "";
+    const found = foundInCache(nodes);
     const tiles = [
       { label: "Nodes ready", value: `${ready}`, unit: `of ${nodes.length}`, note: "" },
       {
@@ -35,13 +35,13 @@ export class Totals {
         past: router.live_requests,
       },
       { label: "Tokens", value: rate(generated), unit: "/s", note: "", past: generated },
-      { label: "Prompt tokens", value: rate(promptTokens), unit: "/s", note: hits, past: promptTokens },
+      { label: "Prompt tokens", value: rate(promptTokens), unit: "/s", note: found ? `${found} found in cache` : "", past: promptTokens },
       { label: "Hand-offs", value: rate(handoffs), unit: "/s", note: "", past: handoffs },
       {
         label: "Pages in use",
         value: all ? percent(used / all) : "–",
         unit: all ? `of ${count(all)}` : "",
-        note: all ? `${percent(cached / all)} cached` : "",
+        note: all ? `and ${percent(cached / all)} in the cache alone` : "",
       },
     ];
     for (const tile of tiles) if (tile.past !== undefined) this.remember(tile.label, tile.past);
