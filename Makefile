@@ -1,12 +1,14 @@
-# `make up` serves on this machine, `make test` tests. Both first make .venv if it is not there.
+# `make up` serves on this machine, `make test` tests. Both first make .venv if it is not there, and
+# install into it what they need: to serve takes less than to test.
 # pip takes its settings from the environment: on a machine without a GPU, PIP_EXTRA_INDEX_URL can
 # name an index with CPU builds of torch, which are smaller.
 
 SHELL := /bin/sh
 BIN := .venv/bin
-INSTALLED := .venv/.installed
-SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+SERVES := .venv/.serves
+TESTS := .venv/.tests
+SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .PHONY: help up test test-long attack check lint docs format proto clean
@@ -20,43 +22,45 @@ help:
 	@echo "make docs                                                the site, in build/site"
 	@echo "make lint | format | proto | clean"
 
-up: $(INSTALLED)
+up: $(SERVES)
 	@$(BIN)/baton up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: $(INSTALLED)
+test: $(TESTS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-long: $(INSTALLED)
+test-long: $(TESTS)
 	$(BIN)/python -m pytest -m long $(ARGS)
 
-attack: $(INSTALLED)
+attack: $(TESTS)
 	@$(BIN)/python -m tests.attack $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)')
 
 check: lint docs test
 
-lint: $(INSTALLED)
+lint: $(TESTS)
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/ruff check --quiet
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(INSTALLED)
+docs: $(TESTS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
-format: $(INSTALLED)
+format: $(TESTS)
 	$(BIN)/ruff format --quiet
 	$(BIN)/ruff check --fix --quiet
 
-proto: $(INSTALLED)
+proto: $(TESTS)
 	$(BIN)/python -m protos.generate
 
 clean:
 	rm -rf .venv var build *.egg-info
 
-$(INSTALLED): pyproject.toml
-	@test -x $(BIN)/pip || test -n '$(PYTHON)' || \
-		{ echo 'Baton needs Python 3.11 or 3.12 with its venv module; none found.' >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
+$(SERVES) $(TESTS): pyproject.toml | $(BIN)/pip
 	@echo 'installing into .venv (takes some minutes the first time)'
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable $(if $(filter $(TESTS),$@),'.[dev]',.)
 	@touch $@
+
+$(BIN)/pip:
+	@test -n '$(PYTHON)' || \
+		{ echo 'Baton needs Python 3.11 to 3.14 with its venv module; none found.' >&2; exit 1; }
+	@$(PYTHON) -m venv --clear .venv

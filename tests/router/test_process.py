@@ -199,7 +199,7 @@ async def test_http_clients_are_served_to_the_end_at_sigterm(
         (["--model", "MODEL", "--decode", ABSENT, "--budget-s", "0"], "--budget-s"),
         (["--model", "MODEL", "--decode", ABSENT, "--api-keys", "/absent"], "--api-keys: /absent"),
         (["--model", "MODEL", "--decode", ABSENT, "--salt-by-key"], "needs --api-keys"),
-        (["--model", "MODEL", "--decode", ABSENT, "--cors-origins", "a.b"], "--clients.cors"),
+        (["--model", "MODEL", "--decode", ABSENT, "--cors-origins", "a.b"], "--cors-origins"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_2(

@@ -41,7 +41,7 @@ export class Totals {
         label: "Pages in use",
         value: all ? percent(used / all) : "–",
         unit: all ? `of ${count(all)}` : "",
-        note: all ? `and ${percent(cached / all)} in the cache alone` : "",
+        note: all ? `${percent(cached / all)} only cached` : "",
       },
     ];
     for (const tile of tiles) if (tile.past !== undefined) this.remember(tile.label, tile.past);
