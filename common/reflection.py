@@ -24,9 +24,8 @@ def servicer(services: Sequence[str]) -> Any:
 
 def add_to_server(servicer: Any, server: Any) -> None:
     """As generated code registers a service, under both names."""
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(  # type: ignore[no-untyped-call]
-        servicer, server
-    )
+    add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

@@ -163,7 +163,9 @@ def test_wrong_input_is_one_line(capsys, arguments, words):
 async def test_a_server_that_is_not_there_is_one_line(bench):
     run = await bench("load", "--rate=1", "--url=http://127.0.0.1:1")
     assert await run.ended() == (1, None)
-    assert run.errors.splitlines() == ["baton bench load: /v1/models: Connection refused"]
+    assert run.errors.splitlines() == [
+        "baton bench load: http://127.0.0.1:1/v1/models: Connection refused"
+    ]
 
 
 async def test_a_load_that_the_model_cannot_take_is_refused(bench):

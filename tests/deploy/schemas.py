@@ -58,7 +58,9 @@ _POD_MONITOR = _fields(
         "podMetricsEndpoints": _each(
             _fields(
                 {"port": _NAME, "interval": {"type": "string", "pattern": "^[0-9]+s$"}},
-                relabelings=_each(_fields({"targetLabel": _NAME, "replacement": _NAME})),
+                relabelings=_each(
+                    _fields({"targetLabel": _NAME}, replacement=_NAME, sourceLabels=_each(_NAME))
+                ),
             )
         ),
     }

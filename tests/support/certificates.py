@@ -79,8 +79,14 @@ class Authority:
             .not_valid_after(not_after)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_of_issuer(authority), critical=False)  # Python 3.13 wants it
             .sign(signer, hashes.SHA256())
         )
+
+
+def _of_issuer(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    told = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(told)
 
 
 def flags(knob: str, config: TlsConfig) -> list[str]:
