@@ -13,6 +13,7 @@ from common.namespace import SHARED, namespace_of
 from common.sampling import SamplingParams
 from common.timeline import PrefillTimes
 from common.tracing.context import SpanName
+from common.trial import MAX_DEATHS
 from kvtransfer import wire
 from kvtransfer.messages import (
     Admitted,
@@ -89,9 +90,18 @@ def opens(draw: st.DrawFn) -> Open:
     num_generated = draw(st.integers(0, len(tokens) - 1))
     budget_s = draw(st.floats(1e-3, wire.MAX_BUDGET_S))
     namespace = draw(st.just(SHARED) | st.builds(namespace_of, text))
-    words = draw(text), draw(traceparents), namespace
-    queue_s = draw(st.floats(0.0, wire.MAX_BUDGET_S) | st.just(math.inf))
-    return Open(draw(ids), tokens, num_generated, draw(samplings), budget_s, *words, queue_s)
+    return Open(
+        id=draw(ids),
+        token_ids=tokens,
+        num_generated=num_generated,
+        sampling=draw(samplings),
+        budget_s=budget_s,
+        request_id=draw(text),
+        traceparent=draw(traceparents),
+        namespace=namespace,
+        engine_deaths=draw(st.integers(0, MAX_DEATHS)),
+        queue_s=draw(seconds | st.just(math.inf)),
+    )
 
 
 @st.composite
@@ -122,12 +132,14 @@ def through(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessag
     return wire.parse(type(proto).FromString(proto.SerializeToString()))
 
 
+# Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_deaths`.
 @settings(max_examples=150, deadline=None)
 @given(from_reader)
 def test_what_a_reader_says_arrives_as_it_was(message: FromReader) -> None:
     assert through(message, as_reader=True) == message
 
 
+# Seen failing with `retry_after_s` of Failed left out, on its way out or in.
 @settings(max_examples=150, deadline=None)
 @given(from_owner)
 def test_what_an_owner_says_arrives_as_it_was(message: FromOwner) -> None:

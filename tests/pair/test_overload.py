@@ -86,24 +86,6 @@ def test_what_has_waited_as_long_as_it_may_is_dropped_before_any_work(known):
         _assert_answered(known, *before)
 
 
-def test_a_prompt_that_one_owner_has_no_time_for_goes_to_another(known):
-    with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
-        _know_how_fast(rig, owners=[0])
-        before = _busy(rig, rig.prefill[0], owners=[0])
-        asked = rig.ask(SHORT, queue_s=0.002, owners=[0, 1])
-        rig.until(
-            lambda: rig.prefill[0].count("refused/late"), "refused", *rig.prefill, *rig.decode
-        )
-        rig.run()
-        if asked.tokens:  # unless it took this machine longer than it may wait
-            _assert_answered(known, asked)
-        else:
-            _assert_refused(asked)
-        assert rig.decode[0].count("handoff_retries") <= 1
-        assert rig.decode[0].count("local_prefills") == 0
-        _assert_answered(known, *before)
-
-
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 def test_an_answer_that_goes_on_is_never_refused(known, mode):
     owners = (ROOMY,) if mode == "disaggregated" else ()
