@@ -65,6 +65,40 @@ def test_a_request_gets_in_when_what_was_kept_free_for_others_suffices():
     rig.run()
 
 
+# Seen failing without the cache's size in what batch_is_full remembers.
+def test_a_request_gets_in_when_its_prefix_comes_into_the_cache_and_no_page_is_free_for_it():
+    rig = Rig(num_pages=10, vandal=False)
+    rig.scheduler.allocate(2, Holder.PUBLICATION)
+    prompt = [1] * 64
+    first = rig.expected(rig.request(prompt))[0][0]
+    joining = rig.request(prompt, max_tokens=12, generated=[first])
+    assert rig.land(joining)
+    waiting = rig.add([*prompt, *[2] * 20], max_tokens=2)
+    rig.step(2)
+    assert rig.admitted == []
+    rig.join_landed()
+    rig.step(2)
+    assert [key for key, _ in rig.admitted] == [waiting.key]
+    assert joining.key not in rig.finished
+    rig.run()
+
+
+# Seen failing without the prefix's own pages in what it needs: it is let in, and there are none.
+def test_a_request_does_not_count_on_evicting_the_prefix_that_it_holds():
+    rig = Rig(num_pages=10, vandal=False)
+    known = [3] * 64
+    rig.add(known, max_tokens=1)
+    rig.run()
+    lent = rig.scheduler.allocate(4, Holder.PUBLICATION)
+    waiting = rig.add([*known, *[4] * 60], max_tokens=2)
+    rig.step(3)
+    assert [key for key, _ in rig.admitted] == [1]
+    rig.pages.drop(lent[:2], Holder.PUBLICATION)
+    rig.step()
+    assert [key for key, _ in rig.admitted] == [1, waiting.key]
+    rig.run()
+
+
 def test_nobody_is_tried_again_while_there_is_no_more_room(monkeypatch):
     rig = _full()
     running = rig.add([3], max_tokens=30)
@@ -97,6 +131,19 @@ def test_what_fits_may_overtake_what_does_not_until_that_has_waited_too_long():
     assert len(rig.admitted) == 1
     for key in (1, 3, 4):
         rig.end(rig.scheduler.abort(rig.requests[key], Finish(FinishReason.ABORT)))
+
+
+# Seen failing with those who wait for a turn of another kind always passed over.
+@pytest.mark.parametrize("suspect", [True, False], ids=["a suspect", "who may share"])
+def test_one_that_has_waited_too_long_is_overtaken_by_nobody_of_the_other_kind_either(suspect):
+    for arrived, admitted in ((LATER, [2]), (0.0, [])):
+        rig = _full()
+        large = rig.add([1] * 60, arrived=arrived, suspect=suspect)
+        small = rig.add([2] * 10, max_tokens=2, arrived=LATER + 1.0, suspect=not suspect)
+        rig.step(3)
+        assert [key for key, _ in rig.admitted] == admitted
+        rig.abort(large)
+        rig.run_until(lambda key=small.key, rig=rig: key in rig.finished)
 
 
 def test_who_comes_late_from_another_queue_has_the_place_of_its_arrival():

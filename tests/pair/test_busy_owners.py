@@ -86,7 +86,7 @@ def test_a_prompt_that_no_owner_has_time_for_is_refused_and_not_prefilled_here(
 # Seen failing without the look at `start_by`: the other owner is asked.
 def test_a_prompt_whose_time_is_over_when_an_owner_refuses_it_goes_to_no_other(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
-        busy, other = rig.prefill
+        _, other = rig.prefill
         (decode,) = rig.decode
         rig.wires.hold_back(Failed)
         asked = rig.ask(LONG, queue_s=0.3)
