@@ -8,7 +8,8 @@ registers or wants more shared memory than a block may have; where one has more 
 `_budgets.py` allows; where one is compiled once more only because a number differs that differs
 from step to step (in traffic, that is), or leaves it to a default of Triton's, which changes, that
 products and sums are fused; and where `kernels` has one that no variant launches. Kernels of equal
-code are one row.
+code are one row. With --only all launches are looked at, and those compiled whose variant and
+kernel have NAME in their names.
 """
 
 import argparse
@@ -52,7 +53,7 @@ _COLUMNS = {
 }
 
 
-def record(arch: int, only: str, *, every: bool) -> tuple[dict[Launch, list[str]], list[str]]:
+def record(arch: int, *, every: bool) -> tuple[dict[Launch, list[str]], list[str]]:
     """Launches with the names of their variants; and what is compiled in traffic."""
     launches: dict[Launch, list[str]] = {}
     problems = []
@@ -62,8 +63,6 @@ def record(arch: int, only: str, *, every: bool) -> tuple[dict[Launch, list[str]
                 variant.launch(count)
         first: dict[tuple[str, str], Launch] = {}
         for launch in recorded:
-            if only not in f"{variant.name} {launch.kernel}":
-                continue
             launches.setdefault(launch, []).append(variant.name)
             if not launch.says_fusion:
                 problems.append(f"{launch.kernel} is launched without enable_fp_fusion")
@@ -131,7 +130,7 @@ def main() -> None:
     )
     supported = sorted(_compile.SHARED_BYTES)
     parser.add_argument("--arch", type=int, nargs="+", choices=supported, default=supported)
-    parser.add_argument("--only", default="", metavar="NAME", help="part of variant and kernel")
+    parser.add_argument("--only", default="", metavar="NAME", help="compile those alone")
     parser.add_argument("--all", action="store_true", help="all shapes, dtypes and page sizes")
     parser.add_argument(
         "--write-budgets",
@@ -148,14 +147,18 @@ def main() -> None:
     launches: dict[Launch, list[str]] = {}
     problems: list[str] = []
     for arch in options.arch:
-        recorded, found = record(arch, options.only, every=options.all)
+        recorded, found = record(arch, every=options.all)
         launches |= recorded
         problems += found
-    if not options.only:
-        absent = never_launched({launch.kernel for launch in launches})
-        problems += [f"{name} is launched by no variant" for name in absent]
+    absent = never_launched({launch.kernel for launch in launches})
+    problems += [f"{name} is launched by no variant" for name in absent]
+    wanted = [
+        launch
+        for launch, names in launches.items()
+        if any(options.only in f"{name} {launch.kernel}" for name in names)
+    ]
     workers = len(os.sched_getaffinity(0))
-    rows = rows_of(_compile.compiled(launches, workers, options.files), launches)
+    rows = rows_of(_compile.compiled(wanted, workers, options.files), launches)
     problems += [
         f"{row['kernel']} on sm_{row['arch']} ({row['variants'][0]}) {row['problem']}"
         for row in rows
@@ -167,7 +170,7 @@ def main() -> None:
     _record.table([_for_people(row) for row in rows], _COLUMNS)
     seconds = round(time.monotonic() - began, 1)
     _record.say(
-        f"{len(launches)} launches, {len(rows)} kernels, triton {triton.__version__}, {seconds} s"
+        f"{len(wanted)} launches, {len(rows)} kernels, triton {triton.__version__}, {seconds} s"
     )
     for problem in dict.fromkeys(problems):
         _record.say(f"FAILED: {problem}")
