@@ -21,7 +21,7 @@ from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GenerateRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support.cluster import children_of, free_ports
+from tests.support.cluster import children_of, free_ports, free_row
 from tests.support.programs import Program, await_end, runs
 from tests.support.sockets import OpenSocket, sockets_of
 
@@ -88,7 +88,7 @@ def _answered(curl: str) -> dict[str, Any]:
         case ["curl", url, "-H", header, "-d", body]:
             name, value = header.split(": ")
             asked = urllib.request.Request(url, body.encode(), {name: value})
-            with urllib.request.urlopen(asked, timeout=10) as answer:
+            with urllib.request.urlopen(asked, timeout=START_S) as answer:
                 content: dict[str, Any] = json.load(answer)
                 return content
     raise AssertionError(curl)
@@ -116,8 +116,9 @@ def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run,
 # "What listens" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
 # each engine, one of them on all interfaces.
 def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run, model):
-    metrics, pages = free_ports(2)
-    up = run(f"--model={model}", f"--metrics-port={metrics}", f"--transfer.data-port={pages}")
+    (pages,), metrics = free_ports(1), free_row(3)
+    how = (f"--metrics-port={metrics[0]}", f"--transfer.data-port={pages}")
+    up = run(f"--model={model}", *how)
     children = _serving(up)
     _answered(up.line_with("curl http"))  # by now a path between the nodes has been proved
     found = {name: sockets_of(pid) for name, pid in children.items()}
@@ -132,7 +133,7 @@ def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run,
             "decode_node": ["--port"],
         }.items()
     ):
-        ports = [metrics + number, *(int(_flag(children[name], flag)) for flag in flags)]
+        ports = [metrics[number], *(int(_flag(children[name], flag)) for flag in flags)]
         assert set(found[name]) == {OpenSocket("tcp", "127.0.0.1", port) for port in ports}
     assert sockets_of(up.pid) == []
 

@@ -14,6 +14,7 @@ from common import rpc
 from common.errors import ConfigError
 from protos.decode_pb2 import FINISH_REASON_STOP, Submit
 from tests.router.rig import Client, collect, eventually
+from tests.support.cluster import free_row
 from tests.support.http_client import get, post
 from tests.support.programs import Program
 from tests.support.stub_decode_node import StubDecodeNode
@@ -101,14 +102,12 @@ async def test_a_process_that_is_killed_is_started_again(
 
 
 def test_each_process_has_its_own_metrics_port(model: Path, programs: list[Program]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        base = free.getsockname()[1]
-    rig = Rig(model, ABSENT, "--metrics-port", str(base))
+    ports = free_row(2)
+    rig = Rig(model, ABSENT, "--metrics-port", str(ports[0]))
     programs.append(rig.program)
     rig.wait_until_up()
-    for port in (base, base + 1):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    for port in ports:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=START_S) as answer:
             assert b"baton_live_requests 0.0" in answer.read()
 
 

@@ -55,7 +55,8 @@ from tests.support.http_client import get
 from tests.support.programs import ROOT, runs
 
 START_S = 60.0
-STOP_S = 20.0
+STOP_S = 60.0
+RPC_S = 30.0
 POLL_S = 0.02
 NUM_PAGES = 512
 # Below the range that the system takes ports of outgoing connections from.
@@ -108,11 +109,11 @@ class Node:
         return self.program.address
 
     async def describe(self) -> DescribeResponse:
-        response: DescribeResponse = await self.stub.Describe(DescribeRequest(), timeout=5.0)
+        response: DescribeResponse = await self.stub.Describe(DescribeRequest(), timeout=RPC_S)
         return response
 
     async def flush_cache(self) -> None:
-        await self.stub.FlushCache(FlushCacheRequest(), timeout=5.0)
+        await self.stub.FlushCache(FlushCacheRequest(), timeout=RPC_S)
 
 
 class Cluster:
@@ -269,7 +270,7 @@ class Cluster:
         async def gone() -> bool:
             return not runs(engine)
 
-        await self.wait_until(gone, f"the engine of {node.program.name} ends with its front", 5.0)
+        await self.wait_until(gone, f"the engine of {node.program.name} ends with its front")
 
     def freeze(self, node: Node) -> None:
         """SIGSTOP of its engine: the front lives, nothing moves. `thaw` ends it."""
@@ -333,7 +334,7 @@ class Cluster:
     async def drain(self, node: Node) -> None:
         """Tells it to end when its requests have; it must exit with 0."""
         node.killed = True
-        await node.stub.Drain(DrainRequest(), timeout=5.0)
+        await node.stub.Drain(DrainRequest(), timeout=RPC_S)
         async with asyncio.timeout(STOP_S):
             assert await node.child.ended() == 0
 
@@ -352,7 +353,9 @@ class Cluster:
 
     async def describe(self) -> GetClusterResponse:
         """The cluster, as the router knows it."""
-        response: GetClusterResponse = await self._stub.GetCluster(GetClusterRequest(), timeout=5.0)
+        response: GetClusterResponse = await self._stub.GetCluster(
+            GetClusterRequest(), timeout=RPC_S
+        )
         return response
 
     async def metric(self, name: str) -> float:
@@ -362,7 +365,7 @@ class Cluster:
         return float(value)
 
     async def wait_until(
-        self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 20.0
+        self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 60.0
     ) -> None:
         """Looks again and again until `condition` holds. It fails with `what` at the deadline."""
         end = time.monotonic() + deadline_s
@@ -370,7 +373,7 @@ class Cluster:
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             await asyncio.sleep(POLL_S)
 
-    async def until_nothing_is_held(self, deadline_s: float = 10.0) -> None:
+    async def until_nothing_is_held(self, deadline_s: float = 60.0) -> None:
         """Waits until every page of every live node is free or cached, and no request is queued."""
         for node in self.live_nodes:
 
@@ -546,13 +549,27 @@ def free_ports(count: int) -> Iterator[int]:
     chosen: set[int] = set()
     while len(chosen) < count:
         port = random.choice(FREE_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        chosen.add(port)
+        if _is_free(port):
+            chosen.add(port)
     return iter(chosen)
+
+
+def free_row(count: int) -> range:
+    """As many ports one after the other, for programs that count up from the first."""
+    while True:
+        first = random.choice(FREE_PORTS)
+        row = range(first, first + count)
+        if all(map(_is_free, row)):
+            return row
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 async def _raise_at_end(child: Child) -> None:
