@@ -10,7 +10,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 T = TypeVar("T")
-WAIT_S = 15.0
+WAIT_S = 60.0
 PHONE = (375, 812)
 DESKTOP = (1280, 900)
 

@@ -18,7 +18,7 @@ STUBBORN = (
 
 
 async def _wrote(child: Child) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while not child.last_lines():
         assert time.monotonic() < deadline, "it writes nothing"
         await asyncio.sleep(0.01)

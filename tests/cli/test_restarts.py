@@ -10,7 +10,7 @@ from common.children import Child
 
 
 async def _until(condition):
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline, "still not so"
         await asyncio.sleep(0.01)

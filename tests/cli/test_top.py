@@ -20,7 +20,7 @@ from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, Router
 from tests.support.programs import ROOT, Program
 
 PREFILL, DECODE = "10.0.0.5:50100", "10.0.0.7:50200"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def node(role, address, at_s, **fields):

@@ -27,7 +27,7 @@ from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import Hello
 from kvtransfer.transfer import WakeUp
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Pump:

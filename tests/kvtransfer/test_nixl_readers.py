@@ -29,7 +29,7 @@ from tests.support.data_ends import Ends, closing, wait_for
 pytestmark = pytest.mark.usefixtures("one_sided")
 
 NUM_PAGES, PAGE_BYTES = 64, 16384
-WAIT_S = 20.0
+WAIT_S = 60.0
 KEYED_CMA = replace(PATHS[0], keyed=True)
 
 

@@ -28,7 +28,7 @@ PAGE_BYTES = 4096
 NUM_PAGES = 64
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
 SEAL = bytes(range(32))
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Between:

@@ -287,7 +287,7 @@ def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig: Rig) -> None:
 
 
 def test_the_budget_ends_it_on_both_sides(rig: Rig) -> None:
-    rig.open(budget_s=0.05)
+    rig.open(budget_s=1.0)
     assert not rig.reader.next(Lost).retryable
     assert not rig.owner.next(HandoffDropped).held
     rig.pump.wait(lambda: any(isinstance(m, Cancel | Failed) for m in rig.pump.sent))

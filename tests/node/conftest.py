@@ -41,7 +41,7 @@ def start_node() -> Iterator[StartNode]:
 def describe(address: str) -> node_pb2.DescribeResponse:
     with grpc.insecure_channel(address) as channel:
         stub = node_pb2_grpc.NodeStub(channel)
-        return stub.Describe(node_pb2.DescribeRequest(), timeout=5)
+        return stub.Describe(node_pb2.DescribeRequest(), timeout=30)
 
 
 def eventually(what: Callable[[], object], timeout_s: float = 5.0) -> None:

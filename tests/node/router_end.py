@@ -72,14 +72,14 @@ class RouterEnd:
     def close_upward(self) -> None:
         self._upward.put(None)
 
-    def wait_for(self, what, timeout_s: float = 10.0) -> None:
+    def wait_for(self, what, timeout_s: float = 60.0) -> None:
         with self._changed:
             assert self._changed.wait_for(what, timeout_s), (self.tokens, self.ends, self.error)
 
     def wait_for_end(self, *requests: int) -> None:
         self.wait_for(lambda: all(request in self.ends for request in requests) or self._over)
 
-    def wait_until_over(self, timeout_s: float = 10.0) -> grpc.StatusCode:
+    def wait_until_over(self, timeout_s: float = 60.0) -> grpc.StatusCode:
         self.wait_for(lambda: self._over, timeout_s)
         return self.call.code()
 

@@ -29,12 +29,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def health(address: str, service: str = "") -> int:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
-        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status
+        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status
 
 
 def node_call(address: str, method: str, request: object) -> object:
     with grpc.insecure_channel(address) as channel:
-        return getattr(node_pb2_grpc.NodeStub(channel), method)(request, timeout=5)
+        return getattr(node_pb2_grpc.NodeStub(channel), method)(request, timeout=30)
 
 
 def test_describe_names_both_processes_and_what_the_engine_counts(start_node):

@@ -107,7 +107,7 @@ async def test_a_cancelled_stream_leaves_its_method_at_once(served):
     assert (await call.read()).text == "a"
     assert not service.left.is_set()
     call.cancel()
-    await asyncio.wait_for(service.left.wait(), 5)
+    await asyncio.wait_for(service.left.wait(), 30)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from router.text import model_files
 
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 320
-WAIT_S = 10.0
+WAIT_S = 60.0
 ON_ANY_PORT = FrontConfig(port=0)
 AT_ONCE = ClientsConfig(longest_wait_s=0)  # no request waits for a slot
 CHAT_TEMPLATE = (

@@ -178,12 +178,12 @@ async def test_late_words_about_a_cancelled_request_reach_nobody(model: Path) ->
 
 async def test_the_total_budget_ends_a_request_everywhere(model: Path) -> None:
     async with served(model) as (client, node, _):
-        call = client.generate("x", timeout_s=0.2)
+        call = client.generate("x", timeout_s=2.0)
         submit = await node.submitted()
-        assert submit.budget_s <= 0.2
+        assert submit.budget_s <= 2.0
         error = await failure(call)
         assert error.code() is StatusCode.DEADLINE_EXCEEDED
-        assert "0.2 s" in (error.details() or "")
+        assert "2 s" in (error.details() or "")
         assert await node.cancelled() == submit.request
 
 

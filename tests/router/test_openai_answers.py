@@ -334,11 +334,11 @@ async def test_a_stream_that_fails_midway_says_so_and_not_done(model: Path) -> N
 
 
 async def test_the_total_budget_is_504(model: Path) -> None:
-    async with api_for(model, budget_s=0.2) as api:
+    async with api_for(model, budget_s=2.0) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).request
         answer = await asking
-        assert (answer.status, "0.2 s" in answer.error["message"]) == (504, True)
+        assert (answer.status, "2 s" in answer.error["message"]) == (504, True)
         assert await api.node.cancelled() == number
 
 

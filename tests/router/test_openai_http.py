@@ -270,7 +270,7 @@ async def test_a_request_that_does_not_arrive_in_time_is_408() -> None:
 
 
 async def test_a_request_that_begins_behind_another_has_the_same_deadline() -> None:
-    async with site(receive_s=0.1) as served, connected(served.port) as wire:
+    async with site(receive_s=1.0) as served, connected(served.port) as wire:
         whole = request("POST", "/echo", b"body")
         await wire.send(whole + whole[:-1])
         assert (await wire.response()).body == b"body"
@@ -292,7 +292,7 @@ async def _trickle(wire: Wire) -> None:
 
 
 async def test_a_connection_without_requests_is_closed_after_a_while() -> None:
-    async with site(idle_s=0.1) as served:
+    async with site(idle_s=1.0) as served:
         async with connected(served.port) as wire:
             assert await wire.ended()
         async with connected(served.port) as wire:
@@ -302,7 +302,7 @@ async def test_a_connection_without_requests_is_closed_after_a_while() -> None:
 
 
 async def test_an_answer_that_takes_longer_than_any_deadline_is_still_given() -> None:
-    async with site(idle_s=0.05, receive_s=0.05) as served, connected(served.port) as wire:
+    async with site(idle_s=1.0, receive_s=1.0) as served, connected(served.port) as wire:
         await wire.send(request("GET", "/hold"))
         await served.started.wait()
         async with connected(served.port) as other:

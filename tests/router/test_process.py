@@ -66,7 +66,7 @@ def test_the_router_loads_neither_torch_nor_transformers() -> None:
 
 
 def scraped(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         return str(response.read(), "utf-8")
 
 

@@ -244,7 +244,7 @@ async def test_waiting_for_a_node_is_part_of_the_budget(
 ) -> None:
     monkeypatch.setattr(cluster, "GRACE_S", 10.0)
     async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address], budget_s=0.5) as (client, _):
+        async with router_for(model, decode=[node.address], budget_s=2.0) as (client, _):
             await client.wait_until_serving()
             call = ask(client)
             await node.submitted()

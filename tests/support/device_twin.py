@@ -18,7 +18,7 @@ from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import DeviceFailure, Direction
 from kvtransfer.backends.scratch import Scratch
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class TwinMark:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 _LITTLE_ROOM = 64 << 10
 
 

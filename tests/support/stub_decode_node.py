@@ -26,7 +26,7 @@ def links_to(peers: Sequence[str]) -> list[router_pb2.LinkState]:
     return [router_pb2.LinkState(peer=peer, path="tcp", gib_per_s=2.5) for peer in peers]
 
 
-_WAIT_S = 10.0
+_WAIT_S = 60.0
 _BEAT_S = 0.2
 _instance_ids = itertools.count(1)
 
