@@ -13,7 +13,7 @@ from tests.integration.oracle import Oracle, oracle
 from tests.support.cluster import RIGS, Cluster, Node, Rig, held
 from tests.support.noise_model import write
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_TOKENS = 40
 CANCEL_S = 2.0

@@ -13,7 +13,7 @@ from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, RIGS, Cluster, Node, Rig
 from tests.support.noise_model import write
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_TOKENS = 48
 NUM_CLIENTS = 4

@@ -164,7 +164,7 @@ def test_a_second_signal_ends_the_node_now(start_node):
         node.line_with("draining")
         node.send(signal.SIGINT)
         assert router.wait_until_over() is UNAVAILABLE
-    assert node.exit_code(5.0) == 0
+    assert node.exit_code() == 0
     assert "a second signal" in node.output
 
 
@@ -185,7 +185,7 @@ def test_a_signal_during_the_start_ends_the_node_at_once(start_node, model):
     node = start_node(model, ready=False)
     engine = describe(node.address()).pids[1]
     node.send_to_group(signal.SIGINT)
-    assert node.exit_code(5.0) == 0
+    assert node.exit_code() == 0
     assert not runs(engine)
 
 

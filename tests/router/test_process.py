@@ -132,7 +132,7 @@ async def test_a_second_signal_does_not_wait_for_live_requests(
             router.send(signal.SIGINT)
             await client.wait_until_serving(False)
             router.send(signal.SIGINT)
-            assert router.exit_code(10.0) == 0
+            assert router.exit_code() == 0
             call.cancel()
 
 

@@ -186,6 +186,7 @@ class Cluster:
         }
         router = (
             f"--http-port={self.http_port}",
+            "--queue-share=1",  # or a slow machine would refuse what has to wait
             *tls_flags("front.tls", certs.model_copy(update={"ca": None})),
             *tls_flags("nodes-tls", TlsConfig(ca=certs.ca)),
             *secret_flags,
