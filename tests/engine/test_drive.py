@@ -1,5 +1,6 @@
 """The main thread of an engine process, around the loop."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine.build import build
 from common.engine.drive import drive
+from common.engine.loop import last_words
 from common.engine.loop.clock import StepClock
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from tests.support.checkpoints import make_checkpoint
@@ -21,14 +23,14 @@ class _Found(Exception):
 
 
 class _StandsStill:
-    """A role that does nothing until the watchdog has said so."""
+    """A role that does nothing until the process would have been ended."""
 
-    def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
         self._until = time.monotonic() + DEADLINE_S
 
     def poll(self) -> None:
-        if self._clock.meter.standstills:
+        if self._ended.is_set():
             raise _Found
         assert time.monotonic() < self._until, "nobody has noticed"
 
@@ -41,9 +43,19 @@ class _StandsStill:
     def idle(self) -> None:
         time.sleep(0.001)
 
+    def queues(self) -> dict[str, int]:
+        return {}
+
+    def handoffs(self) -> list[dict[str, object]]:
+        return []
+
 
 # Seen failing without the start of the watchdog.
-def test_an_engine_that_stands_still_with_work_waiting_is_noticed(tmp_path: Path) -> None:
+def test_an_engine_that_stands_still_with_work_waiting_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(last_words, "end_process", ended.set)
     config = EngineConfig(
         model=str(make_checkpoint(tmp_path)),
         device="cpu",
@@ -54,4 +66,4 @@ def test_an_engine_that_stands_still_with_work_waiting_is_noticed(tmp_path: Path
     scheduler = engine.scheduler(config, lambda request, pages: None)
     scheduler.add(Rig().request([1, 2, 3]))
     with pytest.raises(_Found):
-        drive(_StandsStill(clock), engine, config, scheduler, clock)
+        drive(_StandsStill(ended), engine, config, scheduler, clock)

@@ -103,10 +103,9 @@ class RouterEnd:
         if message.HasField("status"):
             self.statuses.append(message.status)
         self.num_beats += message.HasField("engine_beat")
-        if not message.HasField("step"):
-            return
         if message.HasField("trial"):
             self.trials.append(message.trial.request if message.trial.under_way else None)
+        if not message.HasField("step"):
             return
         step = message.step
         self.num_steps += 1
