@@ -2,10 +2,14 @@
 
 import time
 
+import numpy as np
 import pytest
 from grpc import StatusCode
 
 from common.engine.rows.request import FinishReason
+from common.sampling import SamplingParams
+from kvtransfer.messages import HandoffId
+from kvtransfer.ports import CancelHandoff, OpenHandoff
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PairRig
 
@@ -97,6 +101,34 @@ def test_an_answer_that_goes_on_is_never_refused(known, mode):
         rig.run()
         assert asked.tokens == generated[2:]
         _assert_answered(known, *before)
+
+
+# Seen failing without the look at `num_generated` in PrefillRole.
+@pytest.mark.parametrize("num_generated", [0, 2])
+def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
+    known, num_generated
+):
+    """The reader's words are the test's own: a decode node asks for no such haste itself."""
+    with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        _know_how_fast(rig)
+        _busy(rig, prefill)
+        opened = OpenHandoff(
+            id=HandoffId(2000, 1 << 20, 1),
+            owner=1000,
+            token_ids=np.array(SHORT, np.int32),
+            num_generated=num_generated,
+            sampling=SamplingParams(max_tokens=4, seed=1),
+            budget_s=300.0,
+            request_id="mine",
+            queue_s=NOW,
+        )
+        decode.transfer.post(opened)
+        rig.until(
+            lambda: prefill.count("refused/late") or prefill.queue("bootstrap"), "it is answered"
+        )
+        assert prefill.count("refused/late") == (not num_generated)
+        decode.transfer.post(CancelHandoff(opened.id, "cancelled"))
 
 
 def test_a_node_that_prefills_itself_refuses_at_once_too(known):
