@@ -83,7 +83,8 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
 async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_nobody_can_tell(
     rig: Rig, tmp_path: Path
 ):
-    """None of them is given the time to finish. Seen failing where each cost a replay."""
+    """None of them is given the time to finish. That it is charged to nobody is shown by
+    tests/router/test_poison.py: these answers get on between the restarts."""
     model = tmp_path / "model"
     write(model)
     known, source = oracle(model), random.Random(5)

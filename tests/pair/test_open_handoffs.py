@@ -23,7 +23,7 @@ STATES = [
 
 @pytest.mark.parametrize("reach, here, there, sizes", STATES)
 def test_every_open_handoff_is_named_with_its_queue_on_both_nodes(known, reach, here, there, sizes):
-    """Seen failing with any one queue left out."""
+    """Seen failing with each of the five queues left out of what its node tells."""
     with PairRig(known.loaded, **sizes) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         name = f"request {reach(rig, rig.ask).number}"
@@ -36,6 +36,7 @@ def test_every_open_handoff_is_named_with_its_queue_on_both_nodes(known, reach, 
         assert not decode.role.handoffs() and not prefill.role.handoffs()
 
 
+# Seen failing with that queue left out.
 def test_who_waits_for_an_owner_is_named_too(known):
     with PairRig(known.loaded, pair_again_s=300.0) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
