@@ -8,6 +8,7 @@ failure inside it carries the ends of all logs.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -59,8 +60,11 @@ STOP_S = 60.0
 RPC_S = 30.0
 POLL_S = 0.02
 NUM_PAGES = 512
-# Below the range that the system takes ports of outgoing connections from.
-FREE_PORTS = range(20000, 32000)
+# Below the range that the system takes ports of outgoing connections from; of each worker of
+# pytest-xdist its own, and none twice before all have been taken.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+FREE_PORTS = range(20000 + WORKER % 4 * 3000, 23000 + WORKER % 4 * 3000)
+CANDIDATES = itertools.cycle(random.sample(FREE_PORTS, len(FREE_PORTS)))
 # As environment of a cluster: what tests/support/poisoned does to its engines.
 POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
 
@@ -549,7 +553,7 @@ def free_ports(count: int) -> Iterator[int]:
     """Ports that nothing listens on now."""
     chosen: set[int] = set()
     while len(chosen) < count:
-        port = random.choice(FREE_PORTS)
+        port = next(CANDIDATES)
         if _is_free(port):
             chosen.add(port)
     return iter(chosen)
@@ -558,7 +562,7 @@ def free_ports(count: int) -> Iterator[int]:
 def free_row(count: int) -> range:
     """As many ports one after the other, for programs that count up from the first."""
     while True:
-        first = random.choice(FREE_PORTS)
+        first = next(CANDIDATES)
         row = range(first, first + count)
         if all(map(_is_free, row)):
             return row
