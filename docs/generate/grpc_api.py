@@ -1,8 +1,9 @@
 """The gRPC API, from the comments and fields of protos/*.proto."""
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import (
@@ -13,7 +14,6 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorSet,
     ServiceDescriptorProto,
 )
-from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[2]
 # In the order of who calls: clients, operators, routers, decode nodes.
@@ -32,11 +32,11 @@ _Path = tuple[int, ...]
 
 def page() -> str:
     with tempfile.NamedTemporaryFile() as made:
-        arguments = ["protoc", f"-I{ROOT}", f"-I{files('grpc_tools') / '_proto'}"]
-        arguments += ["--include_source_info", f"--descriptor_set_out={made.name}"]
-        arguments += [str(ROOT / "protos" / f"{name}.proto") for name in FILES]
-        if protoc.main(arguments):
-            raise RuntimeError("protoc does not take protos/*.proto")
+        # In a process of its own: whoever has loaded grpc_tools cannot load nixl any more.
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"]
+        command += ["--include_source_info", f"--descriptor_set_out={made.name}"]
+        command += [str(ROOT / "protos" / f"{name}.proto") for name in FILES]
+        subprocess.run(command, check=True)
         described = FileDescriptorSet.FromString(made.read())
     by_name = {Path(file.name).stem: file for file in described.file}
     return _HEAD + "".join(part for name in FILES for part in _file(by_name[name]))
