@@ -13,6 +13,7 @@ import pytest
 
 from cli import generate
 from cli.demo_model import write
+from tests.support.cluster import free_ports
 from tests.support.programs import ROOT
 
 CODE = "import sys; from cli.main import main; sys.exit(main())"
@@ -126,9 +127,13 @@ def test_up_says_which_flag_chooses_another_port(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        for flag in ("--port", "--http-port", "--prefill-port", "--decode-port"):
-            said = _baton("up", flag, port, "--device=cpu", "--var", str(tmp_path))
+        flags = ("--port", "--http-port", "--prefill-port", "--decode-port")
+        for flag in flags:
+            # The others' defaults may be anybody's: they lie where outgoing connections begin.
+            ports = dict(zip(flags, free_ports(len(flags)), strict=True))
+            ports[flag] = taken.getsockname()[1]
+            given = [f"{name}={port}" for name, port in ports.items()]
+            said = _baton("up", *given, "--device=cpu", "--var", str(tmp_path))
             assert said.returncode == 2
             assert f"({flag} chooses another)" in said.stderr
 
