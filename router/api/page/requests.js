@@ -55,8 +55,11 @@ export class Requests {
   }
 }
 
+/** What its client calls it, or else the router. */
+export const called = (request) => request.label ?? request.id;
+
 function make(request) {
-  const name = element("button", { type: "button", class: "mono clip", title: request.id }, request.id);
+  const name = element("button", { type: "button", class: "mono clip", title: request.id }, called(request));
   return element(
     "tr",
     {},

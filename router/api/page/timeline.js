@@ -4,6 +4,7 @@ import { Chart, PHASES, phaseWords } from "./chart.js";
 import { byId, element, keep, mark, say } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 import { fetchJson } from "./feed.js";
+import { called } from "./requests.js";
 import { speed } from "./speed.js";
 
 const SLIVER = 0.15; // a first token sooner than this share of all the time is shown by itself first
@@ -24,10 +25,10 @@ export class Timeline {
 
   /** Args: a request; how often to look again if the router does not know it. */
   async show(id, again = 3) {
+    if (this.id !== id) say(byId("timeline-id"), id);
     this.id = id;
     clearTimeout(this.timer);
     byId("timeline").hidden = false;
-    say(byId("timeline-id"), id);
     let request;
     try {
       request = await fetchJson(`/requests/${encodeURIComponent(id)}`);
@@ -41,6 +42,8 @@ export class Timeline {
     if (this.id !== id) return; // another one has been chosen meanwhile
     this.problem("");
     this.request = request;
+    say(byId("timeline-id"), called(request));
+    mark(byId("timeline-id"), "title", request.id);
     if (!this.decided && request.ttft_s !== null) {
       const sliver = request.ttft_s < SLIVER * request.seconds;
       document.querySelector(`#span [value=${sliver ? "first" : "whole"}]`).checked = true;
