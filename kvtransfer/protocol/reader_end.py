@@ -403,9 +403,18 @@ class ReaderEnd:
         self._lose(attempt, reason, retryable=retryable)
 
     def _lose(
-        self, attempt: Attempt, reason: str, *, retryable: bool, retry_after_s: float = 0.0
+        self,
+        attempt: Attempt,
+        reason: str,
+        *,
+        retryable: bool,
+        engine_died: bool = False,
+        may_return: bool = False,
+        retry_after_s: float = 0.0,
     ) -> None:
-        self._actions.append(Lost(attempt.id, reason, retryable, retry_after_s=retry_after_s))
+        """What is said of it: see Lost."""
+        lost = Lost(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
+        self._actions.append(lost)
         self._leave(attempt, KVPoll.FAILED)
 
     def _tell_cancel(self, attempt: Attempt, reason: str) -> None:
@@ -474,10 +483,9 @@ class ReaderEnd:
             self._actions.append(OwnerDown(peer.owner, peer.address, reason))
         for attempt in [h for h in self._attempts.values() if h.stream == stream]:
             computing = engine_died and attempt.being_computed
-            self._actions.append(
-                Lost(attempt.id, reason, True, engine_died=computing, may_return=may_return)
+            self._lose(
+                attempt, reason, retryable=True, engine_died=computing, may_return=may_return
             )
-            self._leave(attempt, KVPoll.FAILED)
         if stream in self._links:
             self._links[stream].state = LinkState.CLOSING
             self._actions.append(CloseLink(stream, reason))
