@@ -63,15 +63,15 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
         second = rig.ask(LARGE, 2, owners=[1])
         third = _ask_small(rig, 3, owners=[1])
         (node,) = rig.decode
-        rig.until(
-            lambda: node.queue("prealloc") == 3 and rig.prefill[0].queue("bootstrap"),
-            "three wait",
-        )
+        # From here until the loss the first one's pages must not come free.
+        rig.until(lambda: node.queue("prealloc") == 3, "three wait", node)
+        rig.until(lambda: rig.prefill[0].queue("bootstrap"), "its owner knows", *rig.prefill)
         if goes_on == "here":
             rig.tell(rig.prefill[0], "abort", "first")
         else:
             rig.wires.cut(rig.prefill[0].front, node.front)
-        rig.until(lambda: node.count("handoffs_lost"), "the first has lost its hand-off")
+        rig.until_news(lambda: node.count("handoffs_lost"), "the first has lost its hand-off", node)
+        assert not running.ended
         rig.run(first)
         assert running.ended and not second.tokens and not third.tokens
         rig.wires.heal()

@@ -1,6 +1,7 @@
 """A prefill or decode node without its front: engine, role and transfer thread of the product, and
 a router's end in place of the engine's channel."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,24 @@ class RouterEnd:
             self.asked[ended.request].ended = ended
 
 
+class News:
+    """Whether the transfer thread has told the engine thread something since its last turn."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._told = threading.Event()
+        self._wake = wake
+
+    def __bool__(self) -> bool:
+        return self._told.is_set()
+
+    def tell(self) -> None:
+        self._told.set()
+        self._wake()
+
+    def forget(self) -> None:
+        self._told.clear()
+
+
 class Node:
     """`step` gives the event loop one turn and then checks the books."""
 
@@ -163,6 +182,7 @@ class Node:
         role: Any,
         router: RouterEnd,
         desk: Desk,
+        news: News,
         *,
         overlap: bool,
     ) -> None:
@@ -172,12 +192,14 @@ class Node:
         self.role = role
         self.router = router
         self.desk = desk
+        self.news = news
         self.in_flight: Launched | None = None
         self._loop = EventLoop(role, engine.runner, overlap=overlap)
 
     def step(self) -> bool:
         """False if there was nothing to compute."""
         self.router.rested = False
+        self.news.forget()
         self.in_flight = self._loop.step(self.in_flight)
         rested = self.router.rested
         self.role.idle()
@@ -221,6 +243,7 @@ def prefill_node(
     engine, config = _engine(common, size)
     owner = common.backend.serve(_pool(engine), instance)
     hello = _hello(engine, instance, front.address)
+    news = News(common.wake)
     transfer: TransferThread[Any, Any] = TransferThread(
         frames,
         lambda outlet, wake: Publisher(
@@ -231,7 +254,7 @@ def prefill_node(
             wake,
         ),
         engine_moves=lambda: True,
-        wake_engine=common.wake,
+        wake_engine=news.tell,
     )
     router = RouterEnd()
     desk = _desk(router, engine)
@@ -246,7 +269,8 @@ def prefill_node(
         desk=desk,
     )
     overlap = config.scheduler.overlap
-    return Node(engine, front, transfer, role, router, desk, overlap=overlap), owner.faults
+    node = Node(engine, front, transfer, role, router, desk, news, overlap=overlap)
+    return node, owner.faults
 
 
 def decode_node(
@@ -261,6 +285,7 @@ def decode_node(
     engine, engine_config = _engine(common, size)
     config = DecodeConfig(engine=engine_config, transfer=common.transfer, **fields)
     hello = _hello(engine, instance, front.address)
+    news = News(common.wake)
     transfer: TransferThread[Any, Any] = TransferThread(
         frames,
         lambda outlet, wake: Reader(
@@ -274,7 +299,7 @@ def decode_node(
             ReadMeter(engine.pool.page_bytes),
         ),
         engine_moves=lambda: True,
-        wake_engine=common.wake,
+        wake_engine=news.tell,
     )
     router = RouterEnd()
     desk = _desk(router, engine)
@@ -292,7 +317,7 @@ def decode_node(
         outbox=Outbox(router),
     )
     overlap = engine_config.scheduler.overlap
-    return Node(engine, front, transfer, role, router, desk, overlap=overlap)
+    return Node(engine, front, transfer, role, router, desk, news, overlap=overlap)
 
 
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:

@@ -194,6 +194,14 @@ class PairRig:
                 raise AssertionError(f"not within {timeout_s:g} s: {what}. {state}")
             self.turn(*nodes)
 
+    def until_news(self, condition: Callable[[], object], what: str, node: Node) -> None:
+        """Until `condition`, with a turn for `node` only where its transfer thread has something
+        for it: in between its requests do not go on, and the others have turns."""
+        others = [one for one in self.nodes if one is not node]
+        while not condition():
+            self.until(lambda: node.news, what, *others)
+            self.turn(node)
+
     def let_time_pass(self, until: float) -> None:
         """No node gets a turn before time.monotonic() is `until`; messages go on."""
         while (left_s := until - time.monotonic()) > 0:
