@@ -28,9 +28,12 @@ from common.config import (
     TlsConfig,
     TransferConfig,
 )
+from common.cores import threads_at_hand, usable_cores
 from common.engine.models import read_spec
 from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.precision import choose_precision
 from common.engine.models.weights import stored_tensors
+from common.engine.processor import matrix_features
 from common.engine.sizing import free_bytes, resolve_device, resolve_shape, weight_bytes
 from common.errors import ConfigError
 from common.identity import exposure
@@ -88,19 +91,20 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     try:
         directory = model_directory(config.model, weights=True)
         spec = read_spec(directory)
-        stored_tensors(Checkpoint(directory), spec)
+        checkpoint = Checkpoint(directory)
+        stored_tensors(checkpoint, spec)
         yield Finding("model", "ok", f"{spec.architecture}, {spec.num_layers} layers: {directory}")
         device = resolve_device(config.device)
-        yield Finding("device", "ok", _device(device))
+        yield Finding("device", "ok", _device(device, config.threads))
+        precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
+        yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         # Weights first: what is left decides the size of the KV pool.
         free = free_bytes(device, config.cache.memory_fraction)
-        shape = resolve_shape(config, spec, free=free)
-        weights = weight_bytes(directory, spec, shape.dtype)
-        shape = resolve_shape(config, spec, free=free - weights)
+        weights = weight_bytes(directory, spec, precision.dtype)
+        shape = resolve_shape(config, spec, dtype=precision.dtype, free=free - weights)
     except ConfigError as error:
         yield Finding("model and device", "fails", str(error))
         return
-    yield Finding("dtype", "ok", str(shape.dtype).removeprefix("torch."))
     pool = shape.num_pages * shape.layout.page_bytes
     fits = shape.num_pages * shape.layout.page_size
     remark = (
@@ -120,10 +124,12 @@ def _text(directory: Path) -> Finding:
     return Finding("tokenizer", "ok", "tokenizer.json")
 
 
-def _device(device: torch.device) -> str:
+def _device(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return f"{device}: {torch.cuda.get_device_name(device)}"
-    return f"cpu, {len(os.sched_getaffinity(0))} cores"
+    features = ", ".join(matrix_features()) or "no products of 16 or 8 bits"
+    threads = threads or threads_at_hand(os.environ)
+    return f"cpu with {features}; {usable_cores()} cores, {threads} threads"
 
 
 def _transfer(config: TransferConfig) -> Iterator[Finding]:

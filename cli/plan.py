@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import CacheConfig, TlsConfig
+from common.cores import threads_at_hand
 from common.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -65,7 +66,8 @@ def programs(wish: Wish) -> list[Program]:
     """The router first, then prefill nodes, then decode nodes.
 
     Without prefill nodes the decode nodes are colocated. CUDA devices go round the nodes, and
-    those on one device share its memory; on a CPU the nodes share its cores.
+    those on one device share its memory. On a CPU the nodes of a kind share its cores, and lend
+    them to those of the other kind, which rarely compute at the same time.
 
     Raises:
         ConfigError: CUDA is asked for and there is none.
@@ -172,5 +174,5 @@ def _device_flags(wish: Wish) -> list[list[str]]:
         return [[f"--device=cuda:{node % num_devices}", memory] for node in range(num_nodes)]
     if wish.device == "cuda":
         raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
-    cores = len(os.sched_getaffinity(0))
-    return [["--device=cpu", f"--engine.threads={max(1, cores // num_nodes)}"]] * num_nodes
+    threads = max(1, threads_at_hand(os.environ) // max(wish.prefill, wish.decode))
+    return [["--device=cpu", f"--engine.threads={threads}"]] * num_nodes

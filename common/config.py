@@ -107,10 +107,17 @@ class EngineConfig(Record):
     model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
     device: str = Field("auto", description="auto | cpu | cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 on CUDA, float32 on CPU"
+        "auto",
+        description="auto: bfloat16 on CUDA and on a CPU that multiplies it natively, unless the "
+        "checkpoint is float32 and small; else float32",
     )
     context_length: Positive | None = Field(None, description="default: the model's")
-    threads: Positive = Field(1, description="torch threads of the engine on a CPU")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="torch threads of the engine on a CPU; 0: OMP_NUM_THREADS where it is set, "
+        "else one for each core that it may use",
+    )
     cuda_graphs: bool = Field(
         True,
         description="decode steps of decode nodes on CUDA as graphs, captured at start; off: for "

@@ -1,6 +1,7 @@
 """Hello, and whether two nodes may pair: every difference is named, then the pair is refused.
 
-Knows the fingerprint as named strings only; what goes into it is the engine's business.
+Knows the fingerprint as named strings only, and of some the flag that decides them; what goes into
+it is the engine's business.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,8 @@ from kvtransfer.backends.base import PagePool
 
 PROTOCOL_VERSION = 2
 _MAX_SHOWN = 200  # characters of what a peer says
+_FLAGS = {"dtype": "--dtype", "page_size": "--engine.cache.page-size"}
+_FOLLOWS = "kv_token_bytes"  # from the dtype, for one: told where no flag explains it
 
 
 class DataPath(msgspec.Struct, frozen=True):
@@ -72,20 +75,29 @@ def _differences(ours: Hello, theirs: Hello) -> Iterator[str]:
         yield "It is this node itself."
     if ours.protocol_version != theirs.protocol_version:
         yield _sentence("protocol_version", ours.protocol_version, theirs.protocol_version)
-    yield from _field_differences(ours.fingerprint, theirs.fingerprint)
+    differing = _differing(ours.fingerprint, theirs.fingerprint)
+    flags = [flag for field, flag in _FLAGS.items() if field in differing]
+    for field in differing:
+        if not (flags and field == _FOLLOWS):
+            our, their = ours.fingerprint.get(field), theirs.fingerprint.get(field)
+            yield _sentence(field, _shown(our), _shown(their))
+    if flags:
+        yield f"Start both with the same {' and '.join(flags)}."
     if len(ours.regions) != len(theirs.regions):
         yield _sentence("number of ranks", len(ours.regions), len(theirs.regions))
-        return
+    elif not flags:
+        yield from _page_differences(ours, theirs)
+
+
+def _page_differences(ours: Hello, theirs: Hello) -> Iterator[str]:
     for rank, (our, their) in enumerate(zip(ours.regions, theirs.regions, strict=True)):
         if our.page_bytes != their.page_bytes:
             yield _sentence(f"page_bytes of rank {rank}", our.page_bytes, their.page_bytes)
 
 
-def _field_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[str]:
-    for field in sorted(ours.keys() | theirs.keys()):
-        our, their = ours.get(field), theirs.get(field)
-        if our != their:
-            yield _sentence(field, _shown(our), _shown(their))
+def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    fields = sorted(ours.keys() | theirs.keys())
+    return [field for field in fields if ours.get(field) != theirs.get(field)]
 
 
 def _shown(value: str | None) -> str:

@@ -1,6 +1,7 @@
 """Builds an engine, part after part, in the order in which they need each other."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from common.config import EngineConfig
+from common.cores import threads_at_hand
 from common.engine.footprint import largest_forward, measure_footprint
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
@@ -19,9 +21,11 @@ from common.engine.models import (
     fingerprint,
     load,
     read_spec,
-    resolve_dtype,
     tokenizer_hash,
 )
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.precision import choose_precision
+from common.engine.processor import matrix_features
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
 from common.engine.rows.table import RequestTable
@@ -89,12 +93,13 @@ def build(config: EngineConfig) -> Engine:
     """
     device = resolve_device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.threads or threads_at_hand(os.environ))
     else:
         use_gpu(device)  # in this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)
     spec = read_spec(directory)
-    model = _load(directory, spec, device, config)
+    precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
+    model = _load(directory, spec, device, precision.dtype, config)
     shape = _shape(config, model)
     pool = KVPool(shape.layout, shape.num_pages, device)
     host_pool = HostPool(shape.layout, shape.host_pages, device)
@@ -110,12 +115,14 @@ def build(config: EngineConfig) -> Engine:
         "engine built %s",
         kv(
             device=str(device),
-            dtype=str(shape.dtype),
+            dtype=str(precision),
+            because=precision.because,
             pages=shape.num_pages,
             page_size=page_size,
             pool_mib=pool.num_bytes >> 20,
             chunk_tokens=shape.chunk_tokens,
             context=shape.context_length,
+            threads=torch.get_num_threads(),
         ),
     )
     return Engine(
@@ -135,7 +142,7 @@ def build(config: EngineConfig) -> Engine:
         ),
         fingerprint={
             **fingerprint(directory),
-            "dtype": str(shape.dtype).removeprefix("torch."),
+            "dtype": str(precision),
             "page_size": str(page_size),
             "kv_layout": "head,layer,kv,token",
             "kv_token_bytes": str(shape.layout.token_bytes),
@@ -144,8 +151,13 @@ def build(config: EngineConfig) -> Engine:
     )
 
 
-def _load(directory: Path, spec: ModelSpec, device: torch.device, config: EngineConfig) -> Model:
-    dtype = resolve_dtype(config.dtype, device)
+def _load(
+    directory: Path,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: EngineConfig,
+) -> Model:
     needed = weight_bytes(directory, spec, dtype)
     free = free_bytes(device, config.cache.memory_fraction)
     if needed > free:
@@ -159,7 +171,8 @@ def _load(directory: Path, spec: ModelSpec, device: torch.device, config: Engine
 
 def _shape(config: EngineConfig, model: Model) -> EngineShape:
     fraction = config.cache.memory_fraction
-    shape = resolve_shape(config, model.spec, free=free_bytes(model.device, fraction))
+    free = free_bytes(model.device, fraction)
+    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free)
     if model.device.type == "cpu":
         return shape
     footprint = measure_footprint(
@@ -174,7 +187,7 @@ def _shape(config: EngineConfig, model: Model) -> EngineShape:
         ),
     )
     free = free_bytes(model.device, fraction) - footprint.total
-    return resolve_shape(config, model.spec, free=free)
+    return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:

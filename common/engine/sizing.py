@@ -13,7 +13,7 @@ import torch
 
 from common.config import EngineConfig
 from common.engine.memory.kv import KVLayout
-from common.engine.models import ModelSpec, resolve_dtype
+from common.engine.models import ModelSpec
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.run.gpu import check_allocator, has_gpu
 from common.errors import ConfigError
@@ -108,17 +108,19 @@ def weight_bytes(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
     return numbers * dtype.itemsize
 
 
-def resolve_shape(config: EngineConfig, spec: ModelSpec, *, free: int) -> EngineShape:
+def resolve_shape(
+    config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype, free: int
+) -> EngineShape:
     """What this machine gives the model.
 
     Args:
+        dtype: that the model is computed in, and its KV kept.
         free: bytes of device memory for pages: what is left after the weights, the largest
             forward and the graphs.
     Raises:
         ConfigError: with the numbers, where the model does not fit.
     """
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
     context_length = config.context_length or spec.context_length
     if context_length > spec.context_length:
         raise ConfigError(

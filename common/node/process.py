@@ -9,6 +9,10 @@ import sys
 from common.leash import leashed
 from common.node.ipc import socket_pair
 
+# A thread with nothing to compute sleeps, as its core is another engine's meanwhile. OpenMP reads
+# this where torch is loaded.
+_OPENMP = {"OMP_WAIT_POLICY": "passive"}
+
 
 class EngineProcess:
     """A running `python -m MODULE` and the front's ends of its two sockets.
@@ -29,7 +33,10 @@ class EngineProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, meant_for_us)
         try:
             self._process = subprocess.Popen(
-                leashed(command, signal.SIGKILL), stdin=subprocess.DEVNULL, pass_fds=ends
+                leashed(command, signal.SIGKILL),
+                stdin=subprocess.DEVNULL,
+                env={**_OPENMP, **os.environ},
+                pass_fds=ends,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

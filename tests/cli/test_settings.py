@@ -153,7 +153,7 @@ def test_a_wrong_flag_is_one_line_that_names_it(capsys, arguments, knob, reason)
 
 
 def test_several_wrong_values_are_told_at_once(capsys):
-    complaint = _complaint(capsys, DecodeConfig, "--port=x", "--engine.threads=0")
+    complaint = _complaint(capsys, DecodeConfig, "--port=x", "--engine.threads=-1")
     assert "--port" in complaint
     assert "--engine.threads" in complaint
     assert "--model" in complaint
@@ -163,7 +163,7 @@ def test_several_wrong_values_are_told_at_once(capsys):
     "variable, value, said",
     [
         ("BATON_ENGINE__CACHE__PAGE_SIZE", "24", "must be a power of two"),
-        ("baton_engine__threads", "0", "greater than or equal to 1"),
+        ("baton_engine__threads", "-1", "greater than or equal to 0"),
         ("BATON_ENGINE__MODLE", "m", "there is no such knob"),
         ("BATON_ENGINE", '{"modle": "m"}', "there is no such knob"),
         ("BATON_ENGIN__MODEL", "m", "there is no such knob"),

@@ -6,6 +6,7 @@ Everything else is rendered by kubectl or kustomize, whichever is on PATH.
 
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -170,15 +171,28 @@ def programs(objects: list[Object], tmp_path: Path) -> list[Program]:
 
 
 def environment(objects: list[Object], container: Object) -> dict[str, str]:
-    """The variables of a container; the pod's address is POD_IP."""
+    """The variables of a container; the pod's address is POD_IP, what it requests is in whole
+    units, as Kubernetes rounds it."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         variables |= named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
     for variable in container.get("env", ()):
-        field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-        assert field in (None, "status.podIP")
-        variables[variable["name"]] = POD_IP if field else variable["value"]
+        variables[variable["name"]] = _value(container, variable)
     return variables
+
+
+def _value(container: Object, variable: Object) -> str:
+    match variable.get("valueFrom"):
+        case None:
+            value: str = variable["value"]
+            return value
+        case {"fieldRef": {"fieldPath": "status.podIP"}}:
+            return POD_IP
+        case {"resourceFieldRef": {"resource": "requests.cpu"}}:
+            cpu = container["resources"]["requests"]["cpu"]
+            return str(math.ceil(float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu)))
+        case other:
+            raise AssertionError(f"{variable['name']} is from {other}, which nothing here reads")
 
 
 def settings(

@@ -70,6 +70,14 @@ def test_the_data_path_has_the_address_of_the_pod(programs):
                 assert transfer.data_host == POD_IP
 
 
+def test_a_node_computes_with_the_cores_that_its_pod_requests(programs):
+    # Seen failing without the variable: 0, every core of the machine.
+    for program in programs:
+        match program.config:
+            case PrefillConfig(engine=engine) | DecodeConfig(engine=engine):
+                assert engine.threads == int(program.container["resources"]["requests"]["cpu"])
+
+
 def test_every_program_finds_its_model_in_a_volume(programs):
     for program in programs:
         match program.config:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine import sizing
@@ -72,5 +73,6 @@ def test_prompts_that_are_not_to_be_cut_are_not(first_forward):
 def test_memory_is_measured_for_the_largest_forward(directory):
     for chunk_tokens, largest in ((32, 32), (-1, 16384)):
         config = _config(directory, chunk_tokens)
-        shape = sizing.resolve_shape(config, read_spec(Path(directory)), free=1 << 30)
+        spec = read_spec(Path(directory))
+        shape = sizing.resolve_shape(config, spec, dtype=torch.float32, free=1 << 30)
         assert largest_forward(shape, max_running=4) == largest + 4

@@ -136,10 +136,11 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
     monkeypatch.setattr(sizing, "free_bytes", lambda _, fraction: int(fraction * left_gib) << 30)
     spec = read_spec(make_checkpoint(tmp_path, max_position_embeddings=1 << 20))
     config = EngineConfig(model=str(tmp_path), device="cuda:0")
-    shape = resolve_shape(config, spec, free=80 << 30)
+    shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)
     assert shape.host_pages == (pinned_gib << 30) // shape.layout.page_bytes
     asked = CacheConfig(host_pages=5_000_000)
-    shape = resolve_shape(config.model_copy(update={"cache": asked}), spec, free=80 << 30)
+    config = config.model_copy(update={"cache": asked})
+    shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)
     assert shape.host_pages == 5_000_000
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.models import fingerprint, load, read_spec, resolve_dtype, tokenizer_hash
+from common.engine.models import fingerprint, load, read_spec, tokenizer_hash
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.weights import load_weights
 from common.errors import ConfigError
@@ -279,9 +279,3 @@ def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(t
     ):
         assert torch.equal(norm, 1 + stored[f"{name}.weight"])
     assert weights.embedding.dtype == layer.qkv.dtype == torch.bfloat16
-
-
-def test_auto_means_float32_on_a_cpu_and_bfloat16_on_cuda():
-    assert resolve_dtype("auto", CPU) == torch.float32
-    assert resolve_dtype("auto", torch.device("cuda:0")) == torch.bfloat16
-    assert resolve_dtype("float16", CPU) == torch.float16

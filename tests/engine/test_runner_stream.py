@@ -1,8 +1,10 @@
 """The CPU's forward stream: one thread, in order, errors told to whoever waits."""
 
+import ctypes
 import threading
 
 import pytest
+import torch
 
 from common.engine.run.stream import MAX_QUEUED, WorkerStream
 from common.errors import EngineFault
@@ -68,3 +70,17 @@ def test_close_lets_submitted_work_finish():
         stream.submit(lambda i=i: seen.append(i))
     stream.close()
     assert seen == [0, 1, 2]
+
+
+def test_forwards_compute_with_the_threads_that_the_engine_was_given():
+    # Seen failing where the forward thread did not take the count over: OMP_NUM_THREADS's.
+    openmp, before = ctypes.CDLL(None), torch.get_num_threads()
+    counts = []
+    torch.set_num_threads(before + 2)
+    try:
+        stream = WorkerStream()
+        stream.submit(lambda: counts.append(openmp.omp_get_max_threads())).wait()
+        stream.close()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [before + 2]

@@ -19,7 +19,8 @@ def shape(tmp_path, *, free, **cache):
         cache=CacheConfig(**cache),
         scheduler=SchedulerConfig(chunk_tokens=64, max_running=4),
     )
-    return resolve_shape(config, read_spec(make_checkpoint(tmp_path)), free=free)
+    spec = read_spec(make_checkpoint(tmp_path))
+    return resolve_shape(config, spec, dtype=torch.float32, free=free)
 
 
 def test_pages_take_what_is_free_but_no_more_than_requests_can_use(tmp_path):

@@ -53,6 +53,23 @@ def test_a_difference_is_told_in_a_sentence(changes: dict[str, Any], sentence: s
     assert sentence in str(refusal.value)
 
 
+def test_nodes_on_different_processors_are_told_what_to_do() -> None:
+    # Seen failing with all that follows from the dtype, and no flag, in the sentence.
+    ours, other = ({"dtype": d, "kv_token_bytes": b} for d, b in (("float32", "8"), ("half", "4")))
+    peer = theirs(fingerprint=other, regions=(Region(4096, 4096, 10),))
+    with pytest.raises(LayoutMismatch) as refusal:
+        compare(msgspec.structs.replace(OURS, fingerprint=ours), peer)
+    assert str(refusal.value) == (
+        "there:1 cannot pair: dtype is 'float32' here and 'half' there. "
+        "Start both with the same --dtype."
+    )
+
+
+def test_what_follows_from_a_flag_is_told_where_no_flag_explains_it() -> None:
+    with pytest.raises(LayoutMismatch, match="kv_token_bytes is unset here"):
+        compare(OURS, theirs(fingerprint={**OURS.fingerprint, "kv_token_bytes": "4"}))
+
+
 def test_every_difference_is_told() -> None:
     with pytest.raises(LayoutMismatch) as refusal:
         compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=9))

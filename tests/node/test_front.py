@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import grpc
 import pytest
@@ -91,8 +92,8 @@ def test_a_killed_front_takes_a_stopped_engine_along(start_node):
     await_end(engine)
 
 
-def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
-    # Seen failing with the call of prctl after the engine's imports.
+def _front_that_imports(environment):
+    """A front whose engine is never done with its imports. It prints the engine's process id."""
     code = (
         "import asyncio\n"
         "from common.node.process import EngineProcess\n"
@@ -101,13 +102,32 @@ def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    with front:
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
+
+
+def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
+    # Seen failing with the call of prctl after the engine's imports.
+    with _front_that_imports(os.environ) as front:
         assert front.stdout is not None
         engine = int(front.stdout.readline())
         assert front.stdout.readline() == b"importing\n"
         front.kill()
         await_end(engine)
+
+
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}], ids=["unset", "set"])
+def test_idle_threads_of_an_engine_sleep_unless_its_user_wants_them_to_spin(own):
+    # Seen failing with the fronts' environment as it is, and with that of the user overwritten.
+    with _front_that_imports({**os.environ, **own}) as front:
+        assert front.stdout is not None
+        engine = int(front.stdout.readline())
+        assert front.stdout.readline() == b"importing\n"
+        variables = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
+        front.kill()
+        await_end(engine)
+    policy = own.get("OMP_WAIT_POLICY", "passive")
+    assert f"OMP_WAIT_POLICY={policy}".encode() in variables
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

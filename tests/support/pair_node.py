@@ -337,7 +337,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
             max_running=size.num_slots, max_waiting=size.max_waiting, **common.scheduler
         ),
     )
-    shape = resolve_shape(config, model.spec, free=1 << 40)
+    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=1 << 40)
     pool = KVPool(shape.layout, shape.num_pages, shape.device)
     pool.tensor.fill_(torch.nan)  # whoever reads what nobody wrote shall notice
     host_pool = HostPool(shape.layout, shape.host_pages, shape.device)

@@ -21,7 +21,6 @@ __all__ = [
     "fingerprint",
     "load",
     "read_spec",
-    "resolve_dtype",
     "tokenizer_hash",
 ]
 
@@ -51,11 +50,3 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Model:
     """
     spec = read_spec(directory)
     return DenseDecoder(spec, load_weights(Checkpoint(directory), spec, device, dtype))
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that a configuration means; auto: bfloat16 on CUDA, float32 on a CPU."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return dtypes[name]

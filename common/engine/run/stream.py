@@ -72,6 +72,7 @@ class WorkerStream:
         self._thread.join(DEADLINE_S)
 
     def _run(self) -> None:
+        torch.get_num_threads()  # OpenMP counts by thread: this one takes over the process's count
         while (item := self._queue.get()) is not None:
             future, work = item
             del item  # keep nothing of a finished step alive while waiting for the next
