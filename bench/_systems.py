@@ -14,8 +14,8 @@ from typing import Any, Literal
 import grpc.aio
 
 from bench._record import ROOT
+from cli import plan
 from cli.client import until_serving
-from cli.plan import HOST, Program
 from common.children import Child
 from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GetClusterRequest, GetModelRequest
@@ -77,6 +77,29 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
+async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> AsyncIterator[System]:
+    """What `baton up --device cpu` starts with the flags that it chooses: one decode node and, if
+    disaggregated, one prefill node. Raises SystemExit as `serving` does."""
+    router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
+    wish = plan.Wish(
+        model=str(model),
+        prefill=1 if mode == "disaggregated" else 0,
+        decode=1,
+        host=plan.HOST,
+        port=router,
+        http_port=0,
+        prefill_port=prefill,
+        decode_port=decode,
+        metrics_port=None,
+        device="cpu",
+        node_flags=tuple(node_flags),
+    )
+    programs = plan.programs(wish)
+    async with _running(programs) as children:
+        yield System(mode, programs[0].address, children[0].pid)
+
+
+@contextlib.asynccontextmanager
 async def prefilling(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
     """One prefill node; its address. Raises SystemExit as `serving` does."""
     (address,) = _free_addresses(1)
@@ -86,7 +109,7 @@ async def prefilling(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _running(programs: Sequence[Program]) -> AsyncIterator[list[Child]]:
+async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child]]:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
         children = [
             Child(
@@ -105,7 +128,7 @@ async def _running(programs: Sequence[Program]) -> AsyncIterator[list[Child]]:
                 await child.stop(END_S)
 
 
-async def _until_ready(programs: Sequence[Program], children: Sequence[Child]) -> None:
+async def _until_ready(programs: Sequence[plan.Program], children: Sequence[Child]) -> None:
     async def ready() -> None:
         for program in programs:
             await until_serving(program.address, program.service)
@@ -137,7 +160,7 @@ def _programs(
     node_flags: Sequence[str],
     prefill_flags: Sequence[str],
     router_flags: Sequence[str],
-) -> list[Program]:
+) -> list[plan.Program]:
     router, decode, prefill = _free_addresses(3)
     nodes = [_node("decode", decode, model, [f"--mode={mode}", *node_flags])]
     ends = [f"--decode={decode}"]
@@ -146,20 +169,22 @@ def _programs(
         ends.append(f"--prefill={prefill}")
     port = router.rpartition(":")[2]
     flags = (f"--model={model}", f"--port={port}", "--http-port=0", *ends, *router_flags)
-    return [Program("router", "router", router, flags), *nodes]
+    return [plan.Program("router", "router", router, flags), *nodes]
 
 
-def _node(role: str, address: str, model: Path, flags: Sequence[str]) -> Program:
+def _node(role: str, address: str, model: Path, flags: Sequence[str]) -> plan.Program:
     port = address.rpartition(":")[2]
-    return Program(role, f"{role}_node", address, (f"--model={model}", f"--port={port}", *flags))
+    return plan.Program(
+        role, f"{role}_node", address, (f"--model={model}", f"--port={port}", *flags)
+    )
 
 
 def _free_addresses(count: int) -> list[str]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
-            sock.bind((HOST, 0))
-        return [f"{HOST}:{sock.getsockname()[1]}" for sock in sockets]
+            sock.bind((plan.HOST, 0))
+        return [f"{plan.HOST}:{sock.getsockname()[1]}" for sock in sockets]
 
 
 def _cpu_seconds(pid: int) -> float:

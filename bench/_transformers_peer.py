@@ -1,8 +1,8 @@
-"""The peer of bench/serve.py: transformers' continuous batching on the same model and prompts.
+"""A peer of benches: transformers' continuous batching on the same model and prompts.
 
 A process of its own, so that its threads and its CPU time are its own. It is called as a library,
-with no RPC and no streaming to anyone, which is in its favour. Spec (JSON) on stdin, one line of
-JSON on stdout.
+with no RPC and no streaming to anyone, which is in its favour. Each line of stdin is a spec (JSON),
+and is answered by a line of JSON on stdout.
 
 Set for it: number of cache pages, tokens per batch and requests per batch, or it takes 60 % of the
 machine's memory and masks of that size; prefix sharing off (no prompt shares one, and it costs a
@@ -10,10 +10,12 @@ little). CUDA graphs and asynchronous batching, which it turns off where it has 
 are forced on CUDA; on a CPU it has neither and refuses them.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
 import time
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,10 +30,16 @@ RESULT_S = 60.0  # longest wait for any answer
 
 
 def main() -> None:
-    spec = json.load(sys.stdin)
+    replies = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library has to say
+        for line in sys.stdin:
+            print(json.dumps(_reply(json.loads(line))), file=replies, flush=True)
+
+
+def _reply(spec: dict[str, Any]) -> dict[str, Any]:
+    """A row for each load and number of threads, and the tokens of the load with most answers."""
     warm_up = [Job(*job) for job in spec["warm_up"]]
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"]))
-    model = model.to(spec["device"]).eval()
+    model = _model(spec["model"], spec["dtype"], spec["device"])
     rows: list[dict[str, Any]] = []
     tokens: list[list[int]] = []
     for streams, jobs in spec["loads"]:
@@ -49,7 +57,13 @@ def main() -> None:
                     "client_cpu": 0.0,
                 }
             )
-    json.dump({"rows": rows, "tokens": tokens}, sys.stdout)
+    return {"rows": rows, "tokens": tokens}
+
+
+@lru_cache(maxsize=1)
+def _model(directory: str, dtype: str, device: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    return model.to(device).eval()
 
 
 def _closed_loop(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench import _record
-from bench.serve import MODEL
+from bench._models import TINY
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine.build import Engine, build
 from common.engine.loop.loop import EventLoop
@@ -216,7 +216,7 @@ def main() -> None:
     plan = Plan(arguments.prompts, arguments.tokens, arguments.running)
     chunks = [int(chunk) for chunk in arguments.chunks.split(",")]
     with tempfile.TemporaryDirectory() as directory:
-        engine = _engine(make_checkpoint(Path(directory), **MODEL), plan)
+        engine = _engine(make_checkpoint(Path(directory), **TINY), plan)
         measure(engine, Plan(2, plan.tokens, plan.running), WAYS[0], chunks[0])  # warm-up
         rounds = [
             [measure(engine, plan, way, chunk) for chunk in chunks for way in WAYS]

@@ -22,6 +22,7 @@ from typing import Any
 import uvloop
 
 from bench._load import Answer, Client, cpu_row, make_jobs, summary
+from bench._models import TINY
 from bench._peer import transformers_peer
 from bench._record import emit, say, table
 from bench._systems import Mode, System, serving
@@ -33,15 +34,6 @@ GOAL_RATIO = 5.0
 PEER_S = 300.0
 WARM_UP_TOKENS = 8
 
-MODEL: dict[str, Any] = {  # as large as the demo model: 3.5 MB of weights
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 8192,
-}
 COLUMNS = {
     "system": "{system}",
     "load": "{load}",
@@ -80,7 +72,7 @@ async def _compared(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-bench-model-") as made:
         model = Path(options.model or made)
         if not options.model:
-            make_checkpoint(model, **MODEL)
+            make_checkpoint(model, **TINY)
         for mode in modes:
             say(f"{mode} ...")
             flags = [f"--device={options.device}", "--dtype=float32"]

@@ -59,16 +59,18 @@ def make_checkpoint(
     architecture: str = "qwen3",
     *,
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
     **overrides: object,
 ) -> Path:
-    """Writes config, weights (float32), generation config and tokenizer; returns `directory`.
+    """Writes config, weights, generation config and tokenizer; returns `directory`.
 
     Matrices are twice as large as transformers draws them, so that greedy choices have margins
     well above the differences between two ways of summing. Queries and keys are larger still:
     attention then picks single tokens, and one wrong page of KV shows in what is generated.
 
     Args:
+        dtype: of the weights as they are stored; they are drawn in float32.
         overrides: fields of the architecture's configuration.
     """
     sizes = dict(_SIZES)
@@ -91,7 +93,7 @@ def make_checkpoint(
                 parameter.mul_(4.0)
             if "q_norm" in name or "k_norm" in name:
                 parameter.mul_(2.0)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(directory)
     return directory
 
