@@ -116,6 +116,7 @@ class BreakEvenCommand:
             local=self._local,
             lengths=tuple(self._lengths),
             rates=dict(self._rates),
+            shared_cores=self._pair.shared_cores,
         )
         return findings(session, about, setting)
 

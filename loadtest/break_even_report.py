@@ -53,6 +53,7 @@ class Setting:
     local: Arm  # the same nodes; no prompt is
     lengths: Sequence[int]
     rates: Mapping[int, float]
+    shared_cores: int | None = None  # that all nodes compute on; None: they have devices
 
 
 def _of(one: Measured, group: str) -> list[Outcome]:
@@ -69,6 +70,13 @@ def _ttft_p90(one: Measured, _: Mapping[str, Any]) -> float | None:
     return p90
 
 
+def _undisturbed(one: Measured, _: Mapping[str, Any]) -> float | None:
+    if one.x:
+        return None
+    p50: float | None = distribution(g for o in _of(one, "background") for g in o.gaps)["p50"]
+    return p50
+
+
 def _itl(one: Measured, _: Mapping[str, Any]) -> float | None:
     """Without probes: of all gaps."""
     others, probes = _of(one, "background"), _of(one, "probe")
@@ -80,11 +88,12 @@ def _itl(one: Measured, _: Mapping[str, Any]) -> float | None:
 TTFT = Metric("probe_ttft_p50", "TTFT p50 of probes", _ttft)
 TTFT_P90 = Metric("probe_ttft_p90", "TTFT p90 of probes", _ttft_p90)
 ITL = Metric("others_itl_p99", "ITL p99 of the others under probes", _itl)
+UNDISTURBED = Metric("others_itl_p50", "ITL p50 without probes", _undisturbed)
 METRICS = (TTFT, TTFT_P90, ITL, GOODPUT)
 
 
 def findings(session: Session, about: About, setting: Setting) -> Findings:
-    grid = Grid(session, METRICS)
+    grid = Grid(session, (*METRICS, UNDISTURBED))
     criterion = GOODPUT if session.objectives.limits else TTFT
     by = [criterion, *(metric for metric in (TTFT, ITL) if metric is not criterion)]
     answers, knobs = (
@@ -92,7 +101,11 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
         for arm in (setting.colocated, setting.local)
     )
     first = answers[0]
-    lead = [f"Disaggregation pays, by {first.metric.name}: {first.sentence()}.", advised(knobs)]
+    lead = [
+        f"Disaggregation pays, by {first.metric.name}: {first.sentence()}.",
+        *_shared(grid, setting),
+        advised(knobs),
+    ]
     page = Page(
         title="Baton bench: from which prompt length disaggregation pays",
         lead=lead,
@@ -114,6 +127,7 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
         "criterion": criterion.key,
         "break_even": answers[0].record(),
         "others": [one.record() for one in answers[1:]],
+        "shared_cores": setting.shared_cores,
         "local_prefill_tokens": {
             "advice": advice(knobs[0]),
             "advice_by": {knob.metric.key: advice(knob) for knob in knobs},
@@ -122,6 +136,28 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
         "rows": [_row(grid, setting, length) for length in setting.lengths],
     }
     return Findings(page, summary)
+
+
+def _shared(grid: Grid, setting: Setting) -> list[str]:
+    """What is to be said where prefill and decode nodes compute on the same cores."""
+    if setting.shared_cores is None:
+        return []
+    remote, colocated = (
+        grid.spread(UNDISTURBED, arm.name, 0) for arm in (setting.remote, setting.colocated)
+    )
+    cost = remote.against(colocated)
+    told = (
+        f" Without any probe, the gap between tokens is {shown_ratio(cost)} times that of the "
+        "colocated system."
+        if cost
+        else ""
+    )
+    return [
+        f"Prefill and decode share the {setting.shared_cores} cores of this machine: a prompt is "
+        "computed with what the answers that run would have had, and every engine is one more "
+        f"process on them.{told} So this is no answer for nodes with cores or devices of their "
+        "own; for this machine alone, `baton up --prefill 0` is one engine with all cores."
+    ]
 
 
 def _headline(answers: Sequence[Answer], knobs: Sequence[Answer]) -> Table:

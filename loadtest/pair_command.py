@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli import plan
 from common import settings
 from common.config import DecodeConfig, PrefillConfig, Record
 from common.errors import ConfigError
@@ -103,6 +105,13 @@ class Pair:
         self.disaggregated = Arm(
             DISAGGREGATED, options.prefill, options.decode, everywhere, tuple(own[DISAGGREGATED])
         )
+
+    @property
+    def shared_cores(self) -> int | None:
+        """How many cores all nodes of a system compute on; None: they have CUDA devices."""
+        if self._options.device != "cpu" and plan.cuda_devices():
+            return None
+        return len(os.sched_getaffinity(0))
 
     async def each(self, session: Session, arms: tuple[Arm, ...], block: Block) -> None:
         """Runs `block` on every arm for every repeat, in turns.

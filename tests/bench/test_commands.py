@@ -202,6 +202,8 @@ async def test_compare_and_break_even_measure_systems_that_they_start_and_end(be
     code, said = await run.ended()
     assert code == 0, run.errors
     assert said["summary"]["break_even"]["by"] == "probe_ttft_p50"
+    assert said["summary"]["shared_cores"] >= 1
+    assert "Prefill and decode share" in Page(tmp_path / "baton-bench-break-even.html").text
     assert said["summary"]["local_prefill_tokens"]["advice"] in (0, 16, 64)
     assert [row["prompt_tokens"] for row in said["summary"]["rows"]] == [16, 64]
     assert "too few repeats" in Page(tmp_path / "baton-bench-break-even.html").text

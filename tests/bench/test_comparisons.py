@@ -44,8 +44,11 @@ def _add(session, system, x, repeat, outcomes, complete=True):
     session.measured.append(Measured(system, f"{x:g}", float(x), repeat, run))
 
 
-def _break_even(ttft, *, repeats=3, lengths=(64, 128, 256, 512), objectives=None):
-    """Findings where the probes' TTFT is what `ttft(system, length, repeat)` says."""
+def _break_even(
+    ttft, *, repeats=3, lengths=(64, 128, 256, 512), objectives=None, gap=None, shared_cores=None
+):
+    """Findings where the probes' TTFT is what `ttft(system, length, repeat)` says, and the others'
+    ITL without probes what `gap(system)` says."""
     session = _session(objectives)
     for repeat in range(repeats):
         for arm in (COLOCATED, REMOTE, LOCAL):
@@ -55,8 +58,11 @@ def _break_even(ttft, *, repeats=3, lengths=(64, 128, 256, 512), objectives=None
                 ]
                 others = [_outcome("background", 0.0, 0.01, [0.02] * 20)]
                 _add(session, arm.name, length, repeat, [*probes, *others])
+            if gap is not None:
+                alone = _outcome("background", 0.0, 0.01, [gap(arm.name)] * 20)
+                _add(session, arm.name, 0, repeat, [alone])
     setting = break_even_report.Setting(
-        COLOCATED, REMOTE, LOCAL, lengths, dict.fromkeys(lengths, 2.0)
+        COLOCATED, REMOTE, LOCAL, lengths, dict.fromkeys(lengths, 2.0), shared_cores
     )
     return break_even_report.findings(session, ABOUT, setting)
 
@@ -87,6 +93,24 @@ def test_the_break_even_is_between_the_lengths_that_surround_it(tmp_path):
     page = Page(tmp_path / "page.html")
     assert len(page.plots) == 7
     assert "128" in page.cells and "1 prefill + 1 decode" in page.text
+
+
+def test_on_a_cpu_it_says_that_prefill_and_decode_share_the_cores_and_what_that_costs():
+    found = _break_even(
+        _hop, gap=lambda system: 0.03 if system == "disaggregated" else 0.02, shared_cores=2
+    )
+    assert found.summary["shared_cores"] == 2
+    said = found.page.lead[1]
+    assert said.startswith("Prefill and decode share the 2 cores of this machine")
+    assert "is 1.50 (1.50 to 1.50) times that of the colocated system" in said
+    on_devices = _break_even(_hop, gap=lambda system: 0.02)
+    assert not any("share" in sentence for sentence in on_devices.page.lead)
+
+
+def test_a_break_even_without_any_quiet_run_still_says_that_the_cores_are_shared():
+    found = _break_even(_hop, shared_cores=2)
+    assert "share the 2 cores" in found.page.lead[1]
+    assert "Without any probe" not in found.page.lead[1]
 
 
 def test_never_is_an_answer():
