@@ -104,10 +104,12 @@ def short(value: float | None) -> str:
 
 def _headline(address: str, router: RouterState, width: int) -> Text:
     state = router.state if not router.reason else f"{router.state}: {router.reason}"
+    missing = f", {router.silent_processes} of {router.processes} router processes silent"
     line = Text.assemble(
         ("baton top", "bold"),
         f"  {safe(address)} ",
         (safe(state), _STATES.get(router.state, "red")),
+        (missing if router.silent_processes else "", "yellow"),
         (f"  {safe(router.model)}  up {_age(router.uptime_s)}", "bright_black"),
     )
     line.truncate(width, overflow="ellipsis")

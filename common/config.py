@@ -350,8 +350,7 @@ class RouterConfig(Record):
     ] = Field("prefix_aware", description="how a request's nodes are chosen, see docs/routing.md")
     processes: Positive = Field(
         1,
-        description="router processes that share the ports; each has --max-requests of its own, "
-        "and a metrics port of its own, counted up from --metrics-port",
+        description="router processes that share the ports; each has --max-requests of its own",
     )
     clients: ClientsConfig = ClientsConfig()
     max_requests: Positive = Field(

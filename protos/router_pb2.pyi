@@ -128,7 +128,7 @@ class GetClusterResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., router: _Optional[_Union[RouterState, _Mapping]] = ...) -> None: ...
 
 class RouterState(_message.Message):
-    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template")
+    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,8 @@ class RouterState(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    SILENT_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     version: str
@@ -147,7 +149,9 @@ class RouterState(_message.Message):
     model: str
     context_length: int
     has_chat_template: bool
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+    processes: int
+    silent_processes: int
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ...) -> None: ...
 
 class ClusterNode(_message.Message):
     __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "seen_s")

@@ -21,6 +21,8 @@ from common.distribution import Counted, Distribution
 
 Kind = Literal["counter", "gauge", "histogram"]
 Values = tuple[str, ...]
+# What a gauge of several processes of one program comes to.
+Together = Literal["sum", "most", "least"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Declared:
             has those of a file that the user keeps, and belongs to a sparse family.
         bounds: of a histogram's buckets.
         sparse: a label set that there is nothing to say of is left out.
+        together: what a gauge is of several processes that are one program.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Declared:
     labels: Mapping[str, Values] = field(default_factory=dict)
     bounds: tuple[float, ...] = ()
     sparse: bool = False
+    together: Together = "sum"
 
     @property
     def label_sets(self) -> list[Values]:

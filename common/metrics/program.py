@@ -18,7 +18,9 @@ INFO = Declared(
     "Always 1: which version of Baton this is, and which program of it.",
     {"version": (version("baton"),), "role": ROLES},
     sparse=True,
+    together="most",
 )
+# Of several processes: the last start, and the one that is nearest to its limit of descriptors.
 PROCESS = (
     Declared("process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds."),
     Declared("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
@@ -27,13 +29,18 @@ PROCESS = (
         "process_start_time_seconds",
         "gauge",
         "Start time of the process since unix epoch in seconds.",
+        together="most",
     ),
-    Declared("process_open_fds", "gauge", "Number of open file descriptors."),
-    Declared("process_max_fds", "gauge", "Maximum number of open file descriptors."),
+    Declared("process_open_fds", "gauge", "Number of open file descriptors.", together="most"),
+    Declared(
+        "process_max_fds", "gauge", "Maximum number of open file descriptors.", together="least"
+    ),
 )
 
 
-class _Families(Collector):
+class Families(Collector):
+    """Made anew at each scrape, on the thread that scrapes."""
+
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
         self._make = make
 
@@ -52,6 +59,6 @@ def registry_of(role: str, families: Callable[[], Iterable[Metric]]) -> Collecto
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_Families(lambda: [INFO.family({(version("baton"), role): 1.0})]))
-    registry.register(_Families(families))
+    registry.register(Families(lambda: [INFO.family({(version("baton"), role): 1.0})]))
+    registry.register(Families(families))
     return registry

@@ -90,12 +90,24 @@ REQUEST_SECONDS = Declared(
     "Router receives the request -> its end, of accepted requests.",
     bounds=_REQUEST_S,
 )
-READY = Declared("baton_ready", "gauge", "1 while a request could be placed on some node, else 0.")
+READY = Declared(
+    "baton_ready",
+    "gauge",
+    "1 while a request could be placed on some node, else 0; of several processes the least.",
+    together="least",
+)
+PROCESSES = Declared(
+    "baton_router_processes",
+    "gauge",
+    "Processes of this router, by whether they told their part of this scrape in time.",
+    {"state": ("answering", "silent")},
+)
 NODES = Declared(
     "baton_nodes",
     "gauge",
     "Nodes that this router knows, by what they said of themselves when last asked.",
     {"kind": ("prefill", "decode"), "state": NODE_STATES},
+    together="most",
 )
 STREAMS_LOST = Declared(
     "baton_decode_streams_lost",
@@ -131,6 +143,7 @@ DECLARED = (
     NEXT_TOKEN,
     REQUEST_SECONDS,
     READY,
+    PROCESSES,
     NODES,
     STREAMS_LOST,
     REPLAYS,
@@ -192,6 +205,7 @@ class RouterMetrics:
         yield NEXT_TOKEN.family(self._next_token)
         yield REQUEST_SECONDS.family(self._request_seconds)
         yield READY.family(self._ready)
+        yield PROCESSES.family({("answering",): 1.0})
         yield NODES.family(self._nodes)
         yield STREAMS_LOST.family(self._streams_lost)
         yield REPLAYS.family(self._replays)

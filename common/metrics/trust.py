@@ -24,6 +24,7 @@ CERTIFICATE_END = Declared(
     "of the authorities that others are checked by.",
     {"purpose": get_args(Purpose)},
     sparse=True,
+    together="least",
 )
 TRUST = (REFUSED, CERTIFICATE_END)
 

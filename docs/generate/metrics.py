@@ -11,8 +11,8 @@ FILE = Path(__file__).parents[1] / "metrics.md"
 _HEAD = """# Metrics
 
 Every program serves Prometheus metrics on `--metrics-port`, and a router also under `/metrics` of
-its HTTP port. Of a router with several `--processes` each has a metrics port of its own, counted up
-from `--metrics-port`: scrape all of them, and not the HTTP port.
+its HTTP port. A router with several `--processes` is one program to whoever scrapes it: either port
+tells what all of them count, [as one](#several-router-processes).
 
 Units are base units, and what labels can say is a closed list: no addresses, no request ids; of
 `key` it is the names in the file of `--api-keys`, as it is now. A series is there from the start,
@@ -43,8 +43,17 @@ apart by: a pod's name in Kubernetes, elsewhere the address scraped. Dashboards 
 alert. Each has a link to its section there, on a site of your own: `python -m docs.generate.rules
 --site https://HOST/PATH` says where you keep what `make docs` builds.
 
-In Kubernetes a router pod has one metrics port that is scraped: more routers there are more
-replicas, not more `--processes`.
+## Several router processes
+
+Counters and histograms are sums. They never fall: what a process had told stays in the sum while it
+is silent and after its end; what it counted between the last scrape and its end is lost. Gauges are
+sums too (`baton_live_requests`), but for what all of them see or share: of `baton_nodes` and
+`process_start_time_seconds` the most is told, of `baton_ready` and the ends of certificates the
+least, of open descriptors the most and of their limit the least. CPU time and memory are those of
+all, with the process that keeps them.
+
+A scrape asks every process and waits 2 s at most. `baton_router_processes{state="silent"}` counts
+those that did not answer: of them there are no gauges.
 
 This page is made from `common/metrics/` by `python -m docs.generate.metrics`.
 """

@@ -5,7 +5,6 @@ The protobuf message is the one record of it; the JSON is made of that message, 
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,8 +15,8 @@ from google.protobuf.message import Message
 from protos import router_pb2
 from router.api.http.answers import whole
 from router.api.http.request import Request
+from router.api.router_state import WholeState
 from router.cluster.survey import NodeReport, Survey
-from router.requests.admission import Admission
 
 REUSE_S = 0.25
 
@@ -25,42 +24,17 @@ REUSE_S = 0.25
 class ClusterReport:
     """For one event loop."""
 
-    def __init__(
-        self,
-        survey: Survey,
-        admission: Admission,
-        constant: router_pb2.RouterState,
-        why_not_ready: Callable[[], str | None],
-    ) -> None:
-        """
-        Args:
-            constant: what of the router's own state never changes.
-            why_not_ready: a sentence, or None when a request could be placed now.
-        """
+    def __init__(self, survey: Survey, router: WholeState) -> None:
         self._survey = survey
-        self._admission = admission
-        self._constant = constant
-        self._why_not_ready = why_not_ready
-        self._started = time.monotonic()
+        self._router = router
 
     async def make(self) -> router_pb2.GetClusterResponse:
-        """Asks every node; within 2 s."""
-        reports = await self._survey.look()
-        reason = self._why_not_ready()
-        response = router_pb2.GetClusterResponse(
-            nodes=[_node(report, report.at - self._started) for report in reports],
-            router=self._constant,
+        """Asks every node, and the other processes of this router; within 2 s."""
+        reports, router = await asyncio.gather(self._survey.look(), self._router.now())
+        began = self._router.began
+        return router_pb2.GetClusterResponse(
+            nodes=[_node(report, report.at - began) for report in reports], router=router
         )
-        response.router.MergeFrom(
-            router_pb2.RouterState(
-                state=_state(reason, self._admission.closed),
-                reason=reason or "",
-                uptime_s=time.monotonic() - self._started,
-                live_requests=self._admission.num_live,
-                max_requests=self._admission.max_requests,
-            )
-        )
-        return response
 
 
 class ClusterEndpoint:
@@ -105,12 +79,6 @@ def plain(message: Message) -> dict[str, Any]:
             value = plain(value)
         fields[field.name] = value
     return fields
-
-
-def _state(reason: str | None, closed: bool) -> str:
-    if closed:
-        return "draining"
-    return "ready" if reason is None else "not ready"
 
 
 def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:

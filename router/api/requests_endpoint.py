@@ -1,143 +1,103 @@
 """GET /requests and GET /requests/ID: where the time of a request went, as JSON. A client's own
 name for a request is as good as its id: it finds the newest one that is called so.
 
-Moments are seconds since the request arrived at this router. Nothing of a prompt or an answer is
-in it. docs/tracing.md says what the phases mean.
+Each process of a router knows its own requests, and answers for all: it asks the others.
 """
 
-import time
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
 
-from common.timeline import Attempt, Interval, TtftPhase
 from router.api.http.answers import whole
 from router.api.http.request import Request
 from router.api.openai.problems import Refusal
-from router.requests.timelines import RequestTimeline, Submission, Timelines
+from router.api.request_json import details, summary
+from router.requests.timelines import Timelines
+from router.siblings.asking import Siblings
 
 PATH = "/requests"
+_ALL, _ONE = "/requests", "/request"  # as processes ask each other
 _FRESH = (("cache-control", "no-store"),)
+
+_Content = dict[str, Any]
+
+
+class OwnRequests:
+    """Of this process."""
+
+    def __init__(self, timelines: Timelines) -> None:
+        self._timelines = timelines
+
+    def all(self) -> list[_Content]:
+        return [summary(timeline) for timeline in self._timelines]
+
+    def one(self, name: str) -> _Content | None:
+        timeline = self._timelines.find(name)
+        return None if timeline is None else summary(timeline) | details(timeline)
+
+    @property
+    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
+        """What other processes may ask."""
+
+        async def tell_all(_: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(self.all())
+
+        async def tell_one(query: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(self.one(query["name"]))
+
+        return {_ALL: tell_all, _ONE: tell_one}
 
 
 class RequestsEndpoint:
     """Each method is a handler of HTTP requests."""
 
-    def __init__(self, timelines: Timelines) -> None:
-        self._timelines = timelines
+    def __init__(self, own: OwnRequests, siblings: Siblings) -> None:
+        self._own = own
+        self._siblings = siblings
 
     async def all(self, request: Request) -> web.Response:
-        content = {"requests": [_summary(timeline) for timeline in self._timelines]}
+        told = await self._siblings.ask(_ALL)
+        lists = [self._own.all(), *map(msgspec.json.decode, told.bodies.values())]
+        content = {
+            "requests": sorted(chain.from_iterable(lists), key=_newest_first),
+            "processes": told.num_asked + 1,
+            "silent_processes": told.num_silent,
+        }
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
     async def one(self, request: Request) -> web.Response:
         name = unquote(request.route.removeprefix(f"{PATH}/"))
-        timeline = self._timelines.find(name)
-        if timeline is None:
-            message = f"no request {name[:256]!r} is under way or among the last that ended"
-            return Refusal(404, message, code="request_not_found").response()
-        content = _summary(timeline) | _details(timeline)
-        return whole(200, msgspec.json.encode(content), headers=_FRESH)
+        found, num_silent = self._own.one(name), 0
+        if found is None or found["id"] != name:
+            told = await self._siblings.ask(_ONE, name=name)
+            everywhere = [found, *map(msgspec.json.decode, told.bodies.values())]
+            found = _best(name, [one for one in everywhere if one is not None])
+            num_silent = told.num_silent
+        if found is None:
+            return _not_found(name, num_silent).response()
+        return whole(200, msgspec.json.encode(found), headers=_FRESH)
 
 
-def _summary(timeline: RequestTimeline) -> dict[str, Any]:
-    last = timeline.submissions[-1] if timeline.submissions else None
-    used = _used(last) if last else None
-    return {
-        "id": timeline.request_id,
-        "label": timeline.label or None,
-        "outcome": timeline.outcome,
-        "arrived": timeline.arrived_unix,
-        "seconds": (timeline.ended or time.monotonic()) - timeline.arrived,
-        "ttft_s": timeline.first_token - timeline.arrived if timeline.first_token else None,
-        "last_token_s": timeline.last_token - timeline.arrived if timeline.last_token else None,
-        "prompt_tokens": timeline.prompt_tokens,
-        "cached_tokens": timeline.cached_tokens,
-        "completion_tokens": timeline.completion_tokens,
-        "decode": last.decode if last else None,
-        "prefill": used.prefill if used else None,
-        "path": used.path if used else None,
-        "replays": max(len(timeline.submissions) - 1, 0),
-        "trace_id": timeline.trace.trace_id or None,
-    }
+def _newest_first(content: _Content) -> tuple[bool, float]:
+    """Those under way before all others, and these by their ends."""
+    if content["outcome"] == "live":
+        return False, -content["arrived"]
+    return True, -(content["arrived"] + content["seconds"])
 
 
-def _details(timeline: RequestTimeline) -> dict[str, Any]:
-    phases = [
-        _phase("router", "", name, 0, start - timeline.arrived, end - timeline.arrived)
-        for name, start, end in timeline.router_phases()
-    ]
-    marks = []
-    attempts: list[dict[str, Any]] = []
-    if timeline.first_token:
-        marks.append(_mark("router", timeline.first_token - timeline.arrived))
-    for submission in timeline.submissions:
-        told = submission.timeline
-        zero = submission.begin(told, timeline.first_token) - timeline.arrived
-        phases += [_of_node(row, submission, told.attempts, zero) for row in told.intervals]
-        attempts += [
-            _attempt(number, one, submission) for number, one in enumerate(told.attempts, 1)
-        ]
-        if told.first_token is not None:
-            marks.append(_mark("decode", zero + told.first_token))
-    parts = timeline.split() or ()
-    return {
-        "error": timeline.error,
-        "ttft": [
-            {"phase": phase.label, "seconds": seconds}
-            for phase, seconds in zip(TtftPhase, parts, strict=False)
-            if seconds
-        ],
-        "phases": sorted(phases, key=lambda phase: (phase["start_s"], phase["end_s"])),
-        "attempts": attempts,
-        "marks": marks,
-    }
+def _best(name: str, found: list[_Content]) -> _Content | None:
+    """The one with that id; else the newest one that is called so."""
+    return min(found, key=lambda one: (one["id"] != name, _newest_first(one)), default=None)
 
 
-def _used(submission: Submission) -> Attempt | None:
-    """The hand-off whose KV the request went on with."""
-    held = [one for one in submission.timeline.attempts if one.outcome == "held"]
-    return held[-1] if held else None
-
-
-def _of_node(
-    row: Interval, submission: Submission, attempts: tuple[Attempt, ...], zero: float
-) -> dict[str, Any]:
-    where, node = "decode", submission.decode
-    if row.phase.on_prefill_node and row.attempt:
-        where, node = "prefill", attempts[row.attempt - 1].prefill
-    name = row.phase.name.lower()
-    return _phase(where, node, name, row.attempt, zero + row.start, zero + row.end)
-
-
-def _phase(
-    where: str, node: str, name: str, attempt: int, start_s: float, end_s: float
-) -> dict[str, Any]:
-    return {
-        "where": where,
-        "node": node,
-        "phase": name,
-        "attempt": attempt,
-        "start_s": start_s,
-        "end_s": end_s,
-    }
-
-
-def _mark(where: str, at_s: float) -> dict[str, Any]:
-    return {"where": where, "mark": "first_token", "at_s": at_s}
-
-
-def _attempt(number: int, attempt: Attempt, submission: Submission) -> dict[str, Any]:
-    return {
-        "number": number,
-        "node": submission.decode,
-        "prefill": attempt.prefill,
-        "path": attempt.path,
-        "outcome": attempt.outcome,
-        "reason": attempt.reason,
-        "pages": attempt.num_pages,
-        "bytes": attempt.num_bytes,
-        "chunks": attempt.num_chunks,
-    }
+def _not_found(name: str, num_silent: int) -> Refusal:
+    sentence = f"no request {name[:256]!r} is under way or among the last that ended"
+    if num_silent:
+        processes = "a process" if num_silent == 1 else f"{num_silent} processes"
+        sentence += f", as far as is known: {processes} of this router did not answer"
+        return Refusal(503, sentence, code="request_not_found")
+    return Refusal(404, sentence, code="request_not_found")

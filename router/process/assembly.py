@@ -23,20 +23,15 @@ from common.metrics import RouterMetrics
 from common.metrics.trust import TrustMetrics
 from common.tracing import export
 from protos import router_pb2, router_pb2_grpc
+from router.api import metrics_endpoint, requests_endpoint
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
 from router.api.http.server import HttpServer
-from router.api.http.service import Service
-from router.api.http.shared import Limits as HttpLimits
-from router.api.http.shared import Shared
-from router.api.http_checks import HttpChecks
-from router.api.openai import api, problems
-from router.api.openai.operations import metrics_elsewhere
-from router.api.page import files as page
-from router.api.requests_endpoint import PATH as REQUESTS_PATH
-from router.api.requests_endpoint import RequestsEndpoint
+from router.api.metrics_endpoint import OwnMetrics, WholeMetrics
+from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
+from router.api.router_state import OwnState, WholeState
 from router.api.rpc_guard import RpcGuard
 from router.api.service import RouterService
-from router.clients.assembly import Clients, make_clients
+from router.clients.assembly import make_clients
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import NOT_READY, Cluster
 from router.cluster.discovery import Discovery
@@ -47,10 +42,14 @@ from router.generation import Generator
 from router.policy import HEED_PREFIXES, make_policy
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
+from router.process.http import make_http
 from router.requests.admission import SHUTTING_DOWN, Admission
 from router.requests.record import Records
-from router.requests.served_model import ServedModel, served_model
+from router.requests.served_model import served_model
 from router.requests.timelines import Timelines
+from router.siblings.asking import siblings
+from router.siblings.place import Place, alone
+from router.siblings.telling import told
 from router.text.limits import MAX_FIELDS
 from router.text.model_files import ModelFiles
 
@@ -58,8 +57,6 @@ log = logging.getLogger(__name__)
 
 _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster"})
 _LAST_WORDS_S = 1.0  # for the ends of calls to reach their clients
-# Of HTTP clients that wait between requests, and of probes; each live request has one more.
-_SPARE_CONNECTIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +88,18 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    config: RouterConfig, model: ModelFiles, *, shares_ports: bool = False
+    config: RouterConfig, model: ModelFiles, place: Place | None = None
 ) -> AsyncIterator[Running]:
     """Serves while inside. It listens at once, and is healthy once a request could be placed.
 
     Args:
-        shares_ports: with other processes of this router, see router/process/processes.py.
+        place: of this process among those of its router, see router/process/processes.py; they
+            share its ports. None: it is the whole router.
     Raises:
         ConfigError: a port is taken, an entry of --prefill or --decode is wrong, or the tokenizer
             or chat template cannot be used.
     """
+    place = place or alone()
     changed = asyncio.Event()  # something that readiness depends on
     served = served_model(model)
     counts = RouterMetrics()
@@ -135,11 +134,16 @@ async def running(
             tells_cached_tokens=not config.hide_cached_tokens,
         )
         why_not_ready = partial(_why_not_ready, admission, cluster)
-        report = ClusterReport(survey, admission, _constants(config, model), why_not_ready)
+        others = await resources.enter_async_context(siblings(place.others))
+        keeper = await resources.enter_async_context(siblings(place.keeper))
+        state = OwnState(admission, _constants(config, model), why_not_ready)
+        report = ClusterReport(survey, WholeState(state, others, place.began))
+        own = OwnRequests(timelines)
+        listed = RequestsEndpoint(own, others)
         service = RouterService(clients.guard, generator, report, served, budget_s=config.budget_s)
         guard = RpcGuard(clients.guard, for_operators=_FOR_OPERATORS)
         server = rpc.make_server(
-            shares_port=shares_ports,
+            shares_port=place.is_shared,
             max_message_bytes=served.limits.message_bytes,
             interceptors=[guard],
         )
@@ -151,7 +155,7 @@ async def running(
         )
         health = rpc.add_health_and_reflection(server, names)
         port = rpc.bind(
-            server, config.front.host, config.front.port, certificates, shares_port=shares_ports
+            server, config.front.host, config.front.port, certificates, shares_port=place.is_shared
         )
         metrics_port = resources.enter_context(
             metrics.served(counts.registry, config.front.host, config.front.metrics_port)
@@ -159,22 +163,31 @@ async def running(
         await health.tell(False)
         await resources.enter_async_context(
             rpc.serving_health(
-                health, config.front.host, config.front.health_port, shares_port=shares_ports
+                health, config.front.host, config.front.health_port, shares_port=place.is_shared
             )
         )
-        http = _make_http(
+        http = make_http(
             config,
             served,
             clients,
             generator,
-            report,
-            timelines,
             counts,
             why_not_ready,
             certificates,
-            shares_port=shares_ports,
+            others={
+                "/cluster": ClusterEndpoint(report),
+                requests_endpoint.PATH: listed.all,
+                metrics_endpoint.PATH: (
+                    WholeMetrics(keeper) if place.is_shared else OwnMetrics(counts.registry)
+                ),
+            },
+            others_below={f"{requests_endpoint.PATH}/": listed.one},
         )
-        http_port = await http.start(config.front.host, config.http_port, shares_port=shares_ports)
+        tells = {**state.tells, **own.tells, **metrics_endpoint.telling(counts.registry)}
+        await resources.enter_async_context(told(place, tells))
+        http_port = await http.start(
+            config.front.host, config.http_port, shares_port=place.is_shared
+        )
         resources.push_async_callback(http.stop, _LAST_WORDS_S)
         await server.start()
         host = config.front.host
@@ -258,58 +271,11 @@ async def _make_cluster(
     return cluster, survey, membership
 
 
-def _make_http(
-    config: RouterConfig,
-    model: ServedModel,
-    clients: Clients,
-    generator: Generator,
-    report: ClusterReport,
-    timelines: Timelines,
-    counts: RouterMetrics,
-    why_not_ready: Callable[[], str | None],
-    certificates: tls.Certificates | None,
-    *,
-    shares_port: bool,
-) -> HttpServer:
-    checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
-    requests = RequestsEndpoint(timelines)
-    # Whoever scrapes a port that is shared meets one process now and another one then.
-    elsewhere = {"/metrics": {"GET": metrics_elsewhere}} if shares_port else {}
-    routes = api.routes(
-        generator,
-        counts,
-        checks.begin,
-        model_name=_served_name(config, model.files),
-        context_length=model.limits.context_length,
-        ignore_unknown=config.ignore_unknown_fields,
-        why_not_ready=why_not_ready,
-        others={
-            **page.routes(),
-            "/cluster": {"GET": ClusterEndpoint(report)},
-            REQUESTS_PATH: {"GET": requests.all},
-            **elsewhere,
-        },
-        others_below={f"{REQUESTS_PATH}/": {"GET": requests.one}},
-    )
-    limits = HttpLimits(
-        max_connections=config.max_requests + _SPARE_CONNECTIONS,
-        max_body_bytes=model.limits.body_bytes,
-        unread_s=config.unread_s,
-    )
-    contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
-    shared = Shared(limits, problems.error_body, counts)
-    return HttpServer(shared, Service(shared, routes, checks), contexts)
-
-
-def _served_name(config: RouterConfig, model: ModelFiles) -> str:
-    return config.served_model_name or model.name
-
-
 def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterState:
     """What a router says of itself that never changes."""
     return router_pb2.RouterState(
         version=version("baton"),
-        model=_served_name(config, model),
+        model=config.served_model_name or model.name,
         context_length=model.context_length,
         has_chat_template=model.chat_template is not None,
     )

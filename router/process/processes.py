@@ -1,8 +1,8 @@
 """Several router processes on the same ports, kept by one that serves nothing itself.
 
-Each is a whole router, with its own streams to every node; they share no state. The kernel deals
-connections out to them. Limits hold for each, and what a process tells of itself (metrics,
-requests under way) is its own part.
+Each is a whole router, with its own streams to every node. The kernel deals connections out to
+them, and limits hold for each. What they tell of themselves they tell as one: a process that is
+asked for requests under way asks the others, and the one that keeps them adds up what they count.
 """
 
 import asyncio
@@ -11,15 +11,24 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from common import rpc
 from common.children import Child
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.logs import kv
+from common.metrics import served
+from router.process.whole_metrics import WholeMetrics
+from router.siblings.asking import siblings
+from router.siblings.place import Place
+from router.siblings.telling import told
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +37,6 @@ T = TypeVar("T")
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _END_S = 10.0  # beyond the drain
-_MAX_PORT = 65535
 
 
 async def keep(config: RouterConfig) -> int:
@@ -38,10 +46,9 @@ async def keep(config: RouterConfig) -> int:
     Returns:
         The exit code: not 0 if one could not be started at first, or did not end as it should.
     Raises:
-        ConfigError: a port is taken, or not all have one for their metrics.
+        ConfigError: a port is taken, or there is no directory for their sockets.
     """
-    with _reserved(config) as shared:
-        processes = [_Process(n, _part(shared, n)) for n in range(config.processes)]
+    async with _kept(config) as processes:
         stop = asyncio.Event()
 
         def on_signal(number: signal.Signals) -> None:
@@ -74,9 +81,9 @@ async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
 class _Process:
     """One of them. Never started again once it has been told to end."""
 
-    def __init__(self, number: int, config: RouterConfig) -> None:
-        self._number = number
-        self._config_json = config.model_dump_json()
+    def __init__(self, place: Place, config: RouterConfig) -> None:
+        self._number = place.number
+        self._arguments = [msgspec.json.encode(place).decode(), config.model_dump_json()]
         self._child: Child | None = None
         self._told = False
 
@@ -84,10 +91,8 @@ class _Process:
         """Returns whether it listens; it has ended otherwise."""
         here, there = os.pipe()
         try:
-            command = [sys.executable, "-m", "router.process.worker", str(self._number), str(there)]
-            self._child = Child(
-                "router", [*command, self._config_json], log=None, descriptors=(there,)
-            )
+            command = [sys.executable, "-m", "router.process.worker", str(there), *self._arguments]
+            self._child = Child("router", command, log=None, descriptors=(there,))
         finally:
             os.close(there)
         with os.fdopen(here, "rb", buffering=0) as end:
@@ -135,9 +140,41 @@ class _Process:
         return code if code >= 0 else 1
 
 
+@contextlib.asynccontextmanager
+async def _kept(config: RouterConfig) -> AsyncIterator[list[_Process]]:
+    """Processes that are yet to be started, and what they need of the one that keeps them."""
+    with _reserved(config) as shared, _directory() as directory:
+        keeper = Place(config.processes, config.processes, directory, time.monotonic())
+        places = [replace(keeper, number=number) for number in range(config.processes)]
+        async with siblings(keeper.others) as routers:
+            metrics = WholeMetrics(routers)
+            front = config.front
+            with served(metrics.registry, front.host, front.metrics_port) as metrics_port:
+                async with told(keeper, metrics.tells):
+                    log.info(
+                        "keeping %s",
+                        kv(processes=len(places), sockets=directory, metrics_port=metrics_port),
+                    )
+                    yield [_Process(place, shared) for place in places]
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[str]:
+    """One that nobody but this user can open."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="baton-router-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--processes: no directory for the sockets of the router's processes: {error}; TMPDIR "
+            "can name another place"
+        ) from error
+    with made as directory:
+        yield directory
+
+
 @contextlib.contextmanager
 def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
-    """Keeps the shared ports for this router's processes; gives the configuration with them."""
+    """Keeps the shared ports for this router's processes; gives the configuration of each."""
     front = config.front
     with contextlib.ExitStack() as ports:
         port = ports.enter_context(rpc.reserved(front.host, front.port))
@@ -149,21 +186,9 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
             health_port = ports.enter_context(
                 rpc.reserved(front.host, health_port, knob=rpc.HEALTH_PORT)
             )
-        shared = front.model_copy(update={"port": port, "health_port": health_port})
+        ports_of_all = {"port": port, "health_port": health_port, "metrics_port": None}
+        shared = front.model_copy(update=ports_of_all)
         yield config.model_copy(update={"front": shared, "http_port": http_port})
-
-
-def _part(config: RouterConfig, number: int) -> RouterConfig:
-    """The configuration of one process."""
-    metrics_port = config.front.metrics_port
-    if metrics_port:
-        metrics_port += number
-        if metrics_port > _MAX_PORT:
-            raise ConfigError(
-                f"--metrics-port: {config.processes} processes need ports to count up"
-            )
-    front = config.front.model_copy(update={"metrics_port": metrics_port})
-    return config.model_copy(update={"front": front})
 
 
 async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None:

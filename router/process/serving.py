@@ -9,6 +9,7 @@ from collections.abc import Callable
 from common import allocator
 from common.config import RouterConfig
 from router.process.assembly import running
+from router.siblings.place import Place
 from router.text import model_files
 
 log = logging.getLogger(__name__)
@@ -19,12 +20,12 @@ _COLLECT_EVERY = 50_000
 
 
 async def serve(
-    config: RouterConfig, *, shares_ports: bool = False, on_up: Callable[[], None] = lambda: None
+    config: RouterConfig, place: Place | None = None, *, on_up: Callable[[], None] = lambda: None
 ) -> None:
     """Runs a router until SIGTERM or SIGINT, then drains it; a second signal cuts that short.
 
     Args:
-        shares_ports: with the other processes of this router.
+        place: of this process among those of its router; None: there is no other.
         on_up: called once it listens.
     """
     allocator.hold_little()
@@ -36,7 +37,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     model = await asyncio.to_thread(model_files.load, config.model)
-    async with running(config, model, shares_ports=shares_ports) as router:
+    async with running(config, model, place) as router:
         gc.collect()
         gc.freeze()  # what is here now stays until the end
         gc.set_threshold(_COLLECT_EVERY)

@@ -1,8 +1,9 @@
-"""`python -m router.worker`: one of the processes that router/process/processes.py keeps."""
+"""`python -m router.process.worker`: one of those that router/process/processes.py keeps."""
 
 import os
 import sys
 
+import msgspec
 import uvloop
 
 from common import logs
@@ -10,23 +11,24 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from common.settings import wrong
 from router.process.serving import serve
+from router.siblings.place import Place
 
 
-def main(number: str, up: str, config_json: str) -> None:
+def main(up: str, place_json: str, config_json: str) -> None:
     """
     Args:
-        number: tells this process from its siblings, in the log.
         up: a descriptor, written to once this process listens.
     """
+    place = msgspec.json.decode(place_json, type=Place)
     config = RouterConfig.model_validate_json(config_json)
-    logs.setup(f"router/{number}", config.front.log_level, config.front.log_format)
+    logs.setup(f"router/{place.number}", config.front.log_level, config.front.log_format)
 
     def tell() -> None:
         os.write(int(up), b"up")
         os.close(int(up))
 
     try:
-        uvloop.run(serve(config, shares_ports=True, on_up=tell))
+        uvloop.run(serve(config, place, on_up=tell))
     except ConfigError as error:
         wrong("baton router", str(error))
 

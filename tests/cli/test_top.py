@@ -96,6 +96,13 @@ def test_no_line_is_wider_than_the_terminal(width):
     assert max(map(len, nodes)) <= width  # and nothing has to be broken for that
 
 
+def test_a_router_process_that_is_silent_is_told_of():
+    some = {"processes": 2, "silent_processes": 1}
+    shown = lines(150, make=lambda at_s: cluster(at_s, router=some))
+    assert "ready, 1 of 2 router processes silent" in shown[0]
+    assert not any("silent" in line for line in lines(150))
+
+
 def test_there_are_no_rates_before_there_is_something_to_compare():
     (decode,) = [line for line in lines(150, answers=[1.0]) if line.startswith(DECODE)]
     assert decode.split()[4:8] == ["-"] * 4

@@ -156,6 +156,7 @@ def test_every_program_of_a_scrape_has_what_rules_and_dashboards_tell_it_by():
     (job,) = scrape["scrape_configs"]
     assert {target["labels"]["role"] for target in job["static_configs"]} == set(ROLES) | {"router"}
     assert all(target["labels"].keys() == {"namespace", "role"} for target in job["static_configs"])
+    assert all(len(target["targets"]) == 1 for target in job["static_configs"])  # a port a program
     assert scrape["rule_files"] == [generated.FILE.name]
     (monitor,) = yaml.safe_load_all((MONITORING / "pod-monitor.yaml").read_text())
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:

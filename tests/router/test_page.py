@@ -89,6 +89,8 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model: Path):
         "model": str(model),
         "context_length": 64,
         "has_chat_template": True,
+        "processes": 1,
+        "silent_processes": 0,
     }
     (decoding,) = [node for node in told["nodes"] if node["role"] == "decode"]
     assert decoding["instance_id"] == str(2**63 + 1)  # as a number JavaScript would round it

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from common import rpc
 from common.errors import ConfigError
 from protos.decode_pb2 import FINISH_REASON_STOP, Submit
 from tests.router.rig import Client, collect, eventually
-from tests.support.cluster import free_row
-from tests.support.http_client import get, post
+from tests.support.http_client import post
 from tests.support.programs import Program
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -77,7 +75,6 @@ async def test_two_processes_serve_one_port_and_end_together(
             answered = await post(http_port, "/v1/completions", {"prompt": "x", "max_tokens": 1})
             assert answered.json["choices"][0]["text"] == "a"
         assert len({submit.request_id for submit in seen}) == 9
-        assert (await get(http_port, "/metrics")).status == 404
         rig.program.send(signal.SIGTERM)
         assert await asyncio.to_thread(rig.program.exit_code) == 0
         assert rig.program.output.count(" stopped") == 2
@@ -99,16 +96,6 @@ async def test_a_process_that_is_killed_is_started_again(
         assert other in pids and victim not in pids
         rig.program.send(signal.SIGTERM)
         assert await asyncio.to_thread(rig.program.exit_code) == 0
-
-
-def test_each_process_has_its_own_metrics_port(model: Path, programs: list[Program]) -> None:
-    ports = free_row(2)
-    rig = Rig(model, ABSENT, "--metrics-port", str(ports[0]))
-    programs.append(rig.program)
-    rig.wait_until_up()
-    for port in ports:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=START_S) as answer:
-            assert b"baton_live_requests 0.0" in answer.read()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def routes(
         others: what is beside OpenAI's API, by path, by method.
         others_below: the same for every path that begins with this one.
     """
-    operations = Operations(model_name, context_length, metrics.registry, why_not_ready)
+    operations = Operations(model_name, context_length, why_not_ready)
 
     def generation(dialect: Completions | Chat) -> GenerationEndpoint:
         return GenerationEndpoint(dialect, generator, metrics, begin, model_name=model_name)
@@ -48,7 +48,6 @@ def routes(
             f"{MODELS_PATH}/": {"GET": operations.models},
             "/health": {"GET": operations.health},
             "/ready": {"GET": operations.ready},
-            "/metrics": {"GET": operations.metrics},
             "/openapi.json": {"GET": operations.openapi},
             **others,
         },

@@ -1,4 +1,4 @@
-"""What is not text: the model's name, health for probes, metrics."""
+"""What is not text: the model's name, health for probes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,8 +8,6 @@ from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from router.api.http.answers import whole
 from router.api.http.request import Request
@@ -26,7 +24,6 @@ class Operations:
         self,
         model_name: str,
         context_length: int,
-        registry: CollectorRegistry,
         why_not_ready: Callable[[], str | None],
     ) -> None:
         """
@@ -41,7 +38,6 @@ class Operations:
             "root": model_name,  # as vLLM's server has it, and its load generator wants it
             "max_model_len": context_length,
         }
-        self._registry = registry
         self._why_not_ready = why_not_ready
         self._openapi = msgspec.json.encode(openapi.document(version("baton")))
 
@@ -66,18 +62,5 @@ class Operations:
             return whole(200, b'{"status":"ready"}')
         return whole(503, msgspec.json.encode({"status": "not ready", "reason": reason}))
 
-    async def metrics(self, request: Request) -> web.Response:
-        encode, kind = choose_encoder(request.header("accept"))
-        return whole(200, encode(self._registry), kind)
-
     async def openapi(self, request: Request) -> web.Response:
         return whole(200, self._openapi)
-
-
-async def metrics_elsewhere(request: Request) -> web.Response:
-    """Instead of metrics, where several processes share the port."""
-    sentence = (
-        "several processes answer here; the metrics of each are on a port of its own, counted up "
-        "from --metrics-port"
-    )
-    return Refusal(404, sentence).response()

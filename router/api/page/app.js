@@ -10,7 +10,7 @@ import { legend, Nodes } from "./nodes.js";
 import { Rates } from "./rates.js";
 import { Requests } from "./requests.js";
 import { Timeline } from "./timeline.js";
-import { about, Totals } from "./totals.js";
+import { about, missing, Totals } from "./totals.js";
 
 const REQUESTS_EVERY = 2; // answers about the cluster
 
@@ -42,7 +42,8 @@ function show(cluster) {
   links.show(cluster, rates);
   ask.know(router);
   say(byId("model"), router.model);
-  say(byId("router-state"), router.state === "ready" ? "ready" : `${router.state}: ${router.reason}`);
+  const state = router.state === "ready" ? "ready" : `${router.state}: ${router.reason}`;
+  say(byId("router-state"), [state, missing(router)].filter(Boolean).join("; "));
   mark(byId("router-state"), "data-state", router.state);
   say(byId("about"), about(router));
   document.body.classList.toggle("no-prefill", !cluster.nodes.some((node) => node.role === "prefill"));

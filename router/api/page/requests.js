@@ -3,6 +3,7 @@
 import { byId, element, keep, mark, say } from "./dom.js";
 import { duration } from "./format.js";
 import { fetchJson } from "./feed.js";
+import { missing } from "./totals.js";
 
 const SHOWN = 60;
 const ENDS = { stop: "stop", length: "length", cancelled: "cancelled", error: "error", live: "live" };
@@ -20,18 +21,18 @@ export class Requests {
   }
 
   async refresh() {
-    let requests;
+    let content;
     try {
-      ({ requests } = await fetchJson("/requests"));
+      content = await fetchJson("/requests");
     } catch (error) {
       // Without a connection the page says so at its top already.
       if (error.status) say(byId("requests-note"), error.message);
       return;
     }
-    const shown = requests.slice(0, SHOWN);
+    const shown = content.requests.slice(0, SHOWN);
     byId("requests-frame").hidden = !shown.length;
     const note = shown.length ? `the latest ${shown.length}` : "None yet. Send a prompt.";
-    say(byId("requests-note"), note);
+    say(byId("requests-note"), [note, missing(content)].filter(Boolean).join("; "));
     keep(this.rows, shown, (request) => request.id, make, (row, request) => fill(row, request));
     this.markChosen();
     if (this.chosen === undefined && shown.length) {

@@ -64,7 +64,14 @@ export class Totals {
 }
 
 export function about(router) {
-  return `Baton ${router.version}, up for ${age(router.uptime_s)}`;
+  const processes = router.processes > 1 ? `, ${router.processes} processes` : "";
+  return `Baton ${router.version}, up for ${age(router.uptime_s)}${processes}`;
+}
+
+/** What of a router is missing in what it tells, as words; "" of nothing. */
+export function missing({ processes, silent_processes: silent }) {
+  if (!silent) return "";
+  return `${silent} of ${processes} router processes ${silent === 1 ? "does" : "do"} not answer`;
 }
 
 function make(tile) {

@@ -1,0 +1,105 @@
+"""Makes one program's metrics of what its processes tell.
+
+Counters and histograms are sums, and they stay so: what a process has counted is part of the sum
+while it is silent, and when it has ended. Of a gauge each says itself what several of it come to;
+one of a process that is silent is not known. Knows nothing of how processes are asked.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from common.metrics.declared import Declared, Together
+
+_START = "process_start_time_seconds"  # tells a process from the one in its place before
+
+Series = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels
+_TOGETHER: Mapping[Together, Callable[[Iterable[float]], float]] = {
+    "sum": sum,
+    "most": max,
+    "least": min,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """By one process, at one time."""
+
+    started: float
+    series: Mapping[Series, float]
+
+
+@dataclass(slots=True)
+class _Place:
+    """What the processes that were in one place, one after the other, have told."""
+
+    last: _Told | None = None
+    answered: bool = False
+    ended: dict[Series, float] = field(default_factory=dict)  # of those before the last
+
+
+class Several:
+    """For one thread."""
+
+    def __init__(self, declared: Iterable[Declared]) -> None:
+        self._declared = tuple(declared)
+        self._places: dict[int, _Place] = {}
+
+    def take(self, texts: Mapping[int, str]) -> None:
+        """What each process tells now, in the text format; who is not among them is silent."""
+        for place in self._places.values():
+            place.answered = False
+        for number, text in texts.items():
+            place = self._places.setdefault(number, _Place())
+            told = _read(text)
+            if place.last is not None and place.last.started != told.started:
+                for series, value in place.last.series.items():
+                    place.ended[series] = place.ended.get(series, 0.0) + value
+            place.last, place.answered = told, True
+
+    def families(self) -> Iterator[Metric]:
+        for declared in self._declared:
+            metric = Metric(declared.name, declared.help, declared.kind)
+            grows = declared.kind != "gauge"
+            values = self._growing(declared) if grows else self._gauges(declared)
+            metric.samples = [Sample(name, dict(labels), v) for (name, labels), v in values.items()]
+            yield metric
+
+    def _growing(self, declared: Declared) -> Mapping[Series, float]:
+        """Sums. A series that only ended processes had is over, as those of a key are that is no
+        more in its file."""
+        sums: dict[Series, float] = {}
+        for place in self._places.values():
+            for series, value in _of(declared, place.last):
+                sums[series] = sums.get(series, 0.0) + value
+        for place in self._places.values():
+            for series, value in place.ended.items():
+                if series in sums:
+                    sums[series] += value
+        return sums
+
+    def _gauges(self, declared: Declared) -> Mapping[Series, float]:
+        values: dict[Series, list[float]] = {}
+        for place in self._places.values():
+            if place.answered:
+                for series, value in _of(declared, place.last):
+                    values.setdefault(series, []).append(value)
+        together = _TOGETHER[declared.together]
+        return {series: together(each) for series, each in values.items()}
+
+
+def _of(declared: Declared, told: _Told | None) -> Iterator[tuple[Series, float]]:
+    names = declared.sample_names
+    if told is not None:
+        yield from ((series, value) for series, value in told.series.items() if series[0] in names)
+
+
+def _read(text: str) -> _Told:
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
+    series = {(one.name, tuple(one.labels.items())): one.value for one in samples}
+    return _Told(series.get((_START, ()), 0.0), series)

@@ -1,0 +1,88 @@
+"""What a router says of itself, as one, however many processes it is."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from protos.router_pb2 import RouterState
+from router.requests.admission import Admission
+from router.siblings.asking import Siblings
+
+_STATE = "/state"  # as processes ask each other
+_BY_WEIGHT = ("ready", "not ready", "draining")
+
+
+class OwnState:
+    """Of this process."""
+
+    def __init__(
+        self, admission: Admission, constant: RouterState, why_not_ready: Callable[[], str | None]
+    ) -> None:
+        """
+        Args:
+            constant: what never changes.
+            why_not_ready: a sentence, or None when a request could be placed now.
+        """
+        self._admission = admission
+        self._constant = constant
+        self._why_not_ready = why_not_ready
+
+    def now(self) -> RouterState:
+        reason = self._why_not_ready()
+        state = RouterState(
+            state=_state(reason, self._admission.closed),
+            reason=reason or "",
+            live_requests=self._admission.num_live,
+            max_requests=self._admission.max_requests,
+        )
+        state.MergeFrom(self._constant)
+        return state
+
+    @property
+    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
+        """What other processes may ask."""
+
+        async def tell(_: Mapping[str, str]) -> bytes:
+            return self.now().SerializeToString()
+
+        return {_STATE: tell}
+
+
+class WholeState:
+    """Of all processes of this router."""
+
+    def __init__(self, own: OwnState, siblings: Siblings, began: float) -> None:
+        """
+        Args:
+            began: when the router did, by time.monotonic().
+        """
+        self._own = own
+        self._siblings = siblings
+        self.began = began
+
+    async def now(self) -> RouterState:
+        told = await self._siblings.ask(_STATE)
+        own = self._own.now()
+        whole = together([own, *map(RouterState.FromString, told.bodies.values())])
+        whole.uptime_s = time.monotonic() - self.began
+        whole.processes = told.num_asked + 1
+        whole.silent_processes = told.num_silent
+        return whole
+
+
+def together(states: Sequence[RouterState]) -> RouterState:
+    """A router is as ready as the least ready of its processes: any of them may get a request."""
+    worst = max(states, key=lambda one: _BY_WEIGHT.index(one.state))
+    alike = sum(one.state == worst.state for one in states)
+    whole = RouterState()
+    whole.CopyFrom(worst)
+    if worst.reason and alike < len(states):
+        whole.reason = f"{alike} of {len(states)} processes: {worst.reason}"
+    whole.live_requests = sum(one.live_requests for one in states)
+    whole.max_requests = sum(one.max_requests for one in states)
+    return whole
+
+
+def _state(reason: str | None, closed: bool) -> str:
+    if closed:
+        return "draining"
+    return "ready" if reason is None else "not ready"

@@ -1,0 +1,58 @@
+"""The router's HTTP port, put together: its checks, its paths, its limits."""
+
+from collections.abc import Callable, Mapping
+
+from common import tls
+from common.config import RouterConfig
+from common.metrics import RouterMetrics
+from router.api.http.request import Handler
+from router.api.http.server import HttpServer
+from router.api.http.service import Service
+from router.api.http.shared import Limits, Shared
+from router.api.http_checks import HttpChecks
+from router.api.openai import api, problems
+from router.api.page import files as page
+from router.clients.assembly import Clients
+from router.generation import Generator
+from router.requests.served_model import ServedModel
+
+# Of HTTP clients that wait between requests, and of probes; each live request has one more.
+_SPARE_CONNECTIONS = 1024
+
+
+def make_http(
+    config: RouterConfig,
+    model: ServedModel,
+    clients: Clients,
+    generator: Generator,
+    counts: RouterMetrics,
+    why_not_ready: Callable[[], str | None],
+    certificates: tls.Certificates | None,
+    others: Mapping[str, Handler],
+    others_below: Mapping[str, Handler],
+) -> HttpServer:
+    """
+    Args:
+        others: what is beside OpenAI's API and the page, by path; of GET.
+        others_below: the same for every path that begins with this one.
+    """
+    checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
+    routes = api.routes(
+        generator,
+        counts,
+        checks.begin,
+        model_name=config.served_model_name or model.files.name,
+        context_length=model.limits.context_length,
+        ignore_unknown=config.ignore_unknown_fields,
+        why_not_ready=why_not_ready,
+        others={**page.routes(), **{path: {"GET": each} for path, each in others.items()}},
+        others_below={path: {"GET": each} for path, each in others_below.items()},
+    )
+    limits = Limits(
+        max_connections=config.max_requests + _SPARE_CONNECTIONS,
+        max_body_bytes=model.limits.body_bytes,
+        unread_s=config.unread_s,
+    )
+    contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
+    shared = Shared(limits, problems.error_body, counts)
+    return HttpServer(shared, Service(shared, routes, checks), contexts)

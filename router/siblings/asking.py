@@ -1,0 +1,77 @@
+"""Asks other processes of this router what they know, all at once and only for so long.
+
+One that does not answer in time, or at all, is silent: what it knows is missing from the answer,
+and whoever asked says so.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+from yarl import URL
+
+LONGEST_S = 2.0  # as long as nodes have to describe themselves
+_CONNECTIONS = 8  # to each; more questions wait
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """
+    Attributes:
+        bodies: of the answers, by the number of the process.
+        num_asked: how many processes.
+    """
+
+    bodies: Mapping[int, bytes]
+    num_asked: int
+
+    @property
+    def num_silent(self) -> int:
+        return self.num_asked - len(self.bodies)
+
+
+class Siblings:
+    """For one event loop; made by `siblings`."""
+
+    def __init__(self, sessions: Mapping[int, aiohttp.ClientSession]) -> None:
+        self._sessions = sessions
+
+    async def ask(self, path: str, **query: str) -> Told:
+        """Returns within LONGEST_S. Raises nothing: who fails is silent."""
+        url = URL.build(scheme="http", host="router", path=path, query=query)
+        answers = await asyncio.gather(*(_body(one, url) for one in self._sessions.values()))
+        numbered = zip(self._sessions, answers, strict=True)
+        bodies = {number: body for number, body in numbered if body is not None}
+        return Told(bodies, len(self._sessions))
+
+
+@asynccontextmanager
+async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[Siblings]:
+    """
+    Args:
+        sockets: of the processes that will be asked, by number. None needs to be there yet.
+    """
+    async with AsyncExitStack() as open_sessions:
+        sessions = {
+            number: await open_sessions.enter_async_context(_session(socket))
+            for number, socket in sockets.items()
+        }
+        yield Siblings(sessions)
+
+
+def _session(socket: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(socket, limit=_CONNECTIONS),
+        timeout=aiohttp.ClientTimeout(total=LONGEST_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+async def _body(session: aiohttp.ClientSession, url: URL) -> bytes | None:
+    try:
+        async with session.get(url) as answer:
+            return await answer.read() if answer.ok else None
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return None
