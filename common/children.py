@@ -15,8 +15,9 @@ from common.leash import leashed
 class Child:
     """One program, its log and its end.
 
-    It has a process group of its own: a terminal's Ctrl-C reaches it only through `send`. SIGTERM
-    reaches it when its parent is killed.
+    It has a session of its own: a terminal's Ctrl-C reaches it only through `send`, and a kernel
+    that shares cores out by session (autogroup) does not let it wait for a node that computes on
+    all of them. SIGTERM reaches it when its parent is killed.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
-                process_group=0,
+                start_new_session=True,
                 env=environment,
                 cwd=directory,
                 pass_fds=descriptors,
