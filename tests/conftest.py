@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(mark)
         if isinstance(item, pytest.Function) and asyncio.iscoroutinefunction(item.obj):
             item.obj = _limited(item.obj, _limit_s(config, item))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # files stay whole
 
 
 def _missing(items: list[pytest.Item]) -> dict[str, str]:
