@@ -58,7 +58,7 @@ def _without_collector() -> Iterator[None]:
             100_000,
             id="full-prefix-hit-and-tiny-pools",
         ),
-        pytest.param(Plan((7,), (0,)), PATIENT, 2, 170_000, id="one-two-faults"),
+        pytest.param(Plan((3,), (0,)), PATIENT, 2, 50_000, id="one-two-faults"),
         pytest.param(
             Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000, id="events-cross-commands"
         ),
@@ -66,10 +66,10 @@ def _without_collector() -> Iterator[None]:
             Plan((7,), (0,), late_owner=True), PATIENT, 1, 13_000, id="commands-cross-events"
         ),
         pytest.param(
-            Plan((3, 3), TWO, only_faults=("link breaks", "read is late", "cancel")),
+            Plan((3, 3), TWO, only_faults=("link breaks", "read is late")),
             PATIENT,
             2,
-            130_000,
+            20_000,
             id="two-link-faults",
         ),
     ],
@@ -77,7 +77,7 @@ def _without_collector() -> Iterator[None]:
 def test_no_interleaving_breaks_an_invariant(
     plan: Plan, config: TransferConfig, faults: int, states: int
 ) -> None:
-    # In all some 730,000 states in 50 s of a slow core.
+    # In all some 490,000 states in 30 s of a slow core.
     assert search(plan, config, faults=faults).states > states
 
 
@@ -87,6 +87,13 @@ def test_no_interleaving_breaks_an_invariant(
     "plan, faults, states",
     [
         pytest.param(Plan((3,), (0,)), 3, 1_400_000, id="one-three-faults"),
+        pytest.param(Plan((7,), (0,)), 2, 170_000, id="one-in-two-chunks"),
+        pytest.param(
+            Plan((3, 3), TWO, only_faults=("link breaks", "read is late", "cancel")),
+            2,
+            130_000,
+            id="links-and-cancels",
+        ),
         pytest.param(
             Plan((3, 3), TWO, only_faults=("cut", "cancel")), 2, 440_000, id="cuts-and-cancels"
         ),
