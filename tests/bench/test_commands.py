@@ -1,6 +1,7 @@
 """`baton bench` as a user calls it, against stub servers and, once, whole systems."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -9,6 +10,8 @@ import pytest
 
 from cli.demo_model import write
 from loadtest.__main__ import parse
+from loadtest.command import run as run_command
+from loadtest.systems import Machine, Serving
 from tests.bench.pages import Page
 from tests.support.cluster import children_of
 from tests.support.programs import ROOT, runs
@@ -178,12 +181,17 @@ async def test_a_load_that_the_model_cannot_take_is_refused(bench):
     assert stub.seen == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-async def test_compare_and_break_even_measure_systems_that_they_start_and_end(bench, tmp_path):
+@pytest.fixture
+def tiny(tmp_path):
+    """Flags of a bench that starts systems."""
     model = tmp_path / "model"
     write(model)
-    tiny = (f"--model={model}", "--device=cpu", "--repeats=1", "--engine.cache.num-pages=64")
+    return (f"--model={model}", "--device=cpu", "--repeats=1", "--engine.cache.num-pages=64")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_compare_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
     work = ("--prompt-tokens=mix:16=1,64=1", "--output-tokens=4", "--long-tokens=64")
     run = await bench("compare", *tiny, *work, "--rate=12", "--duration=1", "--goodput=ttft=60")
     code, said = await run.ended()
@@ -197,10 +205,12 @@ async def test_compare_and_break_even_measure_systems_that_they_start_and_end(be
     page = Page(tmp_path / "baton-bench-compare.html")
     assert "1 prefill + 1 decode" in page.text and "2 colocated" in page.text
 
-    work = ("--prompt-tokens=16,64", "--duration=0.4", "--streams=2", "--stream-output-tokens=8")
-    run = await bench("break-even", *tiny, *work, "--json=raw.json")
-    code, said = await run.ended()
-    assert code == 0, run.errors
+
+SWEEP = ("--prompt-tokens=16,64", "--duration=0.4", "--streams=2", "--stream-output-tokens=8")
+
+
+def _assert_swept(said, tmp_path):
+    """What break-even says and writes of SWEEP."""
     assert said["summary"]["break_even"]["by"] == "probe_ttft_p50"
     assert said["summary"]["shared_cores"] >= 1
     assert "Prefill and decode share" in Page(tmp_path / "baton-bench-break-even.html").text
@@ -215,10 +225,37 @@ async def test_compare_and_break_even_measure_systems_that_they_start_and_end(be
         assert {o["prompt_tokens"] for o in probes} == ({one["x"]} if one["x"] else set())
 
 
-async def test_interrupted_while_a_system_starts_it_leaves_no_process(bench, tmp_path):
-    model = tmp_path / "model"
-    write(model)
-    run = await bench("compare", f"--model={model}", "--device=cpu", "--rate=1")
+async def test_break_even_sweeps_three_systems_with_the_same_probes(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    arms = []
+
+    @contextlib.asynccontextmanager
+    async def serving(machine, arm):
+        arms.append(arm)
+        yield Serving(stub.url)
+
+    monkeypatch.setattr(Machine, "serving", serving)
+    monkeypatch.chdir(tmp_path)
+    async with stub_openai(lambda _: Script(first_s=0.02)) as stub:
+        assert await run_command(*parse(["break-even", *tiny, *SWEEP, "--json=raw.json"])) == 0
+    _assert_swept(json.loads(capsys.readouterr().out.splitlines()[-1]), tmp_path)
+    flags = {arm.name: " ".join(arm.decode_flags) for arm in arms}
+    assert flags["disaggregated"].endswith("local-prefill-tokens=0")
+    assert flags["local"].endswith("local-prefill-tokens=1073741824")
+    assert "local-prefill-tokens" not in flags["colocated"]
+
+
+@pytest.mark.long
+async def test_break_even_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
+    run = await bench("break-even", *tiny, *SWEEP, "--json=raw.json")
+    code, said = await run.ended()
+    assert code == 0, run.errors
+    _assert_swept(said, tmp_path)
+
+
+async def test_interrupted_while_a_system_starts_it_leaves_no_process(bench, tiny):
+    run = await bench("compare", *tiny, "--rate=1")
     while b"starting colocated" not in await run.process.stderr.readline():
         pass
     while True:
