@@ -1,8 +1,9 @@
 """Greedy tokens through real processes are those of transformers, token by token.
 
-One cluster per (architecture, data path); page size, overlap and the decode pool's size vary
-pairwise over them: every two values of two axes meet in some cluster. The full cross of the axes
-runs in one process over loopback, in tests of the engine.
+One cluster per architecture. Over them data path, page size, overlap and the decode pool's size
+vary pairwise: every two values of two of these meet in some cluster. With the other value of each,
+every architecture is tested once more where it may be long. The full cross of the axes runs in one
+process over loopback, in tests of the engine.
 """
 
 import asyncio
@@ -41,22 +42,21 @@ class Axes:
         return f"{self.architecture}-{self.path}-page{self.page_size}-{loop}-{pool}"
 
 
-def _all_axes() -> list[Axes]:
-    """Of the bits (a, b) of the architecture and c of the path, each axis is another sum."""
-    axes = []
-    for number, architecture in enumerate(ARCHITECTURES):
-        for c, path in enumerate(("nixl", "tcp")):
-            a, b = divmod(number % 4, 2)
-            axes.append(
-                Axes(
-                    architecture,
-                    path,
-                    page_size=(16, 64)[a ^ c],
-                    overlap=bool(b ^ c),
-                    small_pool=bool(a ^ b ^ c),
-                )
-            )
-    return axes
+# Of four axes with two values, the fewest rows in which every two values of two axes meet.
+PAIRWISE = ((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0))
+
+
+def _axes(architecture: str, path: int, page_size: int, overlap: int, small_pool: int) -> Axes:
+    return Axes(
+        architecture, ("nixl", "tcp")[path], (16, 64)[page_size], bool(overlap), bool(small_pool)
+    )
+
+
+CASES = [
+    (_axes(architecture, *(value ^ other for value in row)), marks)
+    for other, marks in ((0, []), (1, [pytest.mark.long]))
+    for architecture, row in zip(ARCHITECTURES, PAIRWISE, strict=True)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class System:
         pytest.param(
             (axes, *rig.values),
             id=f"{axes}-{rig.id}",
-            marks=rig.marks,
+            marks=[*rig.marks, *marks],
         )
-        for axes in _all_axes()
+        for axes, marks in CASES
         for rig in RIGS
     ],
 )
