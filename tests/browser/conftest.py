@@ -26,7 +26,7 @@ class Background:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
+        self._thread.join(60.0)
         self._loop.close()
 
 

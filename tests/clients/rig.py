@@ -7,7 +7,7 @@ import yaml
 
 from common import api_keys
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 NOBODY = ["127.0.0.1:1"]  # a decode node that is not there
 KEYS = {name: f"{api_keys.PREFIX}{name * 9}" for name in ("alice", "bob", "old", "op")}
 

@@ -130,11 +130,11 @@ async def node():
 
 
 def drain(channel, **settings):
-    return node_pb2_grpc.NodeStub(channel).Drain(node_pb2.DrainRequest(), timeout=5, **settings)
+    return node_pb2_grpc.NodeStub(channel).Drain(node_pb2.DrainRequest(), timeout=60, **settings)
 
 
 def describe(channel):
-    return node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest(), timeout=5)
+    return node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest(), timeout=60)
 
 
 def serve(channel):
@@ -322,9 +322,9 @@ async def test_what_is_no_token_is_refused_and_harms_nobody(node, text, reason):
 async def test_nothing_that_a_refused_caller_says_is_parsed(node):
     """Else it would be INVALID_ARGUMENT."""
     async with rpc.make_channel(node.address) as channel:
-        call = channel.unary_unary("/baton.v1.Node/Abort")(b"\xff\xff\xff", timeout=5)
+        call = channel.unary_unary("/baton.v1.Node/Abort")(b"\xff\xff\xff", timeout=60)
         assert (await ended(call))[0] is Code.UNAUTHENTICATED
-        stream = channel.stream_stream("/baton.v1.DecodeNode/Serve")(timeout=5)
+        stream = channel.stream_stream("/baton.v1.DecodeNode/Serve")(timeout=60)
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             await stream.write(b"\xff\xff\xff")
         assert (await ended(stream.read()))[0] is Code.UNAUTHENTICATED

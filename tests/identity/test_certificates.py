@@ -76,9 +76,9 @@ async def test_the_role_is_in_the_certificate(
     # Seen failing with every role given to every certificate.
     config = authority.write(tmp_path / "caller", roles=roles)
     async with called_with(address, config) as stub:
-        code, sentence = await ended(stub.Describe(node_pb2.DescribeRequest(), timeout=5))
+        code, sentence = await ended(stub.Describe(node_pb2.DescribeRequest(), timeout=60))
         assert code is describes
-        assert (await ended(stub.Drain(node_pb2.DrainRequest(), timeout=5)))[0] is drains
+        assert (await ended(stub.Drain(node_pb2.DrainRequest(), timeout=60)))[0] is drains
     if not roles:
         assert "no URI urn:baton:ROLE" in sentence
 

@@ -92,11 +92,11 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
         async with make_channel(node.address) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
             for call in (
-                stub.Drain(DrainRequest(), timeout=5),
-                stub.FlushCache(FlushCacheRequest(), timeout=5),
-                stub.Abort(AbortRequest(request_id="x"), timeout=5),
-                stub.WatchCache(WatchCacheRequest(), timeout=5).read(),
-                *([KvTransferStub(channel).Pair(timeout=5).read()] if node is prefill else []),  # type: ignore[no-untyped-call]
+                stub.Drain(DrainRequest(), timeout=60),
+                stub.FlushCache(FlushCacheRequest(), timeout=60),
+                stub.Abort(AbortRequest(request_id="x"), timeout=60),
+                stub.WatchCache(WatchCacheRequest(), timeout=60).read(),
+                *([KvTransferStub(channel).Pair(timeout=60).read()] if node is prefill else []),  # type: ignore[no-untyped-call]
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call
@@ -161,11 +161,11 @@ async def test_a_secret_is_replaced_under_load_and_the_old_one_is_worth_nothing(
         cluster.secret_file.write_text(content)
         await _answers(cluster)
         async with make_channel(cluster.decode[0].address, None, thief) as channel:
-            await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=5)  # type: ignore[no-untyped-call]
+            await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=60)  # type: ignore[no-untyped-call]
     cluster.secret_file.write_text(new)
     async with make_channel(cluster.decode[0].address, None, thief) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="another secret"):
-            await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=5)  # type: ignore[no-untyped-call]
+            await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=60)  # type: ignore[no-untyped-call]
     # A node that comes back joins with the new one.
     await cluster.replace_prefill()
     await _answers(cluster)
@@ -225,9 +225,9 @@ async def test_a_printed_token_is_good_for_one_call(cluster: Cluster) -> None:
         shown = ("authorization", f"Bearer {printed.stdout.strip()}")
         async with make_channel(cluster.decode[0].address) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
-            await stub.FlushCache(FlushCacheRequest(), timeout=5, metadata=[shown])
+            await stub.FlushCache(FlushCacheRequest(), timeout=60, metadata=[shown])
             with pytest.raises(grpc.aio.AioRpcError, match="used before"):
-                await stub.FlushCache(FlushCacheRequest(), timeout=5, metadata=[shown])
+                await stub.FlushCache(FlushCacheRequest(), timeout=60, metadata=[shown])
 
 
 async def test_baton_secret_prints_a_new_one_or_says_why_it_makes_nothing_of_it() -> None:

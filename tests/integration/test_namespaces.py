@@ -54,7 +54,7 @@ async def sources(cluster: Cluster, prompt: list[int], salt: str | None) -> tupl
 
 async def flush(*nodes: Node) -> None:
     for node in nodes:
-        await node.stub.FlushCache(FlushCacheRequest(), timeout=5.0)
+        await node.stub.FlushCache(FlushCacheRequest(), timeout=60)
 
 
 async def test_equal_salts_share_what_is_cached_and_others_do_not(

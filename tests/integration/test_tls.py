@@ -85,7 +85,7 @@ async def _refusal(address: str, config: TlsConfig | None) -> str:
     certificates = None if config is None else tls.certificates(config, "the test's")
     async with make_channel(address, certificates) as channel:
         try:
-            await NodeStub(channel).Describe(DescribeRequest(), timeout=5.0)  # type: ignore[no-untyped-call]
+            await NodeStub(channel).Describe(DescribeRequest(), timeout=60)  # type: ignore[no-untyped-call]
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
     return ""

@@ -169,7 +169,7 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
 
         async def decode_nodes() -> dict[int, ClusterNode]:
             """Those that serve, by instance."""
-            cluster = await stub.GetCluster(GetClusterRequest(), timeout=5.0)
+            cluster = await stub.GetCluster(GetClusterRequest(), timeout=60)
             nodes = [node for node in cluster.nodes if node.role == "decode" and node.links]
             return {node.instance_id: node for node in nodes if node.state == "ready"}
 

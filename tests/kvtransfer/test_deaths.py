@@ -99,8 +99,8 @@ def test_a_reader_lives_through_owners_killed_mid_read(ends: Ends, path: Backend
             killed_at = time.monotonic()
             owner.child.kill()
             dead.append(owner.child)
-            _, failed_at = reader.failed(2.0)
-            assert failed_at - killed_at < 2.0
+            _, failed_at = reader.failed()
+            assert failed_at - killed_at < CONNECT_S  # told, and not found out by waiting
     assert reader.child.alive
     assert ends.log.read_text() == ""
 
@@ -130,7 +130,7 @@ def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(
         reader.child.freeze()
         owner.child.kill()
         reader.child.thaw()
-        reader.failed(5.0)
+        reader.failed()
     assert reader.child.alive
     assert ends.log.read_text() == ""
 
@@ -142,7 +142,7 @@ def test_connecting_to_a_frozen_owner_ends_in_time(ends: Ends, path: Backend) ->
     started_at = time.monotonic()
     with suppress(TransferError):  # nixl needs nothing of the owner
         path.connect(description, owner.remote, memory.pool).close()
-    assert time.monotonic() - started_at < CONNECT_S + 2.0
+    assert time.monotonic() - started_at < 4 * CONNECT_S
     owner.child.thaw()
     owner.publish_all()
     ends.connect(path, owner, memory).copy(*scattered(0, NUM_PAGES, NUM_PAGES))

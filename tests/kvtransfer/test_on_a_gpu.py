@@ -111,7 +111,7 @@ def test_no_byte_lands_after_close_at_any_moment(ends: Ends, name: str) -> None:
         wait_for(lambda: bool((pages != CANARY).any()))
         threading.Event().wait(rng.uniform(0, 0.01))  # the random moment
         connection.stop()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
         memory.pages[:] = CANARY
         threading.Event().wait(0.02)
@@ -147,5 +147,5 @@ def test_nothing_is_printed_by_either_end(ends: Ends) -> None:
     reader = ends.far_reader("nixl-cuda", NUM_PAGES, PAGE_BYTES)
     reader.read_from(owner)
     owner.end()
-    reader.failed(5.0)
+    reader.failed()
     assert ends.log.read_text() == ""

@@ -143,7 +143,7 @@ def test_a_copy_under_way_ends_with_its_reader(ends: Ends, backend: Backend) -> 
     thread.start()
     wait_for(lambda: bool((memory.pages[destination[:8]] != CANARY).any()))
     owner.dismiss(READER)
-    assert ended.wait(20.0)
+    assert ended.wait(60.0)
     thread.join()
 
 
@@ -294,21 +294,21 @@ def test_an_owner_that_wakes_after_the_link_has_closed_lands_nothing(ends: Ends,
         page_bytes=page_bytes,
         read_s=60.0,
     )
-    assert isinstance(events.get(timeout=10), LinkUp)
+    assert isinstance(events.get(timeout=60), LinkUp)
     source, destination = scattered(0, num_pages, num_pages)
     for number in range(100):
         link.post(HandoffId(READER, number, 1), source, destination)
     wait_for(lambda: bool((memory.pages[:, 0] != CANARY).any()))
     owner.child.freeze()
     link.close("its owner is silent")
-    closed = events.get(timeout=10)
+    closed = events.get(timeout=60)
     while not isinstance(closed, LinkClosed):
-        closed = events.get(timeout=10)
+        closed = events.get(timeout=60)
     assert closed.unfinished, "all was read before the owner could be frozen"
     memory.pages[:] = CANARY
     owner.child.thaw()
     owner.has_run()
-    assert link.join(10)
+    assert link.join(60)
     assert (memory.pages == CANARY).all()
 
 

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.metrics import served
 from common.metrics.serving import MAX_CONNECTIONS
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

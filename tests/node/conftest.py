@@ -41,10 +41,10 @@ def start_node() -> Iterator[StartNode]:
 def describe(address: str) -> node_pb2.DescribeResponse:
     with grpc.insecure_channel(address) as channel:
         stub = node_pb2_grpc.NodeStub(channel)
-        return stub.Describe(node_pb2.DescribeRequest(), timeout=30)
+        return stub.Describe(node_pb2.DescribeRequest(), timeout=60)
 
 
-def eventually(what: Callable[[], object], timeout_s: float = 5.0) -> None:
+def eventually(what: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Polls the outside of a program until `what` is true."""
     deadline = time.monotonic() + timeout_s
     while not what():

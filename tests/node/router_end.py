@@ -62,7 +62,7 @@ class RouterEnd:
     def __exit__(self, *_: object) -> None:
         self._upward.put(None)
         self.call.cancel()
-        self._thread.join(10)
+        self._thread.join(60)
         self._channel.close()
 
     def send(self, *messages: decode_pb2.ToNode) -> None:

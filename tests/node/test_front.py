@@ -30,12 +30,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def health(address: str, service: str = "") -> int:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
-        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status
+        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=60).status
 
 
 def node_call(address: str, method: str, request: object) -> object:
     with grpc.insecure_channel(address) as channel:
-        return getattr(node_pb2_grpc.NodeStub(channel), method)(request, timeout=30)
+        return getattr(node_pb2_grpc.NodeStub(channel), method)(request, timeout=60)
 
 
 def test_describe_names_both_processes_and_what_the_engine_counts(start_node):
@@ -330,7 +330,7 @@ def test_reflection_lists_and_describes_every_service_under_both_of_its_names(st
                 response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
             )
             asked = [ask(list_services=""), *(ask(file_containing_symbol=v) for v in versions)]
-            listed, *described = call(iter(asked), timeout=20)
+            listed, *described = call(iter(asked), timeout=60)
             names = {service.name for service in listed.list_services_response.service}
             assert {"baton.v1.Node", "baton.v1.DecodeNode", "grpc.health.v1.Health"} <= names
             assert versions <= names

@@ -146,11 +146,11 @@ async def test_both_kinds_of_end_talk_to_each_other(pair):
     for i in range(20):
         engine.send(Note(i, bytes(10_000)))
     for i in range(20):
-        assert await asyncio.wait_for(heard.messages.get(), 30) == Note(i, bytes(10_000))
+        assert await asyncio.wait_for(heard.messages.get(), 60) == Note(i, bytes(10_000))
     front.send(Other("back"))
     assert engine.receive() == [Other("back")]
     engine.close()
-    assert await asyncio.wait_for(heard.ended, 30) == "end of file"
+    assert await asyncio.wait_for(heard.ended, 60) == "end of file"
     with pytest.raises(PeerGone):
         front.send(Note(1))
 
@@ -160,7 +160,7 @@ async def test_bytes_that_are_no_frame_end_the_fronts_connection(pair):
     heard = Heard()
     await heard.connection(ours)
     theirs.sendall(b"\xff\xff\xff\xff")
-    assert "was announced" in await asyncio.wait_for(heard.ended, 30)
+    assert "was announced" in await asyncio.wait_for(heard.ended, 60)
 
 
 async def test_a_front_that_closes_is_not_told_of_its_own_end(pair):

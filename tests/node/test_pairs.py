@@ -94,13 +94,13 @@ class Transfer:
 
     async def hear(self, kind: type) -> PairInput:
         """The next message, which must be of this kind."""
-        message = await asyncio.wait_for(self._inbox.get(), 30)
+        message = await asyncio.wait_for(self._inbox.get(), 60)
         assert isinstance(message, kind), message
         return message
 
     async def refused(self) -> None:
         """Waits until a pairing has been."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not self.sample("baton_pairings_total", outcome="refused"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -182,8 +182,8 @@ async def bare_call(address: str):
 
 async def end_of(call) -> tuple[grpc.StatusCode, str]:
     return (
-        await asyncio.wait_for(call.code(), 30),
-        await asyncio.wait_for(call.details(), 30),
+        await asyncio.wait_for(call.code(), 60),
+        await asyncio.wait_for(call.details(), 60),
     )
 
 
@@ -275,7 +275,7 @@ async def test_an_owner_that_is_not_there_yet_is_dialled_until_it_is(pair):
     pair.reader.say(LocalHello(READER))
     pair.dialer.dial(frozenset({"127.0.0.1:9"}))
     while pair.reader.sample("baton_pairings_total", outcome="failed") < 3:
-        await asyncio.wait_for(asyncio.sleep(0.01), 30)
+        await asyncio.wait_for(asyncio.sleep(0.01), 60)
     pair.dialer.dial(frozenset({"127.0.0.1:9", pair.address}))
     await pair.up()
 
@@ -360,7 +360,7 @@ async def test_an_owner_that_answers_garbage_is_dialled_again():
     reader.say(LocalHello(READER))
     dialer.dial(frozenset({f"127.0.0.1:{port}"}))
     for _ in range(3):
-        assert await asyncio.wait_for(calls.get(), 30) == "/baton.v1.KvTransfer/Pair"
+        assert await asyncio.wait_for(calls.get(), 60) == "/baton.v1.KvTransfer/Pair"
     assert not dialling.done()
     dialling.cancel()
     await asyncio.gather(dialling, return_exceptions=True)
@@ -376,7 +376,7 @@ async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are
         await call.write(HELLO)
         stream = (await pair.owner.hear(PairOpened)).stream
         await call.write(kvtransfer_pb2.FromReader(open=long))
-        answer = wire.parse(await asyncio.wait_for(call.read(), 30))
+        answer = wire.parse(await asyncio.wait_for(call.read(), 60))
         sentence = f"{CONTEXT} tokens are too many"
         assert answer == Failed(HandoffId(7, 0, 1), sentence, retryable=False)
         await call.write(wire.to_proto(Beat(1, 0), as_reader=True))
@@ -423,7 +423,7 @@ async def test_the_end_of_the_owner_reaches_its_readers_after_its_last_message(p
 async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
     pair.owner.die()
     with pytest.raises(EngineFault, match="transfer thread"):
-        await asyncio.wait_for(pair.owner.running, 30)
+        await asyncio.wait_for(pair.owner.running, 60)
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
         assert (await end_of(call))[0] is Code.UNAVAILABLE

@@ -67,7 +67,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_messages():
     for _ in range(4):
         outgoing.put(message())
     with pytest.raises(Overloaded, match="does not read"):
-        await asyncio.wait_for(talk, 30)
+        await asyncio.wait_for(talk, 60)
     assert outgoing.cut_off
 
 
@@ -76,7 +76,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_bytes():
     outgoing.put(message(600))
     outgoing.put(message(600))
     with pytest.raises(Overloaded):
-        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 30)
+        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 60)
 
 
 async def test_a_close_comes_after_what_was_put_before_it_and_nothing_after():
@@ -88,7 +88,7 @@ async def test_a_close_comes_after_what_was_put_before_it_and_nothing_after():
     outgoing.put(message(99))
     wire.reads.set()
     with pytest.raises(NodeUnavailable, match="drained"):
-        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 30)
+        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 60)
     assert wire.written == messages
 
 
@@ -103,11 +103,11 @@ async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():
 
     for said in ("a", None):
         wire.says.put_nowait(said)
-    await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 30)
+    await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 60)
     for said in ("b", "bad", "c"):
         wire.says.put_nowait(said)
     with pytest.raises(ProtocolViolation):
-        await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 30)
+        await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 60)
     assert heard == ["a", "b", "bad"]
 
 
@@ -117,10 +117,10 @@ async def test_a_fault_beats_a_drain_that_was_wanted_and_the_first_verdict_stand
     ending.want("a test")
     ending.want("a test again")
     waiting = asyncio.ensure_future(ending.verdict(begun.set, 30.0))
-    await asyncio.wait_for(begun.wait(), 30)
+    await asyncio.wait_for(begun.wait(), 60)
     ending.fault("broken")
     ending.drained()
-    verdict = await asyncio.wait_for(waiting, 30)
+    verdict = await asyncio.wait_for(waiting, 60)
     assert (verdict.reason, verdict.exit_code) == ("broken", 1)
 
 

@@ -107,7 +107,7 @@ async def test_a_cancelled_stream_leaves_its_method_at_once(served):
     assert (await call.read()).text == "a"
     assert not service.left.is_set()
     call.cancel()
-    await asyncio.wait_for(service.left.wait(), 30)
+    await asyncio.wait_for(service.left.wait(), 60)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(served, method,
     path = f"/baton.v1.Router/{method}"
     channel = served[1]
     call = (
-        channel.unary_unary(path)(data, timeout=5)
+        channel.unary_unary(path)(data, timeout=60)
         if method == "Tokenize"
-        else channel.unary_stream(path)(data, timeout=5).read()
+        else channel.unary_stream(path)(data, timeout=60).read()
     )
     code, sentence = await failure(call)
     assert code is Code.INVALID_ARGUMENT
@@ -159,9 +159,9 @@ async def test_malformed_bytes_to_the_health_service_are_refused_without_a_line(
     path = f"/grpc.health.v1.Health/{method}"
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
         call = (
-            channel.unary_unary(path)(b"\xff\xff\xff", timeout=5)
+            channel.unary_unary(path)(b"\xff\xff\xff", timeout=60)
             if method == "Check"
-            else channel.unary_stream(path)(b"\xff\xff\xff", timeout=5).read()
+            else channel.unary_stream(path)(b"\xff\xff\xff", timeout=60).read()
         )
         code, _ = await failure(call)
     await rpc.stop(server, 0.0)
@@ -185,7 +185,7 @@ async def of_a_node(*more):
 async def healthy(address: str) -> bool:
     async with rpc.make_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -198,7 +198,7 @@ async def test_a_stranger_with_a_thousand_idle_connections_keeps_nobody_out():
         host, port = address.split(":")
         with contextlib.ExitStack() as exits:
             for _ in range(1100):
-                idle = exits.enter_context(socket.create_connection((host, int(port)), 20))
+                idle = exits.enter_context(socket.create_connection((host, int(port)), 60))
                 idle.sendall(preface)
                 await asyncio.sleep(0)
             assert await healthy(address)
@@ -212,12 +212,12 @@ async def test_few_watch_the_health_of_a_node_and_probes_are_answered():
             stubs = [health_pb2_grpc.HealthStub(each) for each in (channel, other)]
             watching = [stubs[number % 2].Watch(WATCH) for number in range(rpc.MAX_HEALTH_WATCHERS)]
             for call in watching:
-                await asyncio.wait_for(call.read(), 20)
+                await asyncio.wait_for(call.read(), 60)
             code, _ = await failure(stubs[0].Watch(WATCH).read())
             assert code is Code.RESOURCE_EXHAUSTED
             assert await healthy(address)
             watching[0].cancel()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not await watches(stubs[0]):  # noqa: ASYNC110  (nobody sets an event)
                     await asyncio.sleep(0.01)
 
@@ -263,7 +263,7 @@ async def test_a_method_that_the_library_leaves_out_is_no_fault(caplog):
     await server.start()
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
         list_all = channel.unary_unary("/grpc.health.v1.Health/List")
-        code, _ = await failure(list_all(b"", timeout=5))
+        code, _ = await failure(list_all(b"", timeout=60))
     await rpc.stop(server, 0.0)
     assert code is Code.UNIMPLEMENTED
     assert not caplog.records

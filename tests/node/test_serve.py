@@ -228,7 +228,7 @@ def test_refusals_cost_one_message_and_few_lines(node, address):
 def test_a_string_that_is_not_utf8_is_an_invalid_argument(address):
     message = submit(1, [3], request_id="abcd").SerializeToString().replace(b"abcd", b"ab\xff\xfe")
     with grpc.insecure_channel(address) as channel:
-        call = channel.stream_stream("/baton.v1.DecodeNode/Serve")(iter([message]), timeout=5)
+        call = channel.stream_stream("/baton.v1.DecodeNode/Serve")(iter([message]), timeout=60)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() is INVALID_ARGUMENT
@@ -268,7 +268,7 @@ def test_a_router_that_does_not_read_is_cut_off_and_its_requests_end(address, no
 
         # A call whose responses nobody iterates: flow control stops the node's writes.
         call = decode_pb2_grpc.DecodeNodeStub(channel).Serve(upward())
-        eventually(lambda: node.output.count("router cut off") > cut_off, timeout_s=30)
+        eventually(lambda: node.output.count("router cut off") > cut_off)
         eventually(lambda: running(address) == 1)
         said = len(other.tokens[1])
         other.wait_for(lambda: len(other.tokens[1]) > said + 2)

@@ -49,7 +49,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
     link = EngineLink(lambda _: ready.set(), ended.append)
     await link.open(ours, Start("", 1, ""))
     engine.send(EngineReady("m", {}, "", 1 << 20, 8, 16))
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), 60)
     serve = ServeService(
         link,
         NodeMetrics("decode"),
@@ -77,7 +77,7 @@ async def test_a_router_that_says_nothing_is_let_go():
     async with serving(first_message_s=0.1) as rig:
         async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
             call = decode_pb2_grpc.DecodeNodeStub(channel).Serve()
-            assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.DEADLINE_EXCEEDED
             assert await call.details() == "no message on Serve within 0.1 s"
 
 
@@ -129,7 +129,7 @@ async def _flood(rig: Rig) -> None:
             await other.write(decode_pb2.ToNode(cancels=[7]))
             await asyncio.sleep(0.1)
             rig.engine._transport.resume_reading()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await writing
                 while len(rig.heard) < NUM_MESSAGES + 2:  # noqa: ASYNC110  (nobody sets an event)
                     await asyncio.sleep(0.05)

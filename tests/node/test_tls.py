@@ -61,7 +61,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
     """ "" if the server answers, and the reason if it does not."""
     stub = router_pb2_grpc.RouterStub(channel)
     try:
-        answer = await stub.Tokenize(router_pb2.TokenizeRequest(text="four"), timeout=30.0)
+        answer = await stub.Tokenize(router_pb2.TokenizeRequest(text="four"), timeout=60.0)
     except grpc.aio.AioRpcError as error:
         return f"{error.code().name}: {error.details()}"
     assert list(answer.token_ids) == [4]

@@ -51,7 +51,7 @@ class Watcher:
 
     def __exit__(self, *_: object) -> None:
         self.call.cancel()
-        self._thread.join(10)
+        self._thread.join(60)
         self._channel.close()
 
     def _read(self) -> None:
@@ -92,7 +92,7 @@ def test_a_watcher_hears_what_is_there_and_then_what_comes_and_goes(node, router
         compute(router, 3, prompt(3, 62))  # of 64 pages: most of the others have to go
         eventually(lambda: watcher.known >= names(prompt(3, 62)) and len(watcher.known) <= 64)
         with grpc.insecure_channel(node.address()) as channel:
-            node_pb2_grpc.NodeStub(channel).FlushCache(node_pb2.FlushCacheRequest(), timeout=30)
+            node_pb2_grpc.NodeStub(channel).FlushCache(node_pb2.FlushCacheRequest(), timeout=60)
         eventually(lambda: not watcher.known)
         assert {events.page_size for events in watcher.messages} == {PAGE_SIZE}
         assert [events.cleared for events in watcher.messages].count(True) == 1

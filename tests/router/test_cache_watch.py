@@ -105,7 +105,7 @@ async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model: Path
                         stored = PAGES if node is holder else []
                         node.tell_cache(page_size=SIZE, cleared=True, stored=stored)
                     # Told to three streams: the first answer may come before they all are read.
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(60):
                         while True:
                             call = client.generate(token_ids=TokenIds(ids=[*PREFIX, 9]))
                             submit = await decode.submitted()
@@ -138,7 +138,7 @@ async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespac
                     return address
 
                 # Told to two streams: the first answers may come before both are read.
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while [await first(salt) for salt in (None, "mine", "mine")] != [
                         p0.address,
                         p1.address,

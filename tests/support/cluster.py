@@ -57,7 +57,7 @@ from tests.support.programs import ROOT, runs
 
 START_S = 60.0
 STOP_S = 60.0
-RPC_S = 30.0
+RPC_S = 60.0
 POLL_S = 0.02
 NUM_PAGES = 512
 # Below the range that the system takes ports of outgoing connections from; of each worker of

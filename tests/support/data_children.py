@@ -34,7 +34,7 @@ from tests.support.device_twin import DeviceTwin
 from tests.support.namespaces import leave
 
 READER = 0xD0D0
-REPLY_S = 20.0
+REPLY_S = 60.0
 CANARY = 0xA5
 CUDA = "cuda:0"
 

@@ -168,9 +168,9 @@ class FarReader:
         landed = self.child.ask(owner.admit(), owner.remote, owner.content)
         assert landed == "landed", landed
 
-    def failed(self, timeout_s: float) -> tuple[str, float]:
+    def failed(self) -> tuple[str, float]:
         """(why the copying ended, when by time.monotonic())."""
-        reason, at = self.child.receive(timeout_s)
+        reason, at = self.child.receive()
         return reason, at
 
 

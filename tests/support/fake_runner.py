@@ -14,7 +14,7 @@ import numpy as np
 from common.engine.rows.batch import NOT_FINITE, NOT_SAMPLED, BatchResult, Ints, ScheduleBatch
 from common.engine.rows.table import RequestTable
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:

@@ -48,7 +48,7 @@ class Collector(TraceServiceServicer):  # type: ignore[misc]
 
     async def asked(self) -> None:
         """Waits for the next try."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             await self._asked.acquire()
 
     async def Export(

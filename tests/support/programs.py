@@ -70,7 +70,7 @@ class Program:
     def exit_code(self, timeout_s: float = 60.0) -> int:
         """Waits for the end, and for the last line."""
         code = self.process.wait(timeout_s)
-        self._reader.join(5.0)
+        self._reader.join(60.0)
         return code
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
-        self._reader.join(5.0)
+        self._reader.join(60.0)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
