@@ -58,10 +58,14 @@ def test_a_replay_is_taken_where_new_requests_are_refused(known):
 def test_a_prefill_node_counts_granted_prompts_too(known):
     owner = Size(num_slots=1, max_waiting=2)
     with PairRig(known.loaded, prefill=[owner], chunk_tokens=16) as rig:
-        (prefill,) = rig.prefill
+        (prefill,), (decode,) = rig.prefill, rig.decode
         asked = [rig.ask([n] * 200) for n in range(2)]
-        rig.until(lambda: prefill.queue("on_device"), "the first is computed")
+        rig.until(lambda: decode.queue("transfer") == 2, "both are granted", decode)
+        rig.settle()
+        rig.until(lambda: prefill.queue("on_device"), "the first is computed", prefill)
         asked += [rig.ask([n] * 200) for n in range(2, 4)]
+        rig.until(lambda: decode.count("handoffs_opened") == 4, "the others are opened", decode)
+        rig.settle()  # while the first is computed
         rig.run()
         assert prefill.count("refused/overloaded") == 1
         for one in asked:

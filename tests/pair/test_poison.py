@@ -19,10 +19,12 @@ def _lose_engine(rig: PairRig, owner: int) -> None:
     """As the fronts tell it of one that has the first prompt under way, and not all of it
     computed."""
     told = _num_ready(rig)
-    rig.until(
-        lambda: rig.prefill[owner].queue("chunked") and _num_ready(rig) > told,
-        "a prompt is between its chunks, and the reader knows",
-    )
+
+    def the_reader_knows() -> bool:
+        rig.settle()  # before the next chunk: there are only a few
+        return bool(rig.prefill[owner].queue("chunked") and _num_ready(rig) > told)
+
+    rig.until(the_reader_knows, "a prompt is between its chunks, and the reader knows")
     rig.wires.cut(rig.prefill[owner].front, rig.decode[0].front, engine_died=True)
 
 

@@ -171,6 +171,32 @@ class News:
         self._told.clear()
 
 
+class Ears:
+    """Counts the turns of a transfer thread."""
+
+    def __init__(self) -> None:
+        self._heard = threading.Condition()
+        self._num_turns = 0
+
+    def turn(self) -> bool:
+        """On the transfer thread, in each turn between its input and what comes of that."""
+        with self._heard:
+            self._num_turns += 1
+            self._heard.notify_all()
+        return True
+
+    def wait(self, wake: Callable[[], None], timeout_s: float) -> None:
+        """Until the thread, which `wake` wakes, has dealt with all that there is for it now."""
+        with self._heard:
+            # The turn under way may have looked before; what comes of the next one's input is done
+            # when the one after it has looked.
+            due = self._num_turns + 3
+            while self._num_turns < due:
+                wake()
+                before = self._num_turns
+                assert self._heard.wait_for(lambda: self._num_turns > before, timeout_s)
+
+
 class Node:
     """`step` gives the event loop one turn and then checks the books."""
 
@@ -183,6 +209,7 @@ class Node:
         router: RouterEnd,
         desk: Desk,
         news: News,
+        ears: Ears,
         *,
         overlap: bool,
     ) -> None:
@@ -193,6 +220,7 @@ class Node:
         self.router = router
         self.desk = desk
         self.news = news
+        self._ears = ears
         self.in_flight: Launched | None = None
         self._loop = EventLoop(role, engine.runner, overlap=overlap)
 
@@ -205,6 +233,10 @@ class Node:
         self.role.idle()
         self.role.check()
         return not rested
+
+    def catch_up(self, timeout_s: float) -> None:
+        """Until the transfer thread has dealt with all that there is for it now."""
+        self._ears.wait(self.transfer._wake_up.wake, timeout_s)
 
     def queue(self, name: str) -> int:
         return int(self.role.queues()[name])
@@ -243,7 +275,7 @@ def prefill_node(
     engine, config = _engine(common, size)
     owner = common.backend.serve(_pool(engine), instance)
     hello = _hello(engine, instance, front.address)
-    news = News(common.wake)
+    news, ears = News(common.wake), Ears()
     transfer: TransferThread[Any, Any] = TransferThread(
         frames,
         lambda outlet, wake: Publisher(
@@ -253,7 +285,7 @@ def prefill_node(
             outlet,
             wake,
         ),
-        engine_moves=lambda: True,
+        engine_moves=ears.turn,
         wake_engine=news.tell,
     )
     router = RouterEnd()
@@ -269,7 +301,7 @@ def prefill_node(
         desk=desk,
     )
     overlap = config.scheduler.overlap
-    node = Node(engine, front, transfer, role, router, desk, news, overlap=overlap)
+    node = Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
     return node, owner.faults
 
 
@@ -285,7 +317,7 @@ def decode_node(
     engine, engine_config = _engine(common, size)
     config = DecodeConfig(engine=engine_config, transfer=common.transfer, **fields)
     hello = _hello(engine, instance, front.address)
-    news = News(common.wake)
+    news, ears = News(common.wake), Ears()
     transfer: TransferThread[Any, Any] = TransferThread(
         frames,
         lambda outlet, wake: Reader(
@@ -298,7 +330,7 @@ def decode_node(
             wake,
             ReadMeter(engine.pool.page_bytes),
         ),
-        engine_moves=lambda: True,
+        engine_moves=ears.turn,
         wake_engine=news.tell,
     )
     router = RouterEnd()
@@ -317,7 +349,7 @@ def decode_node(
         outbox=Outbox(router),
     )
     overlap = engine_config.scheduler.overlap
-    return Node(engine, front, transfer, role, router, desk, news, overlap=overlap)
+    return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
 
 
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:

@@ -202,6 +202,15 @@ class PairRig:
             self.until(lambda: node.news, what, *others)
             self.turn(node)
 
+    def settle(self) -> None:
+        """Until all transfer threads have dealt with all that has been said, and with what they
+        have said to each other since. No node gets a turn."""
+        moved = True
+        while moved:
+            for node in self.nodes:
+                node.catch_up(TIMEOUT_S)
+            moved = self.wires.pump()
+
     def let_time_pass(self, until: float) -> None:
         """No node gets a turn before time.monotonic() is `until`; messages go on."""
         while (left_s := until - time.monotonic()) > 0:
