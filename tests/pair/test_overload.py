@@ -8,7 +8,7 @@ from grpc import StatusCode
 
 from common.engine.rows.request import FinishReason
 from common.sampling import SamplingParams
-from kvtransfer.messages import HandoffId
+from kvtransfer.messages import HandoffId, Ready
 from kvtransfer.ports import CancelHandoff, OpenHandoff
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PairRig
@@ -31,10 +31,21 @@ def _know_how_fast(rig: PairRig, **how: object) -> None:
 
 
 def _busy(rig: PairRig, node: Node, **how: object) -> list[Asked]:
-    """Requests that this node computes; most of them still wait for it."""
+    """Requests that this node computes: most of them still wait, and one is computed in part, which
+    is ahead of all others."""
     asked = [rig.ask(prompt, max_tokens=2, **how) for prompt in _prompts(6)]  # type: ignore[arg-type]
-    rig.until(lambda: node.queue("waiting") >= 4, "prompts wait")
+    rig.until(lambda: node.queue("waiting") >= 4 and node.queue("chunked"), "prompts wait")
+    rig.turn(node)
     return asked
+
+
+def _open(rig: PairRig, asked: Asked) -> None:
+    """Its owner's engine hears of it at its next turn; until then that computes nothing."""
+    (decode,) = rig.decode
+    opened = decode.count("handoffs_opened")
+    rig.until(lambda: decode.count("handoffs_opened") > opened, "it is opened", decode)
+    rig.settle()
+    assert asked.ended is None
 
 
 def _assert_refused(asked: Asked) -> None:
@@ -53,12 +64,15 @@ def _assert_answered(known, *asked: Asked) -> None:
 def test_a_prefill_node_with_a_long_queue_refuses_at_once_what_cannot_make_it(known):
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
         _know_how_fast(rig)
-        before = _busy(rig, rig.prefill[0])
+        (prefill,) = rig.prefill
+        before = _busy(rig, prefill)
         late = rig.ask(SHORT, queue_s=NOW)
+        _open(rig, late)
+        rig.turn(prefill)
+        assert prefill.count("refused/late") == 1
+        assert any(each.ended is None for each in before)
         rig.run(late)
         _assert_refused(late)
-        assert any(each.ended is None for each in before)
-        assert rig.prefill[0].count("refused/late") == 1
         assert rig.decode[0].count("local_prefills") == 0
         rig.run()
         _assert_answered(known, *before)
@@ -124,10 +138,10 @@ def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
             queue_s=NOW,
         )
         decode.transfer.post(opened)
-        rig.until(
-            lambda: prefill.count("refused/late") or prefill.queue("bootstrap"), "it is answered"
-        )
+        rig.settle()
+        rig.turn(prefill)
         assert prefill.count("refused/late") == (not num_generated)
+        assert prefill.queue("bootstrap") == (num_generated > 0)
         decode.transfer.post(CancelHandoff(opened.id, "cancelled"))
 
 
@@ -145,13 +159,17 @@ def test_a_node_that_prefills_itself_refuses_at_once_too(known):
 
 def test_who_may_wait_less_is_begun_first(known):
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
-        before = _busy(rig, rig.prefill[0], queue_s=200.0)
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        before = _busy(rig, prefill, queue_s=200.0)
         soon = rig.ask(SHORT, queue_s=100.0)
-        rig.until(lambda: rig.prefill[0].queue("waiting") > 1, "it waits too")
-        rig.run(soon)
-        assert any(each.ended is None for each in before)
+        _open(rig, soon)
+        rig.turn(prefill)
+        rig.until(lambda: decode.queue("transfer") > len(before), "all are granted", decode)
+        rig.settle()
         rig.run()
         _assert_answered(known, soon, *before)
+        last = [told.id.request for told in rig.wires.seen if isinstance(told, Ready) and told.last]
+        assert last.index(max(last)) < len(last) - 1  # it came last, and so has the largest key
 
 
 def test_what_waits_for_pages_is_dropped_when_its_time_is_over(known):
