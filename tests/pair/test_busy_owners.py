@@ -89,9 +89,10 @@ def test_a_prompt_whose_time_is_over_when_an_owner_refuses_it_goes_to_no_other(k
         _, other = rig.prefill
         (decode,) = rig.decode
         rig.wires.hold_back(Failed)
-        asked = rig.ask(LONG, queue_s=0.3)
+        begun = time.monotonic()
+        asked = rig.ask(LONG, queue_s=1.5)
         _refuse(rig, [0])
-        rig.let_time_pass(time.monotonic() + 0.4)
+        rig.let_time_pass(begun + 1.6)
         rig.wires.let_go()
         rig.run()
         _assert_refused(asked)

@@ -171,7 +171,7 @@ def test_a_request_that_is_refused_has_a_timeline_too(known):
 def test_a_request_out_of_time_is_told_up_to_its_end(known):
     with PairRig(known.loaded) as rig:
         rig.wires.hold_back(Grant)
-        asked = rig.ask(LONG, budget_s=0.2)
+        asked = rig.ask(LONG, budget_s=1.0)
         rig.run(asked)
         rig.wires.let_go()
         check(asked.ended, len(asked.tokens))

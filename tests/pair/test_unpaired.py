@@ -108,6 +108,9 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
         for attempt in range(retries + 1):
             rig.until(lambda: decode.queue("transfer"), "it is under way")
             _cut_all(rig)
+            rig.until(
+                lambda attempt=attempt: decode.count("handoffs_lost") > attempt, "it knows of that"
+            )
             rig.faults[0].release()
             if attempt < retries:
                 rig.faults[0].freeze()
