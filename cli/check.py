@@ -33,13 +33,13 @@ from common.engine.models import read_spec
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.precision import choose_precision
 from common.engine.models.weights import stored_tensors
-from common.engine.processor import matrix_features
 from common.engine.sizing import free_bytes, resolve_device, resolve_shape, weight_bytes
 from common.errors import ConfigError
 from common.identity import exposure
 from common.identity.program import identity_of
 from common.identity.roles import Role
 from common.model_directory import model_directory
+from common.processor import matrix_features
 from common.settings import Parser, read
 
 PROGRAM = "baton check"

@@ -25,7 +25,6 @@ from common.engine.models import (
 )
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.precision import choose_precision
-from common.engine.processor import matrix_features
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
 from common.engine.rows.table import RequestTable
@@ -44,6 +43,7 @@ from common.engine.sizing import (
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
+from common.processor import matrix_features
 
 PROGRESS_S = 1.0  # between two lines about captured graphs
 

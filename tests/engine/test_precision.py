@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from common.engine.models import precision
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.precision import choose_precision
-from common.engine.processor import matrix_features
+from common.processor import matrix_features
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 

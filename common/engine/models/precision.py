@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from common.engine.models.checkpoint import Checkpoint
-from common.engine.processor import BFLOAT16
+from common.processor import BFLOAT16
 
 # A float32 checkpoint below this stays exact: it was stored so for a reason, and there is little
 # to gain where a step is not bound by reading weights.
