@@ -15,6 +15,8 @@ from tests.browser.view import PHONE, View
 from tests.support.cluster import Cluster
 from tests.support.http_client import post
 
+pytestmark = pytest.mark.slow
+
 EVIL = "<img src=/x onerror=alert(1)>"
 GREEDY = {"max_tokens": 24, "temperature": 0}
 SECONDS = 8.0  # in which a person must be told

@@ -16,6 +16,8 @@ from cli.demo_model import write
 from tests.support.cluster import free_ports
 from tests.support.programs import ROOT
 
+pytestmark = pytest.mark.slow
+
 CODE = "import sys; from cli.main import main; sys.exit(main())"
 
 

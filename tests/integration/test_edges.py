@@ -17,7 +17,7 @@ from tests.integration.oracle import Oracle, oracle
 from tests.support.cluster import RIGS, Cluster, Rig
 from tests.support.noise_model import SPECIAL_TOKENS, write
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 PAGE = 16
 CHUNK = 64

@@ -11,7 +11,7 @@ from tests.support.cluster import RIGS, Answer, Cluster, Node
 from tests.support.http_client import post
 from tests.support.noise_model import write
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 NUM_PROMPT = 160  # ten pages
 SALTS = ("one", "other", None)

@@ -13,7 +13,7 @@ from tests.support.cluster import RIGS, Cluster
 from tests.support.http_client import get, post
 from tests.support.noise_model import write
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 NUM_TOKENS = 24
 NUM_CONCURRENT = 64

@@ -25,7 +25,7 @@ from tests.support.cluster import Cluster, free_ports
 from tests.support.noise_model import write
 from tests.support.programs import Program
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 PROMPT = [1, 2, 3, 4, 5] * 20
 

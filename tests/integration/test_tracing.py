@@ -17,6 +17,8 @@ from tests.support.http_client import get, post
 from tests.support.noise_model import write
 from tests.support.otlp_collector import Collector, Span, collecting
 
+pytestmark = pytest.mark.slow
+
 TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{CLIENT_SPAN}-01"
 PROMPT = list(range(100))

@@ -25,6 +25,8 @@ from tests.support.cluster import children_of, free_ports, free_row
 from tests.support.programs import Program, await_end, runs
 from tests.support.sockets import OpenSocket, sockets_of
 
+pytestmark = pytest.mark.slow
+
 START_S = 60.0
 
 
