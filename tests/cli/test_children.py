@@ -36,7 +36,7 @@ async def test_stop_asks_first(tmp_path):
     script = "trap 'kill $!; exit 0' TERM; sleep 60 & echo up; wait"
     child = Child("a", ["sh", "-c", script], tmp_path / "a")
     await _wrote(child)
-    assert await child.stop(10.0) is True
+    assert await child.stop(60.0) is True
     assert child.code == 0
 
 

@@ -30,6 +30,7 @@ def long_submit(number: int) -> decode_pb2.ToNode:
 @dataclass
 class Rig:
     port: int
+    link: EngineLink
     engine: "FrameConnection[FrontMessage]"
     heard: list[FrontMessage]
     ended: list[str]
@@ -65,7 +66,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
     serve.register(server)
     await server.start()
     try:
-        yield Rig(port, engine, heard, ended)
+        yield Rig(port, link, engine, heard, ended)
     finally:
         await rpc.stop(server, 0.0)
         link.close()
@@ -126,8 +127,11 @@ async def _flood(rig: Rig) -> None:
                 before = num_written
                 await asyncio.sleep(0.5)
             assert num_written < NUM_MESSAGES
+            waiting = rig.link._connection.backlog_bytes
             await other.write(decode_pb2.ToNode(cancels=[7]))
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while rig.link._connection.backlog_bytes <= waiting:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             rig.engine._transport.resume_reading()
             async with asyncio.timeout(60):
                 await writing

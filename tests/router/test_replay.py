@@ -145,19 +145,20 @@ async def test_what_is_placed_anew_is_placed_elsewhere_whatever_the_policy_prefe
         assert [(await collect(call))[1] for call in calls] == [[20], [20]]
 
 
-async def test_a_router_that_ends_looks_for_no_other_node(model: Path) -> None:
+async def test_a_router_that_ends_looks_for_no_other_node(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen failing where the cluster is not closed first."""
+    monkeypatch.setattr(cluster, "GRACE_S", 1000.0)  # longer than the client waits
     async with two_nodes(model) as (client, running, d0, d1):
         call = ask(client)
         await d0.submitted()
-        began = asyncio.get_running_loop().time()
         running.nodes.cancel()
         error = await failure(call)
         assert (error.code(), "shutting down" in str(error.details())) == (
             StatusCode.UNAVAILABLE,
             True,
         )
-        assert asyncio.get_running_loop().time() - began < cluster.GRACE_S / 2
         assert not any(message.submits for message in d1.received)
 
 
@@ -203,18 +204,16 @@ async def test_with_no_other_node_the_request_ends_in_seconds_with_the_reason(mo
             await client.wait_until_serving()
             call = ask(client)
             await node.submitted()
-            began = asyncio.get_running_loop().time()
             await node.die()
             error = await failure(call)
             assert (error.code(), "is gone" in str(error.details())) == (
                 StatusCode.UNAVAILABLE,
                 True,
             )
-            assert asyncio.get_running_loop().time() - began < cluster.GRACE_S + 1
             # By now it is no moment any more, and nobody waits.
             began = asyncio.get_running_loop().time()
             assert (await failure(ask(client))).code() is StatusCode.UNAVAILABLE
-            assert asyncio.get_running_loop().time() - began < 1
+            assert asyncio.get_running_loop().time() - began < cluster.GRACE_S
 
 
 async def test_a_node_that_is_back_in_a_moment_is_waited_for(

@@ -190,8 +190,7 @@ class Ears:
         with self._heard:
             # The turn under way may have looked before; what comes of the next one's input is done
             # when the one after it has looked.
-            due = self._num_turns + 3
-            while self._num_turns < due:
+            for _ in range(3):
                 wake()
                 assert self._heard.wait(timeout_s)
 

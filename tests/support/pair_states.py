@@ -75,7 +75,10 @@ def confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     asked = ask(LONG)
     prefill, decode = rig.prefill[0], rig.decode[0]
     _reach(rig, asked, lambda: decode.queue("transfer"))
-    _reach(rig, asked, lambda: _saw(rig, Released), prefill)
+    rig.settle()
+    rig.turn(prefill)  # it has it now
+    _reach(rig, asked, lambda: not prefill.role.busy, prefill)  # or has lost it, being out of time
+    rig.settle()
     return asked
 
 
@@ -97,10 +100,6 @@ def between_chunks_here(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     asked = ask(LONG, owners=[])
     _reach(rig, asked, lambda: rig.decode[0].queue("chunked"))
     return asked
-
-
-def _saw(rig: PairRig, kind: type) -> bool:
-    return any(isinstance(message, kind) for message in rig.wires.seen)
 
 
 def _reach(rig: PairRig, asked: Asked, condition: Callable[[], object], *nodes: object) -> None:
