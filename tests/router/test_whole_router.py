@@ -64,6 +64,15 @@ class Whole:
         path = Path(f"/proc/{self.program.pid}/task/{self.program.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
+    async def until_ready(self) -> None:
+        """Every process can place requests."""
+        async with asyncio.timeout(START_S):
+            while True:
+                state = (await self.get("/cluster")).json["router"]
+                if (state["state"], state["silent_processes"]) == ("ready", 0):
+                    return
+                await asyncio.sleep(0.02)
+
     @asynccontextmanager
     async def live(self, number: int, label: str = "") -> AsyncIterator[None]:
         """So many requests are under way inside, each on a connection of its own."""
@@ -109,8 +118,9 @@ async def whole_router(model: Path) -> AsyncIterator[Whole]:
         )
         try:
             await asyncio.to_thread(program.line_with, "all processes are up", START_S)
-            await eventually(lambda: len(node.streams) == 2)
-            yield Whole(program, node, metrics_port)
+            whole = Whole(program, node, metrics_port)
+            await whole.until_ready()
+            yield whole
         finally:
             program.close()
 
@@ -131,12 +141,13 @@ async def test_requests_of_every_process_are_listed_whichever_is_asked(router: W
             arrivals = [one["arrived"] for one in live]
             assert arrivals == sorted(arrivals, reverse=True)
             assert (content["processes"], content["silent_processes"]) == (2, 0)
-        newest = live[0]["id"]
-        for answer in await router.get_from_all("/requests/one-of-many"):
-            assert answer.json["id"] == newest
         for number in expected:
             answers = await asyncio.gather(*(router.get(f"/requests/{number}") for _ in range(2)))
             assert [(one.status, one.json["id"]) for one in answers] == [(200, number)] * 2
+        async with router.live(1, label="one-of-many"):
+            newest = router.node.submits[-1].request_id
+            for answer in await router.get_from_all("/requests/one-of-many"):
+                assert answer.json["id"] == newest
     for answer in await router.get_from_all("/requests/nobody"):
         assert (answer.status, answer.error["code"]) == (404, "request_not_found")
 
@@ -211,7 +222,7 @@ async def test_no_counter_falls_and_no_clock_begins_anew_when_a_process_is_repla
             if back and victim not in router.pids:
                 break
     assert set(counted) == {whole}
-    await eventually(lambda: len(router.node.streams) == 2)
+    await router.until_ready()
     await router.ended(MANY)
     after = value(await _scraped(router), "baton_requests_total", outcome="stop")
     assert after == whole + MANY
