@@ -32,8 +32,8 @@ from common.cores import threads_at_hand, usable_cores
 from common.engine.models import read_spec
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.precision import choose_precision
-from common.engine.models.weights import stored_tensors
-from common.engine.sizing import free_bytes, resolve_device, resolve_shape, weight_bytes
+from common.engine.models.weights import stored_tensors, weight_bytes
+from common.engine.sizing import free_bytes, resolve_device, resolve_shape
 from common.errors import ConfigError
 from common.identity import exposure
 from common.identity.program import identity_of
@@ -100,7 +100,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         # Weights first: what is left decides the size of the KV pool.
         free = free_bytes(device, config.cache.memory_fraction)
-        weights = weight_bytes(directory, spec, precision.dtype)
+        weights = weight_bytes(checkpoint, spec, device, precision.dtype)
         shape = resolve_shape(config, spec, dtype=precision.dtype, free=free - weights)
     except ConfigError as error:
         yield Finding("model and device", "fails", str(error))

@@ -4,13 +4,15 @@ import json
 import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from common.engine.models import read_spec
 from common.engine.models.decoder import DenseDecoder
+from common.engine.models.linear import Linear
+from common.engine.models.linear.dense import Dense
 from common.engine.models.spec import ModelSpec
 from common.engine.models.weights import LayerWeights, Weights
 
@@ -98,6 +100,9 @@ def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype) ->
         made = torch.empty(rows, columns, dtype=dtype, device=device)
         return made.normal_(0.0, scale * columns**-0.5)
 
+    def linear(rows: int, columns: int) -> Dense:
+        return Dense(matrix(rows, columns))
+
     def norm(size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(1.0, 0.1)
 
@@ -109,17 +114,17 @@ def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype) ->
         tensors: dict[str, Any] = {field.name: None for field in fields(LayerWeights)}
         tensors |= {
             "input_norm": norm(hidden),
-            "qkv": matrix(attended + 2 * spec.kv_heads * spec.head_dim, hidden),
-            "output": matrix(hidden, attended),
+            "qkv": linear(attended + 2 * spec.kv_heads * spec.head_dim, hidden),
+            "output": linear(hidden, attended),
             "mlp_norm": norm(hidden),
-            "gate_up": matrix(2 * inner, hidden),
-            "down": matrix(hidden, inner),
+            "gate_up": linear(2 * inner, hidden),
+            "down": linear(hidden, inner),
         }
         if spec.qk_norm:
             tensors |= {"q_norm": norm(spec.head_dim), "k_norm": norm(spec.head_dim)}
         layers.append(LayerWeights(**tensors))
     head = embedding if spec.tied_embeddings else matrix(spec.vocabulary_size, hidden)
-    return Weights(embedding, tuple(layers), norm(hidden), head)
+    return Weights(embedding, tuple(layers), norm(hidden), Dense(head))
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[DenseDecoder, int]:
@@ -127,10 +132,10 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[D
     embedding that is not the head too."""
     spec = spec_of(name)
     weights = random_weights(spec, device, dtype)
-    tensors = [weights.norm, weights.head]
+    parts: list[Tensor | Linear] = [weights.norm, weights.head]
     for layer in weights.layers:
-        tensors += _tensors(layer).values()
-    return DenseDecoder(spec, weights), sum(tensor.nbytes for tensor in tensors)
+        parts += _parts(layer).values()
+    return DenseDecoder(spec, weights), sum(part.nbytes for part in parts)
 
 
 def shallow(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -140,15 +145,14 @@ def shallow(spec: ModelSpec, layers: int) -> ModelSpec:
 
 def widened(weights: Weights) -> Weights:
     """The same weights in float32."""
-    embedding = weights.embedding.float()
     return Weights(
-        embedding=embedding,
+        embedding=weights.embedding.float(),
         layers=tuple(
-            replace(layer, **{key: tensor.float() for key, tensor in _tensors(layer).items()})
+            replace(layer, **{key: part.float() for key, part in _parts(layer).items()})
             for layer in weights.layers
         ),
         norm=weights.norm.float(),
-        head=embedding if weights.head is weights.embedding else weights.head.float(),
+        head=cast(Dense, weights.head).float(),
     )
 
 
@@ -171,7 +175,7 @@ def write_checkpoint(directory: Path, name: str, device: torch.device) -> Path:
     return directory
 
 
-def _tensors(layer: LayerWeights) -> dict[str, Tensor]:
-    """Those that the architecture has."""
+def _parts(layer: LayerWeights) -> dict[str, Any]:
+    """Norms and matrices, those that the architecture has."""
     named = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    return {name: part for name, part in named.items() if part is not None}

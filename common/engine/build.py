@@ -25,6 +25,7 @@ from common.engine.models import (
 )
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.precision import choose_precision
+from common.engine.models.weights import weight_bytes
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
 from common.engine.rows.table import RequestTable
@@ -38,7 +39,6 @@ from common.engine.sizing import (
     free_bytes,
     resolve_device,
     resolve_shape,
-    weight_bytes,
 )
 from common.errors import ConfigError
 from common.logs import kv
@@ -158,7 +158,7 @@ def _load(
     dtype: torch.dtype,
     config: EngineConfig,
 ) -> Model:
-    needed = weight_bytes(directory, spec, dtype)
+    needed = weight_bytes(Checkpoint(directory), spec, device, dtype)
     free = free_bytes(device, config.cache.memory_fraction)
     if needed > free:
         raise ConfigError(

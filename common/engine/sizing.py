@@ -14,7 +14,6 @@ import torch
 from common.config import EngineConfig
 from common.engine.memory.kv import KVLayout
 from common.engine.models import ModelSpec
-from common.engine.models.checkpoint import Checkpoint
 from common.engine.run.gpu import check_allocator, has_gpu
 from common.errors import ConfigError
 
@@ -99,13 +98,6 @@ def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     except OSError:
         return math.inf
     return math.inf if limit == "max" else max(0, int(limit) - taken)
-
-
-def weight_bytes(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What the weights take in `dtype`. Raises ConfigError where there are none to read."""
-    stored = Checkpoint(directory).tensors.values()
-    numbers = sum(torch.Size(tensor.shape).numel() for tensor in stored)
-    return numbers * dtype.itemsize
 
 
 def resolve_shape(

@@ -1,7 +1,6 @@
 """The forward of a dense decoder: Llama, Mistral, Qwen and Gemma differ in a few numbers."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.memory.kv import KVPool
@@ -57,7 +56,7 @@ class DenseDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] in the model's dtype, or in float32 where they are soft-capped."""
-        logits = F.linear(hidden, self._weights.head)
+        logits = self._weights.head.apply(hidden)
         cap = self.spec.logit_soft_cap
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
@@ -71,7 +70,7 @@ class DenseDecoder:
         plan: AttentionPlan,
     ) -> Tensor:
         q = rope_and_store(
-            F.linear(x, layer.qkv, layer.qkv_bias),
+            layer.qkv.apply(x),
             angles,
             kv,
             locations,
@@ -81,12 +80,12 @@ class DenseDecoder:
         )
         spec = self.spec
         x = paged_attention(q, kv, plan, scale=spec.attention_scale, soft_cap=spec.soft_cap)
-        x = F.linear(x, layer.output, layer.output_bias)
+        x = layer.output.apply(x)
         return self._normed(x, layer.attention_post_norm)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        x = F.linear(x, layer.gate_up, layer.gate_up_bias)
-        x = F.linear(act_and_mul(x, self.spec.activation), layer.down, layer.down_bias)
+        x = layer.gate_up.apply(x)
+        x = layer.down.apply(act_and_mul(x, self.spec.activation))
         return self._normed(x, layer.mlp_post_norm)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:

@@ -6,34 +6,32 @@ import torch
 from torch import Tensor
 
 from common.engine.models.checkpoint import Checkpoint, own_copy
+from common.engine.models.linear import Form, Linear, form_of
 from common.engine.models.spec import ModelSpec
 
 _Shapes = dict[str, tuple[int, ...]]
 # Old Llama checkpoints store the inverse frequencies; they follow from the configuration.
 _IGNORED = frozenset({".rotary_emb.inv_freq"})
+_EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """Matrices are [out, in]; None where the architecture has none.
+    """None where the architecture has none.
 
     Norms are what multiplies, whatever is stored; in float32 where that is not what is stored.
     """
 
     input_norm: Tensor
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]: Q, K, V
-    qkv_bias: Tensor | None
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim: Q, K, V
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    output: Linear
     attention_post_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor  # [2 * intermediate, hidden]: gate, up
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Linear  # hidden -> 2 * intermediate: gate, up
+    down: Linear
     mlp_post_norm: Tensor | None
 
 
@@ -42,7 +40,7 @@ class Weights:
     embedding: Tensor  # [vocabulary, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor  # [vocabulary, hidden]; the embedding itself where they are tied
+    head: Linear  # hidden -> vocabulary
 
 
 def stored_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> _Shapes:
@@ -53,7 +51,7 @@ def stored_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> _Shapes:
     """
     hidden = (spec.hidden_size,)
     shapes: _Shapes = {
-        "model.embed_tokens.weight": (spec.vocabulary_size, spec.hidden_size),
+        _EMBEDDING: (spec.vocabulary_size, spec.hidden_size),
         "model.norm.weight": hidden,
     }
     for layer in range(spec.num_layers):
@@ -102,23 +100,42 @@ def _norm_names(spec: ModelSpec) -> dict[str, str]:
     }
 
 
+def weight_bytes(
+    checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> int:
+    """What `load_weights` takes. Raises ConfigError as `stored_tensors`."""
+    form, taken = form_of(device, dtype), 0
+    for name, shape in stored_tensors(checkpoint, spec).items():
+        if len(shape) == 1:
+            size = 4 if spec.norms_from_one and name.endswith("norm.weight") else dtype.itemsize
+            taken += shape[0] * size
+        elif name == _EMBEDDING:
+            taken += shape[0] * shape[1] * dtype.itemsize
+            taken += form.tied_bytes(*shape) if spec.tied_embeddings else 0
+        else:
+            taken += form.num_bytes(*shape)
+    return taken
+
+
 def load_weights(
     checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype
 ) -> Weights:
-    """Reads the model's tensors onto `device`, one layer of them in host memory at a time.
+    """Reads the model's tensors onto `device`, one matrix of them twice in memory at a time.
 
     Raises:
         ConfigError: as `stored_tensors`.
     """
-    reader = _Reader(checkpoint, spec, device, dtype)
-    embedding = reader.read("model.embed_tokens.weight")
+    reader = _Reader(checkpoint, spec, device, dtype, form_of(device, dtype))
+    # The largest first: nothing else is there yet while they are there twice.
+    embedding = reader.read(_EMBEDDING)
+    head = reader.form.tied(embedding) if spec.tied_embeddings else reader.linear("lm_head")
     return Weights(
         embedding=embedding,
         layers=tuple(
             _load_layer(f"model.layers.{layer}.", reader) for layer in range(spec.num_layers)
         ),
         norm=reader.read_norm("model.norm.weight"),
-        head=embedding if spec.tied_embeddings else reader.read(_HEAD),
+        head=head,
     )
 
 
@@ -126,21 +143,28 @@ class _Reader:
     """Reads a checkpoint's tensors as the forward wants them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+        form: Form,
     ) -> None:
         self.spec = spec
+        self.form = form
         self._names = stored_tensors(checkpoint, spec)
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
 
     def read(self, *parts: str) -> Tensor:
-        tensors = [self._checkpoint.read(name) for name in parts]
-        whole = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        return own_copy(whole, self._device, self._dtype)
+        return own_copy(self._stored(*parts), self._device, self._dtype)
 
-    def read_if_any(self, *parts: str) -> Tensor | None:
-        return self.read(*parts) if parts[0] in self._names else None
+    def linear(self, *parts: str) -> Linear:
+        """The matrices and biases of these modules as one, output after output."""
+        biases = [f"{name}.bias" for name in parts]
+        bias = self.read(*biases) if biases[0] in self._names else None
+        return self.form.hold(self._stored(*(f"{name}.weight" for name in parts)), bias)
 
     def read_norm(self, name: str) -> Tensor:
         if not self.spec.norms_from_one:
@@ -151,29 +175,26 @@ class _Reader:
     def read_norm_if_any(self, name: str) -> Tensor | None:
         return self.read_norm(name) if name in self._names else None
 
+    def _stored(self, *parts: str) -> Tensor:
+        tensors = [self._checkpoint.read(name) for name in parts]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
 
 def _load_layer(prefix: str, reader: _Reader) -> LayerWeights:
-    read, read_if_any = reader.read, reader.read_if_any
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    qkv = [f"{attention}{name}_proj" for name in "qkv"]
-    gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
     norms = {
         field: reader.read_norm(f"{prefix}{name}.weight")
         for field, name in _norm_names(reader.spec).items()
     }
     return LayerWeights(
         input_norm=norms["input_norm"],
-        qkv=read(*(f"{name}.weight" for name in qkv)),
-        qkv_bias=read_if_any(*(f"{name}.bias" for name in qkv)),
+        qkv=reader.linear(*(f"{attention}{name}_proj" for name in "qkv")),
         q_norm=reader.read_norm_if_any(f"{attention}q_norm.weight"),
         k_norm=reader.read_norm_if_any(f"{attention}k_norm.weight"),
-        output=read(f"{attention}o_proj.weight"),
-        output_bias=read_if_any(f"{attention}o_proj.bias"),
+        output=reader.linear(f"{attention}o_proj"),
         attention_post_norm=norms.get("attention_post_norm"),
         mlp_norm=norms["mlp_norm"],
-        gate_up=read(*(f"{name}.weight" for name in gate_up)),
-        gate_up_bias=read_if_any(*(f"{name}.bias" for name in gate_up)),
-        down=read(f"{mlp}down_proj.weight"),
-        down_bias=read_if_any(f"{mlp}down_proj.bias"),
+        gate_up=reader.linear(f"{mlp}gate_proj", f"{mlp}up_proj"),
+        down=reader.linear(f"{mlp}down_proj"),
         mlp_post_norm=norms.get("mlp_post_norm"),
     )
