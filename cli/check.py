@@ -100,7 +100,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         # Weights first: what is left decides the size of the KV pool.
         free = free_bytes(device, config.cache.memory_fraction)
-        weights = weight_bytes(checkpoint, spec, device, precision.dtype)
+        weights = weight_bytes(checkpoint, spec, device, precision.dtype, config.quantize)
         shape = resolve_shape(config, spec, dtype=precision.dtype, free=free - weights)
     except ConfigError as error:
         yield Finding("model and device", "fails", str(error))

@@ -101,6 +101,9 @@ class SchedulerConfig(Record):
     )
 
 
+Quantize = Literal["none", "int8"]
+
+
 class EngineConfig(Record):
     """The model and the device it runs on."""
 
@@ -110,6 +113,11 @@ class EngineConfig(Record):
         "auto",
         description="auto: bfloat16 on CUDA and on a CPU that multiplies it natively, unless the "
         "checkpoint is float32 and small; else float32",
+    )
+    quantize: Quantize = Field(
+        "none",
+        description="int8: matrices in 8 bits, half the memory and about twice the speed of"
+        " bfloat16, on a CPU; alike on nodes that pair",
     )
     context_length: Positive | None = Field(None, description="default: the model's")
     threads: int = Field(

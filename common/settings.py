@@ -44,6 +44,7 @@ SHORT_NAMES = {
     "engine.model": "model",
     "engine.device": "device",
     "engine.dtype": "dtype",
+    "engine.quantize": "quantize",
     "front.host": "host",
     "front.port": "port",
     "front.metrics-port": "metrics-port",

@@ -13,7 +13,7 @@ from kvtransfer.backends.base import PagePool
 
 PROTOCOL_VERSION = 2
 _MAX_SHOWN = 200  # characters of what a peer says
-_FLAGS = {"dtype": "--dtype", "page_size": "--engine.cache.page-size"}
+_FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
 _FOLLOWS = "kv_token_bytes"  # from the dtype, for one: told where no flag explains it
 
 

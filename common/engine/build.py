@@ -117,6 +117,7 @@ def build(config: EngineConfig) -> Engine:
             device=str(device),
             dtype=str(precision),
             because=precision.because,
+            quantize=config.quantize,
             pages=shape.num_pages,
             page_size=page_size,
             pool_mib=pool.num_bytes >> 20,
@@ -143,6 +144,7 @@ def build(config: EngineConfig) -> Engine:
         fingerprint={
             **fingerprint(directory),
             "dtype": str(precision),
+            "quantize": config.quantize,
             "page_size": str(page_size),
             "kv_layout": "head,layer,kv,token",
             "kv_token_bytes": str(shape.layout.token_bytes),
@@ -158,7 +160,7 @@ def _load(
     dtype: torch.dtype,
     config: EngineConfig,
 ) -> Model:
-    needed = weight_bytes(Checkpoint(directory), spec, device, dtype)
+    needed = weight_bytes(Checkpoint(directory), spec, device, dtype, config.quantize)
     free = free_bytes(device, config.cache.memory_fraction)
     if needed > free:
         raise ConfigError(
@@ -166,7 +168,7 @@ def _load(
             f"of {device} may be used (engine.cache.memory_fraction "
             f"{config.cache.memory_fraction})"
         )
-    return load(directory, device, dtype)
+    return load(directory, device, dtype, config.quantize)
 
 
 def _shape(config: EngineConfig, model: Model) -> EngineShape:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.config import Quantize
 from common.engine.memory.kv import KVPool
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.config import read_spec
@@ -42,11 +43,13 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Model:
+def load(
+    directory: Path, device: torch.device, dtype: torch.dtype, quantize: Quantize = "none"
+) -> Model:
     """Loads a checkpoint of any supported architecture.
 
     Raises:
         ConfigError: what is wrong with the directory, or not supported.
     """
     spec = read_spec(directory)
-    return DenseDecoder(spec, load_weights(Checkpoint(directory), spec, device, dtype))
+    return DenseDecoder(spec, load_weights(Checkpoint(directory), spec, device, dtype, quantize))

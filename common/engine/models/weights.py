@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.config import Quantize
 from common.engine.models.checkpoint import Checkpoint, own_copy
 from common.engine.models.linear import Form, Linear, form_of
 from common.engine.models.spec import ModelSpec
@@ -101,10 +102,18 @@ def _norm_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def weight_bytes(
-    checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
 ) -> int:
-    """What `load_weights` takes. Raises ConfigError as `stored_tensors`."""
-    form, taken = form_of(device, dtype), 0
+    """What `load_weights` takes.
+
+    Raises:
+        ConfigError: as `stored_tensors` and `form_of`.
+    """
+    form, taken = form_of(device, dtype, quantize), 0
     for name, shape in stored_tensors(checkpoint, spec).items():
         if len(shape) == 1:
             size = 4 if spec.norms_from_one and name.endswith("norm.weight") else dtype.itemsize
@@ -118,14 +127,18 @@ def weight_bytes(
 
 
 def load_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
 ) -> Weights:
     """Reads the model's tensors onto `device`, one matrix of them twice in memory at a time.
 
     Raises:
-        ConfigError: as `stored_tensors`.
+        ConfigError: as `stored_tensors` and `form_of`.
     """
-    reader = _Reader(checkpoint, spec, device, dtype, form_of(device, dtype))
+    reader = _Reader(checkpoint, spec, device, dtype, form_of(device, dtype, quantize))
     # The largest first: nothing else is there yet while they are there twice.
     embedding = reader.read(_EMBEDDING)
     head = reader.form.tied(embedding) if spec.tied_embeddings else reader.linear("lm_head")
