@@ -41,6 +41,7 @@ from common.identity.roles import Role
 from common.model_directory import model_directory
 from common.processor import matrix_features
 from common.settings import Parser, read
+from kernels.cpu.compiler import COMPILERS, cache_directory, compiler
 
 PROGRAM = "baton check"
 ABOUT = (
@@ -96,6 +97,8 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("model", "ok", f"{spec.architecture}, {spec.num_layers} layers: {directory}")
         device = resolve_device(config.device)
         yield Finding("device", "ok", _device(device, config.threads))
+        if device.type == "cpu":
+            yield _operations(config)
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         # Weights first: what is left decides the size of the KV pool.
@@ -116,6 +119,15 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     remark = f"{shape.context_length} tokens" + ("" if enough else f", but the pool holds {fits}")
     yield Finding("context", "ok" if enough else "note", remark)
     yield _text(directory)
+
+
+def _operations(config: EngineConfig) -> Finding:
+    if config.cpu_kernels == "off":
+        return Finding("compiled operations", "note", "off, as configured: torch's own are slower")
+    if (program := compiler()) is None:
+        remark = f"none, which makes steps slower: no C++ compiler ({', '.join(COMPILERS)} or $CXX)"
+        return Finding("compiled operations", "note", remark)
+    return Finding("compiled operations", "ok", f"by {program}, kept in {cache_directory()}")
 
 
 def _text(directory: Path) -> Finding:

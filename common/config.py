@@ -126,6 +126,11 @@ class EngineConfig(Record):
         description="torch threads of the engine on a CPU; 0: OMP_NUM_THREADS where it is set, "
         "else one for each core that it may use",
     )
+    cpu_kernels: Literal["auto", "off"] = Field(
+        "auto",
+        description="operations compiled for this CPU at the first start; auto: where there is a "
+        "C++ compiler, off: torch's own",
+    )
     cuda_graphs: bool = Field(
         True,
         description="decode steps of decode nodes on CUDA as graphs, captured at start; off: for "

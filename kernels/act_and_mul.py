@@ -29,6 +29,8 @@ def act_and_mul(x: Tensor, activation: Activation) -> Tensor:
         raise ValueError(f"contiguous [n, 2d] expected, got {tuple(x.shape)}")
     if device.uses_triton(x):
         return act_and_mul_triton(x, activation)
+    if (compiled := device.compiled(x)) is not None:
+        return compiled.act_and_mul(x, activation)
     return act_and_mul_reference(x, activation)
 
 

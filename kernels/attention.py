@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels import device
-from kernels.attention_reference import plan_reference
+from kernels.attention_reference import ReferencePlan, plan_reference
+from kernels.cpu.operators import Operators
 from kernels.decode_attention import decode_attention
 from kernels.decode_plan import DecodePlan, plan_decode
 from kernels.extend_attention import extend_attention
@@ -74,8 +75,29 @@ def plan_attention(
     if num_heads % kv.shape[1]:
         raise ValueError(f"{num_heads} heads do not fit kv {tuple(kv.shape)}")
     if not device.uses_triton(kv):
-        return plan_reference(
-            page_ids, page_starts, query_starts, lengths, kv, num_tokens=num_tokens, window=window
+        if (compiled := device.compiled(kv)) is None:
+            num_extends, num_queries = num_rows, num_tokens
+        else:
+            num_extends, num_queries = num_rows - num_decodes, num_tokens - num_decodes
+        extend = plan_reference(
+            page_ids,
+            page_starts[:num_extends],
+            query_starts[: num_extends + 1],
+            lengths[:num_extends],
+            kv,
+            num_tokens=num_queries,
+            window=window,
+        )
+        if compiled is None:
+            return extend
+        return _CompiledPlan(
+            page_ids,
+            page_starts[num_extends:],
+            lengths[num_extends:],
+            num_tokens,
+            window,
+            extend,
+            compiled,
         )
     decode = None
     if num_decodes:
@@ -168,6 +190,37 @@ class _TritonPlan:
                 scale=scale,
                 soft_cap=soft_cap,
             )
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CompiledPlan:
+    """Extend rows by torch's own, and decode rows, whose columns these are, compiled."""
+
+    page_ids: Tensor
+    page_starts: Tensor
+    lengths: Tensor
+    num_tokens: int
+    window: int | None
+    extend: ReferencePlan
+    operators: Operators
+
+    def attend(self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None) -> Tensor:
+        out = q.new_empty(self.num_tokens, q.shape[1] * q.shape[2])
+        first = self.extend.num_tokens
+        if first:
+            self.extend.attend_into(out[:first], q[:first], kv, scale=scale, soft_cap=soft_cap)
+        self.operators.decode_attention(
+            q[first:],
+            kv,
+            self.page_ids,
+            self.page_starts,
+            self.lengths,
+            out[first:],
+            window=self.window,
+            scale=scale,
+            soft_cap=soft_cap,
+        )
         return out
 
 

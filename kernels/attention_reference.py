@@ -56,10 +56,19 @@ class ReferencePlan:
 
     def attend(self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None) -> Tensor:
         num_tokens, heads, head_dim = q.shape
+        out = q.new_empty(num_tokens, heads * head_dim)
+        self.attend_into(out, q, kv, scale=scale, soft_cap=soft_cap)
+        return out
+
+    def attend_into(
+        self, result: Tensor, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None
+    ) -> None:
+        """`attend` into a contiguous [num_tokens, heads * head_dim]."""
+        num_tokens, heads, head_dim = q.shape
         kv_heads = kv.shape[1]
         grouped = q.view(num_tokens, kv_heads, heads // kv_heads, head_dim)
         by_head = kv.permute(1, 2, 0, 3, 4)  # gathered pages then have K and V contiguous by head
-        out = q.new_empty(grouped.shape)
+        out = result.view(grouped.shape)
         if self.blind is not None:
             out[self.blind] = 0
         for row in self.rows:
@@ -82,7 +91,6 @@ class ReferencePlan:
             out[group.queries] = _softmax_attention(
                 grouped[group.queries], k, v, group.visible[:, None, None], False, scale, soft_cap
             )
-        return out.flatten(1)
 
 
 def plan_reference(

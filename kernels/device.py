@@ -1,4 +1,4 @@
-"""Where an operation runs, as Triton's kernel or as torch's reference, and how large that is."""
+"""Where an operation runs: as Triton's kernel, compiled for this CPU, or as torch's reference."""
 
 import functools
 import os
@@ -7,17 +7,32 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from kernels.cpu.operators import Operators
+
 # Triton reads it once, where a kernel is decorated; the interpreter computes bfloat16 wrongly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Every operation asks here which of its two implementations its arguments mean.
+    """Every operation asks here which of its implementations its arguments mean.
 
     The one seam for tests: replaced, kernels run on a CPU in Triton's interpreter, or are compiled
     and not run.
     """
     return tensor.is_cuda
+
+
+_compiled: list[Operators] = []
+
+
+def use_compiled(operators: Operators | None) -> None:
+    """What `compiled` answers from now on, in this process. Before the first forward."""
+    _compiled[:] = [] if operators is None else [operators]
+
+
+def compiled(tensor: Tensor) -> Operators | None:
+    """Asked where `uses_triton` has said no: what takes the place of the reference, if anything."""
+    return _compiled[0] if _compiled and tensor.device.type == "cpu" else None
 
 
 def architecture() -> int:

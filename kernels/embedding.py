@@ -28,6 +28,8 @@ def embed(token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"weight: [vocabulary, hidden] expected, got {_describe(weight)}")
     if device.uses_triton(weight):
         return embed_triton(token_ids, future, weight)
+    if (compiled := device.compiled(weight)) is not None:
+        return compiled.embed(token_ids, future, weight)
     return embed_reference(token_ids, future, weight)
 
 

@@ -48,6 +48,8 @@ def add_rms_norm(
         raise ValueError(f"rows: int64 [m] expected, got {_describe(rows)}")
     if device.uses_triton(x):
         return add_rms_norm_triton(x, residual, weight, eps, rows)
+    if (compiled := device.compiled(x)) is not None:
+        return compiled.add_rms_norm(x, residual, weight, eps, rows)
     return add_rms_norm_reference(x, residual, weight, eps, rows)
 
 

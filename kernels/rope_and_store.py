@@ -59,6 +59,8 @@ def rope_and_store(
             raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
     if device.uses_triton(qkv):
         return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps)
+    if (compiled := device.compiled(qkv)) is not None:
+        return compiled.rope_and_store(qkv, angles, kv, locations, q_norm, k_norm, eps)
     return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps)
 
 

@@ -60,6 +60,8 @@ def sample(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
         _check(columns, len(logits))
     if device.uses_triton(logits):
         return sample_triton(logits, columns)
+    if columns is None and (compiled := device.compiled(logits)) is not None:
+        return compiled.likeliest(logits, NOT_FINITE)
     return sample_reference(logits, columns)
 
 

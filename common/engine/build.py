@@ -29,6 +29,7 @@ from common.engine.models.weights import weight_bytes
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
 from common.engine.rows.table import RequestTable
+from common.engine.run.cpu import use_cpu
 from common.engine.run.gpu import use_gpu
 from common.engine.run.graphs import CudaRecorder
 from common.engine.run.runner import ModelRunner
@@ -93,7 +94,7 @@ def build(config: EngineConfig) -> Engine:
     """
     device = resolve_device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.threads or threads_at_hand(os.environ))
+        use_cpu(config.threads or threads_at_hand(os.environ), config.cpu_kernels)
     else:
         use_gpu(device)  # in this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kernels import device
+from kernels.cpu.compiler import NotCompiled, cache_directory, library
+from kernels.cpu.operators import Operators
 
 # In Triton's interpreter where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -20,9 +22,23 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(scope="session")
+def operators() -> Operators:
+    """Compiled for this machine, or found in the cache."""
+    try:
+        return Operators(library(cache_directory(), lambda: None))
+    except NotCompiled as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["reference", "compiled", "triton"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which of an operation's two implementations runs, whatever the device."""
+    """Which of an operation's implementations runs, whatever the device."""
     kind: str = request.param
     monkeypatch.setattr(device, "uses_triton", lambda tensor: kind == "triton")
+    if kind == "compiled":
+        if DEVICE.type != "cpu":
+            pytest.skip("tensors are on a GPU")
+        compiled = request.getfixturevalue("operators")
+        monkeypatch.setattr(device, "compiled", lambda tensor: compiled)
     return kind

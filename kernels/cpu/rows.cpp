@@ -1,0 +1,216 @@
+// What is computed row by row: norms, rotation and the store of K and V, activations, embedding, the
+// likeliest token. One pass over memory each.
+//
+// The caller (operators.py) has checked shapes, and passes addresses, strides in elements and a
+// number of threads. Arithmetic is float32, with the roundings that the operations' Python files
+// name.
+
+#include <cmath>
+#include <limits>
+
+#include "lanes.h"
+
+namespace {
+
+// ---- RMSNorm
+
+// scale of x / sqrt(mean(x^2) + eps)
+inline float norm_scale(Lanes squares, int64_t size, float eps) {
+    return 1.0f / std::sqrt(sum(squares) / size + eps);
+}
+
+template <class T, class W>
+inline Lanes weighted(Lanes x, float scale, const W* weight, int64_t count) {
+    return rounded<W>(x * scale) * load(weight, count);
+}
+
+template <class T, class W>
+void norm_row(
+    const T* x, const T* residual, const W* weight, T* normed, T* total, int64_t size, float eps
+) {
+    Lanes squares = {};
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        Lanes value = load(x + i, size - i);
+        if (residual) value = rounded<T>(load(residual + i, size - i) + value);
+        if (total) store(total + i, value, size - i);
+        squares += value * value;
+    }
+    const T* source = total ? total : x;
+    float scale = norm_scale(squares, size, eps);
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        Lanes value = load(source + i, size - i);
+        store(normed + i, weighted<T>(value, scale, weight + i, size - i), size - i);
+    }
+}
+
+// ---- RoPE
+
+// Norms a head where there is a weight, then turns it: the halves are pairs.
+template <class T, class W>
+void turn_head(
+    const T* x, const W* weight, const float* cos, const float* sin, T* out, int64_t size, float eps
+) {
+    int64_t half = size / 2;
+    float scale = 1.0f;
+    if (weight) {
+        Lanes squares = {};
+        for (int64_t i = 0; i < size; i += WIDTH) {
+            Lanes value = load(x + i, size - i);
+            squares += value * value;
+        }
+        scale = norm_scale(squares, size, eps);
+    }
+    for (int64_t i = 0; i < half; i += WIDTH) {
+        int64_t left = half - i;
+        Lanes low = load(x + i, left), high = load(x + half + i, left);
+        if (weight) {
+            low = rounded<T>(weighted<T>(low, scale, weight + i, left));
+            high = rounded<T>(weighted<T>(high, scale, weight + half + i, left));
+        }
+        Lanes c = load(cos + i, left), s = load(sin + i, left);
+        store(out + i, low * c - high * s, left);
+        store(out + half + i, high * c + low * s, left);
+    }
+}
+
+// ---- Activations
+
+inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+
+inline Lanes activated(Lanes x, int activation) {
+    switch (activation) {
+        case 0: return x / (1.0f + exponential(-x));
+        case 1:
+            for (int i = 0; i < WIDTH; i++) x[i] *= 0.5f + 0.5f * std::erf(x[i] * 0.70710678f);
+            return x;
+        default:  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
+            return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// See kernels/rms_norm.py. rows, residual: may be null; total: null where it would be x.
+void add_rms_norm(
+    int dtype, int weight_dtype, const void* x, int64_t x_stride, const void* residual,
+    int64_t residual_stride, const void* weight, const int64_t* rows, void* normed, void* total,
+    int64_t num_rows, int64_t size, double eps, int threads
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        auto run = [&](auto* kind) {
+            using W = std::remove_pointer_t<decltype(kind)>;
+            each(num_rows, num_rows * size * sizeof(T), threads, [&](int64_t i) {
+                int64_t row = rows ? rows[i] : i;
+                norm_row(
+                    (const T*)x + row * x_stride,
+                    residual ? (const T*)residual + row * residual_stride : nullptr,
+                    (const W*)weight, (T*)normed + i * size, total ? (T*)total + i * size : nullptr,
+                    size, (float)eps
+                );
+            });
+        };
+        weight_dtype == 0 ? run((float*)nullptr) : run((T*)nullptr);
+    });
+}
+
+// See kernels/rope_and_store.py. Norms: both may be null.
+void rope_and_store(
+    int dtype, int norm_dtype, const void* qkv, int64_t qkv_stride, const float* angles, void* kv,
+    int64_t page_stride, int64_t head_stride, int64_t kv_stride, int64_t token_stride,
+    const int64_t* locations, const void* q_norm, const void* k_norm, void* q, int64_t num_tokens,
+    int64_t heads, int64_t kv_heads, int64_t page_size, int64_t size, double eps, int threads
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        int64_t columns = (heads + 2 * kv_heads) * size;
+        auto run = [&](auto* kind) {
+            using W = std::remove_pointer_t<decltype(kind)>;
+            each(num_tokens, num_tokens * columns * sizeof(T), threads, [&](int64_t token) {
+                const T* x = (const T*)qkv + token * qkv_stride;
+                const float* cos = angles + token * (size / 2);
+                const float* sin = cos + num_tokens * (size / 2);
+                T* turned = (T*)q + token * heads * size;
+                for (int64_t head = 0; head < heads; head++, x += size, turned += size)
+                    turn_head(x, (const W*)q_norm, cos, sin, turned, size, (float)eps);
+                int64_t location = locations[token];
+                if (location < 0) return;
+                T* key = (T*)kv + location / page_size * page_stride +
+                         location % page_size * token_stride;
+                for (int64_t head = 0; head < kv_heads; head++, x += size, key += head_stride) {
+                    turn_head(x, (const W*)k_norm, cos, sin, key, size, (float)eps);
+                    std::memcpy(key + kv_stride, x + kv_heads * size, size * sizeof(T));
+                }
+            });
+        };
+        norm_dtype == 0 ? run((float*)nullptr) : run((T*)nullptr);
+    });
+}
+
+// See kernels/act_and_mul.py.
+void act_and_mul(
+    int dtype, int activation, const void* x, void* out, int64_t num_rows, int64_t size, int threads
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        each(num_rows, num_rows * size * 2 * sizeof(T), threads, [&](int64_t row) {
+            const T* gate = (const T*)x + row * 2 * size;
+            for (int64_t i = 0; i < size; i += WIDTH) {
+                Lanes up = load(gate + size + i, size - i);
+                Lanes value = activated(load(gate + i, size - i), activation) * up;
+                store((T*)out + row * size + i, value, size - i);
+            }
+        });
+    });
+}
+
+// See kernels/sampling.py: the likeliest token of every row, or not_finite.
+void likeliest(
+    int dtype, const void* logits, int64_t stride, int32_t* tokens, int64_t num_rows, int64_t size,
+    int32_t not_finite, int threads
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        each(num_rows, num_rows * size * sizeof(T), threads, [&](int64_t row) {
+            const T* own = (const T*)logits + row * stride;
+            const Lanes zero = {};
+            Lanes best = zero - std::numeric_limits<float>::infinity(), wrong = zero;
+            Ints places = {}, where = {};
+            for (int i = 0; i < WIDTH; i++) places[i] = i;
+            for (int64_t i = 0; i < size; i += WIDTH, places += WIDTH) {
+                Lanes value = load(own + i, size - i);
+                if (size - i < WIDTH)
+                    for (int64_t lane = size - i; lane < WIDTH; lane++)
+                        value[lane] = -std::numeric_limits<float>::max();
+                wrong += value - value;  // NaN from the first infinity or NaN on
+                Ints better = value > best;
+                best = better ? value : best;
+                where = better ? places : where;
+            }
+            float largest = best[0];
+            int32_t token = where[0];
+            for (int i = 1; i < WIDTH; i++) {
+                if (best[i] > largest || (best[i] == largest && where[i] < token)) {
+                    largest = best[i];
+                    token = where[i];
+                }
+            }
+            tokens[row] = sum(wrong) == 0 ? token : not_finite;
+        });
+    });
+}
+
+// See kernels/embedding.py. Rows of `bytes` bytes, stride_bytes apart.
+void embed(
+    const int32_t* token_ids, const int32_t* future, const char* weight, int64_t stride_bytes,
+    char* out, int64_t num_tokens, int64_t bytes, int threads
+) {
+    each(num_tokens, num_tokens * bytes, threads, [&](int64_t i) {
+        int64_t token = token_ids[i] < 0 ? future[-token_ids[i] - 1] : token_ids[i];
+        std::memcpy(out + i * bytes, weight + token * stride_bytes, bytes);
+    });
+}
+
+}  // extern "C"

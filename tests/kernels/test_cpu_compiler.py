@@ -1,0 +1,151 @@
+"""Compiling for the CPU at hand: once, whole or not at all, and never a reason to end."""
+
+import logging
+import os
+import stat
+import threading
+
+import pytest
+import torch
+
+from common.engine.run.cpu import use_cpu
+from kernels import device
+from kernels.cpu import compiler
+from kernels.cpu.compiler import NotCompiled, library
+
+SCRIPT = """#!/bin/sh
+echo "$@" >> {calls}
+case "$*" in
+--version) echo some compiler 1.0; exit 0 ;;
+esac
+{failure}
+while [ $# -gt 1 ]; do shift; done
+echo compiled > "$1"
+"""
+
+
+@pytest.fixture
+def fake_compiler(tmp_path, monkeypatch):
+    """Makes a compiler that writes what was asked for, or fails; returns the file of its calls."""
+    calls = tmp_path / "calls"
+
+    def make(failure=""):
+        program = tmp_path / "compiler"
+        program.write_text(SCRIPT.format(calls=calls, failure=failure))
+        program.chmod(0o700)
+        monkeypatch.setenv("CXX", str(program))
+        return calls
+
+    return make
+
+
+def _links(calls):
+    return sum("-shared" in line for line in calls.read_text().splitlines())
+
+
+def test_what_was_compiled_is_found_by_those_who_come_later(fake_compiler, tmp_path):
+    calls = fake_compiler()
+    told = []
+    path = library(tmp_path / "cache", lambda: told.append(1))
+    assert path.read_text() == "compiled\n"
+    assert library(tmp_path / "cache", lambda: told.append(2)) == path
+    assert (told, _links(calls)) == ([1], 1)
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {path.name, "lock"}
+
+
+def test_of_programs_that_start_at_once_one_compiles(fake_compiler, tmp_path):
+    calls = fake_compiler()
+    paths = []
+    start = threading.Barrier(4)
+
+    def open_library():
+        start.wait()
+        paths.append(library(tmp_path / "cache", lambda: None))
+
+    threads = [threading.Thread(target=open_library) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(paths) == 4 and len(set(paths)) == 1
+    assert _links(calls) == 1
+
+
+def test_another_processor_another_compiler_or_another_source_is_another_library(
+    fake_compiler, tmp_path, monkeypatch
+):
+    fake_compiler()
+    paths = [library(tmp_path / "cache", lambda: None)]
+    with monkeypatch.context() as changed:
+        changed.setattr(compiler, "_processor", lambda: "another")
+        paths.append(library(tmp_path / "cache", lambda: None))
+    fake_compiler("# unlike it")
+    program = tmp_path / "compiler"
+    program.write_text(program.read_text().replace("1.0", "1.1"))
+    paths.append(library(tmp_path / "cache", lambda: None))
+    assert len(set(paths)) == 3
+
+
+@pytest.mark.parametrize(
+    "failure, words",
+    [
+        ("echo 'x.cpp:1: error: what is this?' >&2; exit 1", "what is this"),
+        ("kill -9 $$", "failed"),
+    ],
+)
+def test_a_compiler_that_fails_leaves_nothing_and_is_asked_again(
+    fake_compiler, tmp_path, failure, words
+):
+    fake_compiler(failure)
+    with pytest.raises(NotCompiled, match=words):
+        library(tmp_path / "cache", lambda: None)
+    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {"lock"}
+    fake_compiler()
+    assert library(tmp_path / "cache", lambda: None).exists()
+
+
+def test_one_that_hangs_is_given_up(fake_compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "DEADLINE_S", 0.5)
+    fake_compiler("exec sleep 60")
+    with pytest.raises(NotCompiled, match="longer than"):
+        library(tmp_path / "cache", lambda: None)
+
+
+@pytest.fixture
+def unchanged():
+    """The process's own choice, put back after the test."""
+    before, threads = device.compiled(torch.empty(0)), torch.get_num_threads()
+    yield
+    device.use_compiled(before)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("what", ["no compiler", "it fails", "no library", "no cache"])
+def test_an_engine_without_compiled_operations_starts_and_says_why(
+    fake_compiler, tmp_path, monkeypatch, caplog, unchanged, what
+):
+    cache = tmp_path / "home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    fake_compiler("exit 1" if what == "it fails" else "")  # what it makes is no library
+    if what == "no compiler":
+        monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    if what == "no cache":
+        cache.write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        use_cpu(1, "auto")
+    assert device.compiled(torch.empty(0)) is None
+    assert [record.message for record in caplog.records if "compiled" in record.message]
+
+
+def test_they_are_not_used_where_they_are_switched_off(monkeypatch, unchanged, operators):
+    device.use_compiled(operators)
+    assert device.compiled(torch.empty(0)) is operators
+    use_cpu(1, "off")
+    assert device.compiled(torch.empty(0)) is None
+
+
+def test_a_directory_of_the_environment_is_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.cache_directory() == tmp_path / "baton" / "kernels"
+    assert os.path.isabs(compiler.cache_directory())
