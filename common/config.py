@@ -36,7 +36,8 @@ class CacheConfig(Record):
         0.9,
         gt=0,
         lt=1,
-        description="of the GPU's memory, for weights, graphs and pages; of a CPU's, 1 GiB at most",
+        description="of the GPU's memory, for weights, graphs and pages; of a CPU's free memory, "
+        "of which pages get an eighth, or 1 GiB where that is more",
     )
     host_pages: int = Field(
         -1,

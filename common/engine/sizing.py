@@ -14,10 +14,14 @@ import torch
 from common.config import EngineConfig
 from common.engine.memory.kv import KVLayout
 from common.engine.models import ModelSpec
+from common.engine.models.linear import form_of
 from common.engine.run.gpu import check_allocator, has_gpu
 from common.errors import ConfigError
 
-CPU_POOL_BYTES = 1 << 30  # unless num_pages says otherwise: a CPU serves small models
+# A CPU's pool, unless num_pages says otherwise: it shares memory with what else runs here, another
+# engine or two of `baton up` and the host pages of retracted requests, as many again.
+CPU_POOL_BYTES = 1 << 30
+CPU_POOL_FRACTION = 0.125  # of what is free, where that is more
 DEVICE_CHUNK_TOKENS = 2048
 CUDA_CONTEXT_BYTES = 1 << 29  # what driver and libraries take beside torch's allocator
 PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages says otherwise:
@@ -121,14 +125,14 @@ def resolve_shape(
         )
     page_size = config.cache.page_size
     layout = KVLayout.of(spec.layers, page_size, dtype)
-    room = min(free, CPU_POOL_BYTES) if device.type == "cpu" else free
+    room = min(free, _cpu_room(free)) if device.type == "cpu" else free
     num_pages = config.cache.num_pages or _pages_in(room, config, layout, context_length)
     if num_pages * layout.page_bytes > free:
         raise ConfigError(
             f"engine.cache.num_pages: {num_pages} pages of {layout.page_bytes} bytes take "
             f"{_gib(num_pages * layout.page_bytes)}, {_gib(free)} are left for them"
         )
-    chunk_tokens = _chunk_tokens(config, spec, device)
+    chunk_tokens = _chunk_tokens(config, spec, device, dtype)
     whole_prompts = max(config.scheduler.max_prefill_tokens, context_length)
     return EngineShape(
         device=device,
@@ -164,14 +168,20 @@ def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length:
     return num_pages
 
 
-def _chunk_tokens(config: EngineConfig, spec: ModelSpec, device: torch.device) -> int | None:
+def _cpu_room(free: int) -> int:
+    return max(CPU_POOL_BYTES, int(CPU_POOL_FRACTION * free))
+
+
+def _chunk_tokens(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> int | None:
     wanted, page_size = config.scheduler.chunk_tokens, config.cache.page_size
     if wanted < 0:
         return None
     if wanted == 0:
         wanted = DEVICE_CHUNK_TOKENS
         if device.type == "cpu":
-            wanted = min(wanted, int(CPU_CHUNK_S * _cpu_flops() / _flops_per_token(spec)))
+            wanted = min(wanted, int(CPU_CHUNK_S * _cpu_flops(dtype) / _flops_per_token(spec)))
     return max(page_size, wanted // page_size * page_size)
 
 
@@ -181,15 +191,17 @@ def _flops_per_token(spec: ModelSpec) -> int:
     return 2 * spec.num_layers * (attention + mlp)
 
 
-def _cpu_flops() -> float:
-    """Measured: what a matrix product of a layer's size reaches here, at best of three."""
-    a, b = torch.ones(256, 1024), torch.ones(1024, 1024)
+def _cpu_flops(dtype: torch.dtype) -> float:
+    """Measured: what the model's own product reaches here with a matrix of a layer's size, in this
+    thread and with its threads, at best of five."""
+    x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    linear = form_of(torch.device("cpu"), dtype).hold(weight, None)
     best = float("inf")
-    for _ in range(3):
+    for _ in range(5):
         started = time.perf_counter()
-        torch.mm(a, b)
+        linear.apply(x)
         best = min(best, time.perf_counter() - started)
-    return 2.0 * a.shape[0] * b.numel() / best
+    return 2.0 * x.shape[0] * weight.numel() / best
 
 
 def _gib(num_bytes: int) -> str:

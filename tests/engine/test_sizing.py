@@ -29,6 +29,15 @@ def test_pages_take_what_is_free_but_no_more_than_requests_can_use(tmp_path):
     assert shape(tmp_path, free=1 << 30).num_pages == 4 * 1024 // 16
 
 
+def test_on_a_cpu_pages_take_an_eighth_of_what_is_free_or_a_gib_where_that_is_more(tmp_path):
+    # Seen failing with 1 GiB whatever is free, and with all of what is free.
+    spec = read_spec(make_checkpoint(tmp_path, max_position_embeddings=1 << 20))
+    config = EngineConfig(model=str(tmp_path), device="cpu")
+    for free_gib, pool_gib in ((0.5, 0.5), (4, 1), (64, 8)):
+        sized = resolve_shape(config, spec, dtype=torch.bfloat16, free=int(free_gib * 2**30))
+        assert sized.num_pages * sized.layout.page_bytes == int(pool_gib * 2**30)
+
+
 def test_what_does_not_fit_is_told_in_numbers(tmp_path):
     with pytest.raises(ConfigError, match=r"no room for a KV pool: 0\.000 GiB"):
         shape(tmp_path, free=100)
