@@ -73,7 +73,7 @@ class Bench:
         return {
             DEFAULT: partial(baton, "disaggregated", self.large, self.flags),
             COLOCATED: partial(baton, "colocated", self.large, self.flags),
-            INT8: partial(baton, "colocated", self.large, (*self.flags, "--quantize=int8")),
+            INT8: partial(baton, "colocated", self.large, (*self.flags, "--engine.quantize=int8")),
             TRANSFORMERS: partial(transformers, self.large, "bfloat16", THREADS),
             LLAMA: partial(llama, self.llama_python, self.large, "bf16", THREADS),
             LLAMA_Q8: partial(llama, self.llama_python, self.large, "q8_0", THREADS),

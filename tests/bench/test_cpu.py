@@ -128,17 +128,31 @@ def test_medians_and_ranges_of_each_system_are_told():
     assert said[2:] == ["| 1 stream | a | 2 | 8 | 5 | 20 (10 to 30) |"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_quick_run_measures_baton_and_transformers_and_says_what_it_left_out(tmp_path):
-    command = [sys.executable, "-m", "bench.cpu", "--quick", "--only", "one", "--models", tmp_path]
+def _quick(models, part):
+    """What the last line of stdout says of a quick run of one part."""
+    command = [sys.executable, "-m", "bench.cpu", "--quick", "--only", part, "--models", models]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_quick_run_measures_a_colocated_node_that_it_starts_and_ends(tmp_path):
+    said = _quick(tmp_path, "context")
+    assert {row["load"] for row in said["rows"]} == {"8 streams x 32", "4 streams x 64"}
+    assert all(figure["median"] > 0 for figure in said["figures"])
+    assert len(said["floors"]) == 1 and min(said["floors"][0]) > 0
+    assert (tmp_path / "qwen3-small" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_quick_run_holds_baton_against_transformers_and_says_what_it_left_out(tmp_path):
+    said = _quick(tmp_path, "one")
     figures = {figure["what"]: figure for figure in said["figures"]}
     assert figures["gap between tokens, 1 stream, in floors: default flags"]["median"] > 0
     assert figures["tokens/s, 1 stream: Baton, colocated / transformers"]["median"] > 0
     against_llama = figures["tokens/s, 1 stream: Baton, colocated / llama.cpp bf16"]
     assert against_llama["median"] is None and "--llama-python" in against_llama["note"]
     assert {row["threads"] for row in said["rows"] if row["system"] == "transformers"} <= {1, 2}
-    assert (tmp_path / "qwen3-small" / "model.safetensors").is_file()
