@@ -241,14 +241,17 @@ async def _run(options: argparse.Namespace) -> None:
     figures: list[Figure] = []
     rows: list[dict[str, Any]] = []
     floors: list[Floor] = []
-    for name in options.only or PARTS:
+    parts = options.only or list(PARTS)
+    for name in parts:
         say(f"part {name}")
         found, told = await PARTS[name](bench)
         say(f"\n{spreads(found.table)}\n\n{markdown(told)}\n")
         figures += told
         floors += found.floors
         rows += [{"part": name, **row} for row in found.table.rows]
-    say(f"{markdown(figures)}\n\n{_noise(floors)}")
+    if len(parts) > 1:
+        say(f"{markdown(figures)}\n")
+    say(_noise(floors))
     emit(
         "cpu",
         {**vars(options), "models": str(options.models)},
