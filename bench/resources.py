@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of every kernel that serving launches. Needs no GPU.
 
-    python -m bench.resources [--arch 80 90 100] [--only NAME] [--all] [--files FOLDER]
+    python -m bench.resources [--arch 80 90 100] [--only PATTERN] [--all] [--files FOLDER]
 
 The kernels' own launchers run on host tensors, and what they would have launched is compiled ahead
 of time for each architecture. Fails, with the kernel's name, where one does not compile, spills
@@ -8,8 +8,9 @@ registers or wants more shared memory than a block may have; where one has more 
 `_budgets.py` allows; where one is compiled once more only because a number differs that differs
 from step to step (in traffic, that is), or leaves it to a default of Triton's, which changes, that
 products and sums are fused; and where `kernels` has one that no variant launches. Kernels of equal
-code are one row. With --only all launches are looked at, and those compiled whose variant and
-kernel have NAME in their names.
+code are one row. With --only all launches are looked at, and those compiled of whose architecture,
+variant and kernel ("sm_90 llama3-8b bfloat16 page 16 store _rope_and_store_kernel") some part fits
+the regular expression.
 """
 
 import argparse
@@ -130,7 +131,7 @@ def main() -> None:
     )
     supported = sorted(_compile.SHARED_BYTES)
     parser.add_argument("--arch", type=int, nargs="+", choices=supported, default=supported)
-    parser.add_argument("--only", default="", metavar="NAME", help="compile those alone")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="compile those alone")
     parser.add_argument("--all", action="store_true", help="all shapes, dtypes and page sizes")
     parser.add_argument(
         "--write-budgets",
@@ -155,7 +156,9 @@ def main() -> None:
     wanted = [
         launch
         for launch, names in launches.items()
-        if any(options.only in f"{name} {launch.kernel}" for name in names)
+        if any(
+            re.search(options.only, f"sm_{launch.arch} {name} {launch.kernel}") for name in names
+        )
     ]
     workers = len(os.sched_getaffinity(0))
     rows = rows_of(_compile.compiled(wanted, workers, options.files), launches)
