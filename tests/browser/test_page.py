@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 EVIL = "<img src=/x onerror=alert(1)>"
 GREEDY = {"max_tokens": 24, "temperature": 0}
-SECONDS = 8.0  # in which a person must be told
+SECONDS = 30.0  # in which a person must be told, on a machine with other things to do
 
 
 @pytest.fixture(scope="module")
@@ -317,9 +317,7 @@ def test_a_node_that_dies_is_shown_within_seconds_and_so_is_its_return(
     view.until(lambda: view.text("#router-state").startswith("not ready: no decode"), "told on top")
     assert view.texts(".link") == []
     background(cluster.start_again(node))
-    view.until(
-        lambda: view.one(card).get_dom_attribute("data-state") == "ready", "it is back", 40.0
-    )
+    view.until(lambda: view.one(card).get_dom_attribute("data-state") == "ready", "it is back")
     view.until(lambda: len(view.all(".link")) == 1, "and its link")
     view.until(lambda: view.text("#router-state") == "ready", "and requests can be placed")
 

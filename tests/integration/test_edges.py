@@ -60,7 +60,7 @@ async def cluster(
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def _nothing_stays(cluster: Cluster) -> AsyncIterator[None]:
     yield
-    await cluster.until_nothing_is_held(2.0)
+    await cluster.until_nothing_is_held()
 
 
 def _prompt(length: int, seed: int = 0) -> list[int]:

@@ -119,7 +119,7 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
         with RouterEnd(address) as router:
             router.send(submit(1, [1], 100_000), submit(2, [2], 100_000))
             router.wait_for(lambda: len(router.tokens) == 2)
-            assert running(address) == 3
+            eventually(lambda: running(address) == 3)
             if how == "close":
                 router.close_upward()
                 assert router.wait_until_over() is grpc.StatusCode.OK

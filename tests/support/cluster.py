@@ -55,7 +55,7 @@ from tests.support.certificates import flags as tls_flags
 from tests.support.http_client import get
 from tests.support.programs import ROOT, runs
 
-START_S = 60.0
+START_S = 120.0
 STOP_S = 60.0
 RPC_S = 60.0
 POLL_S = 0.02
