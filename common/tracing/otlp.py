@@ -40,6 +40,7 @@ MAX_WAITING = 4096  # spans; more are dropped
 _BATCH = 256
 _BATCH_DELAY_MS = 1000.0
 _LET_GO_S = 1.0  # for an export under way, once its channel is closed
+_NUM_READINGS = 3  # of two clocks
 
 
 class OtlpTracer:
@@ -90,7 +91,7 @@ class OtlpTracer:
         attributes: Attributes,
         error: str = "",
     ) -> None:
-        to_unix_ns = time.time_ns() - time.monotonic_ns()
+        to_unix_ns = _to_unix_ns()
 
         def unix_ns(moment: float) -> int:
             return int(moment * 1e9) + to_unix_ns
@@ -124,6 +125,16 @@ class OtlpTracer:
             log.warning("spans are left: the collector has not taken them within %.1f s", FLUSH_S)
             self._exporter.shutdown()
             ending.join(_LET_GO_S)
+
+
+def _to_unix_ns() -> int:
+    """From time.monotonic_ns() to time.time_ns(). A busy machine may hold this thread up between
+    the two: the reading that took least time is right."""
+    readings = []
+    for _ in range(_NUM_READINGS):
+        begun, unix, ended = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((ended - begun, unix - (begun + ended) // 2))
+    return min(readings)[1]
 
 
 class _Exporter(SpanExporter):
