@@ -28,7 +28,7 @@ def telling(registry: CollectorRegistry) -> Mapping[str, Tell]:
     return {PATH: tell}
 
 
-class OwnMetrics:
+class MetricsEndpoint:
     """A handler of HTTP requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -39,7 +39,7 @@ class OwnMetrics:
         return whole(200, encode(self._registry), kind)
 
 
-class WholeMetrics:
+class WholeMetricsEndpoint:
     """The same, of a router with several processes."""
 
     def __init__(self, keeper: Siblings) -> None:

@@ -26,7 +26,7 @@ from protos import router_pb2, router_pb2_grpc
 from router.api import metrics_endpoint, requests_endpoint
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
 from router.api.http.server import HttpServer
-from router.api.metrics_endpoint import OwnMetrics, WholeMetrics
+from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
 from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
 from router.api.router_state import OwnState, WholeState
 from router.api.rpc_guard import RpcGuard
@@ -140,6 +140,9 @@ async def running(
         report = ClusterReport(survey, WholeState(state, others, place.began))
         own = OwnRequests(timelines)
         listed = RequestsEndpoint(own, others)
+        counted = (
+            WholeMetricsEndpoint(keeper) if place.is_shared else MetricsEndpoint(counts.registry)
+        )
         service = RouterService(clients.guard, generator, report, served, budget_s=config.budget_s)
         guard = RpcGuard(clients.guard, for_operators=_FOR_OPERATORS)
         server = rpc.make_server(
@@ -177,9 +180,7 @@ async def running(
             others={
                 "/cluster": ClusterEndpoint(report),
                 requests_endpoint.PATH: listed.all,
-                metrics_endpoint.PATH: (
-                    WholeMetrics(keeper) if place.is_shared else OwnMetrics(counts.registry)
-                ),
+                metrics_endpoint.PATH: counted,
             },
             others_below={f"{requests_endpoint.PATH}/": listed.one},
         )

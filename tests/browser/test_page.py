@@ -204,6 +204,26 @@ def test_the_words_of_a_card_are_explained_where_one_points_at_them(view: View):
         assert all(titles), words
 
 
+SILENT = """
+  const real = window.fetch;
+  window.fetch = async (path, ...rest) => {
+    const answer = await real(path, ...rest);
+    if (path !== "/cluster" && path !== "/requests") return answer;
+    const content = await answer.json();
+    Object.assign(content.router ?? content, { processes: 2, silent_processes: 1 });
+    return Response.json(content);
+  };
+"""
+
+
+def test_a_router_process_that_is_silent_is_told_of_beside_what_it_would_be_part_of(view: View):
+    view.run(SILENT)
+    words = "1 of 2 router processes does not answer"
+    for place in ("#router-state", "#requests-note"):
+        view.until(lambda place=place: words in view.text(place), f"{place} says so")
+    assert "2 processes" in view.text("#about")
+
+
 FAKE = """
   const evil = arguments[0];
   const real = window.fetch;
