@@ -6,13 +6,17 @@ from the grant on. Prompts that are prefilled here wait for the same pages, in t
 wait as if in one queue (arrivals.py).
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.engine.rows.request import Ints, Request
+import numpy as np
+
+from common.engine.rows.request import Request
 from common.engine.schedule.arrivals import ByArrival, Claim, Room, is_overdue
 from common.node.stamps import AttemptStamps
+from decode_node.destinations import Destination
 from kvtransfer.messages import HandoffId
 
 
@@ -35,15 +39,22 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A granted attempt. `pages` are all pages of its tokens, held for the request."""
+    """A granted attempt."""
 
     attempt: Attempt
-    pages: Ints
-    prefix_tokens: int
+    destination: Destination
     growth_pages: int  # to be kept free for it, once it runs
     owner_cached_tokens: int = 0
     first_token: int | None = field(default=None)
     held: bool = False  # the KV is here and right; waiting for a slot at most
+
+    def continued(self) -> Request:
+        """The request with the first token, if it has come, as one of its own."""
+        request = self.attempt.request
+        if self.first_token is None:
+            return request
+        token_ids = np.append(request.token_ids, np.int32(self.first_token))
+        return dataclasses.replace(request, token_ids=token_ids)
 
 
 class PreallocQueue:
@@ -133,4 +144,5 @@ class TransferQueue:
         owner's prefill queue, are `most`; a first one may have any number."""
         if not self._transfers:
             return math.inf
-        return most - sum(len(t.pages) for t in self._transfers.values() if t.first_token is None)
+        unready = (each for each in self._transfers.values() if each.first_token is None)
+        return most - sum(len(each.destination.pages) for each in unready)

@@ -16,6 +16,7 @@ from common.engine.rows.request import Request
 class Waiter:
     request: Request
     candidates: tuple[str, ...]
+    attempt: int  # number of the one that it waits to begin
     until: float  # time.monotonic()
 
 

@@ -210,7 +210,7 @@ def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
         assert rig.prefill[0].count("handoffs_held") == 1
 
 
-# Seen failing without the count of tokens in DecodeRole: the second is served.
+# Seen failing without the count of tokens in LiveRequests: the second is served.
 def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_later(known):
     tight = [Size(num_pages=4)]
     with PairRig(
@@ -226,7 +226,7 @@ def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_lat
         assert third.tokens == known.greedy(third.prompt, 8)
 
 
-# Seen failing without the look at the vocabulary in DecodeRole: the client is told that token, and
+# Seen failing without the look at the vocabulary in Handoffs: the client is told that token, and
 # its request ends.
 def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(known, monkeypatch):
     honest, lies = wire._ready_proto, iter([2**31 - 1])

@@ -83,7 +83,7 @@ def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(
 
 
 def test_what_lands_late_lands_in_pages_that_nobody_has(known):
-    """Seen failing with the READ hold of DecodeRole._grant removed: the request that got the
+    """Seen failing with the READ hold of Destinations.reserve removed: the request that got the
     pages of the cancelled one went on with KV of that one."""
     with PairRig(known.loaded, chunk_tokens=WHOLE) as rig:
         (prefill,) = rig.prefill
@@ -135,7 +135,7 @@ def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
 
 
 def test_nothing_is_computed_from_pages_that_have_not_landed(known):
-    """Seen failing with `held` set in DecodeRole._first_token: the forward met pages that nobody
+    """Seen failing with `held` set in Handoffs.first_token: the forward met pages that nobody
     had written."""
     with PairRig(known.loaded) as rig:
         asked = _frozen_read(rig)
@@ -151,7 +151,7 @@ def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
     """The owner, cut off, lets the pages go and computes another prompt into them; the reader
     still reads them, and all of its reads end well.
 
-    Seen failing with `held` set in DecodeRole._first_token, and with ReaderEnd finishing an
+    Seen failing with `held` set in Handoffs.first_token, and with ReaderEnd finishing an
     attempt when all is read."""
     with PairRig(
         known.loaded,

@@ -1,0 +1,177 @@
+"""Where a request is prefilled: at a prefill node that this node is paired with, at one that it is
+soon paired with again, or here.
+
+    new, or lost its hand-off --> hand-off at the first usable candidate
+                             |--> unpaired (owners just lost) --> again
+                             `--> waiting queue here (colocated, short, no owner, all tried)
+
+Knows who can be asked and who has failed a request; knows nothing of how a hand-off goes.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+
+from grpc import StatusCode
+
+from common.config import DecodeConfig
+from common.drain import Drain, Place
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.request import Finish, FinishReason, Request, out_of_time
+from common.engine.schedule.scheduler import Scheduler
+from common.errors import DeadlineExceeded, QueueTooLong, ServingError
+from common.trial import GUILTY, MAX_DEATHS
+from decode_node.counts import DecodeCounts
+from decode_node.handoffs import Handoffs, LostHandoff
+from decode_node.live import LiveRequests
+from decode_node.unpaired import Unpaired, Waiter
+from kvtransfer.ports import OwnerDown, OwnerUp
+
+
+class Dispatcher:
+    """Engine thread only.
+
+    Attributes:
+        unpaired: requests that wait for an owner.
+    Args:
+        prompts: those to be computed here.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        *,
+        scheduler: Scheduler,
+        cache: RadixCache,
+        handoffs: Handoffs,
+        prompts: Drain,
+        live: LiveRequests,
+        counts: DecodeCounts,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._cache = cache
+        self._handoffs = handoffs
+        self._prompts = prompts
+        self._live = live
+        self._counts = counts
+        self._owners: dict[str, OwnerUp] = {}  # by address, of usable links
+        self.unpaired = Unpaired(config.pair_again_s)
+
+    def owner_up(self, event: OwnerUp) -> None:
+        self._owners[event.address] = event
+        self._counts.link(up=True)
+
+    def owner_down(self, event: OwnerDown, now: float) -> bool:
+        """Whether this node was paired with it."""
+        owner = self._owners.get(event.address)
+        if owner is None or owner.owner != event.owner:
+            return False
+        del self._owners[event.address]
+        self.unpaired.owner_lost(event.address, now)
+        self._counts.link(up=False)
+        return True
+
+    def place(self, request: Request, candidates: tuple[str, ...], attempt: int = 1) -> None:
+        """Opens a hand-off at the first usable candidate, has it wait for one, or prefills here.
+
+        Args:
+            attempt: number of the one that this is going to be.
+        Raises:
+            DeadlineExceeded: no time is left.
+            QueueTooLong: its turn would come too late.
+        """
+        now = time.monotonic()
+        if request.deadline <= now:
+            raise DeadlineExceeded(out_of_time().error)
+        usable = self._usable(candidates)
+        if not usable and self._waits_for_an_owner(request, candidates, attempt, now):
+            return
+        here = self._why_here(request, usable, attempt)
+        if here:
+            self._prefill_here(request, here, now)
+        else:
+            self._handoffs.open(request, usable[0], candidates, attempt)
+
+    def place_again(self, lost: LostHandoff) -> None:
+        """A new attempt elsewhere, or here; or its end."""
+        request, event = lost.request, lost.event
+        if event.engine_died:
+            if request.engine_deaths >= MAX_DEATHS:
+                guilty = Finish(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
+                self._live.end(request, guilty)
+                return
+            request.suspect_of(request.engine_deaths + 1)
+        candidates = lost.attempt.candidates if event.retryable else ()
+        if not event.may_return:
+            failed = lost.attempt.stamps.prefill
+            candidates = tuple(each for each in candidates if each != failed)
+        attempt = lost.attempt.id.attempt + 1
+        try:
+            if event.retry_after_s:
+                self._check_another(lost, candidates, attempt)
+            else:
+                request.start_by = math.inf  # it has waited through no fault of its own
+            self.place(request, candidates, attempt)
+        except ServingError as error:
+            self._live.refuse(request, error)
+
+    def pair_again(self, now: float) -> None:
+        """Places those that have waited for an owner, in vain or not."""
+        for waiter in self.unpaired.take(now, self._owners):
+            try:
+                self.place(waiter.request, waiter.candidates, waiter.attempt)
+            except ServingError as error:
+                self._live.refuse(waiter.request, error)
+
+    def _check_another(self, lost: LostHandoff, candidates: Sequence[str], attempt: int) -> None:
+        """After an owner whose queue is too long, which is no reason to prefill it here: those who
+        are answered would pay for it.
+
+        Raises:
+            QueueTooLong: no other owner is left, or no time.
+        """
+        here = self._why_here(lost.request, self._usable(candidates), attempt)
+        if here or lost.request.start_by <= time.monotonic():
+            raise QueueTooLong(lost.event.reason, lost.event.retry_after_s)
+
+    def _usable(self, candidates: Sequence[str]) -> list[OwnerUp]:
+        return [self._owners[address] for address in candidates if address in self._owners]
+
+    def _waits_for_an_owner(
+        self, request: Request, candidates: tuple[str, ...], attempt: int, now: float
+    ) -> bool:
+        """Has it wait for an owner, if one of these may soon be paired again."""
+        until = min(self.unpaired.worth_until(candidates), request.deadline)
+        if self._is_exhausted(attempt) or now >= until or self._is_short(request):
+            return False
+        self.unpaired.append(Waiter(request, candidates, attempt, until))
+        return True
+
+    def _why_here(self, request: Request, usable: Sequence[OwnerUp], attempt: int) -> str:
+        """Why it is to be prefilled here, as DecodeCounts names it; empty: it is not."""
+        if self._config.mode == "colocated":
+            return "colocated"
+        if self._is_exhausted(attempt) or (attempt > 1 and not usable):
+            return "exhausted"
+        if not usable:
+            return "no_owner"
+        return "short" if self._is_short(request) else ""
+
+    def _is_exhausted(self, attempt: int) -> bool:
+        return attempt > self._config.retries + 1
+
+    def _is_short(self, request: Request) -> bool:
+        longest = self._config.local_prefill_tokens
+        if not longest:
+            return False
+        cached = self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
+        return len(request.token_ids) - cached <= longest
+
+    def _prefill_here(self, request: Request, why: str, now: float) -> None:
+        num_tokens = len(request.token_ids)
+        self._prompts.check(Place(request.start_by, num_tokens), now)
+        self._scheduler.add(request)
+        self._prompts.join(request.key, Place(request.turn, num_tokens), now)
+        self._counts.local_prefill(why)
+        self._live.stamps(request).queued = now
