@@ -4,7 +4,7 @@
 
 One node that computes one prompt after the other, 20 a second; Poisson arrivals of `--times` as
 many, prompts of 256 to 1,024 tokens, budgets as in bench/overload.py, of which `--share` may be
-waited. Who comes is let in or refused by the product's own test, `common.drain.late_s`; who is not
+waited. Who comes is let in or refused by the product's own test, `common.waiting_line`; who is not
 begun in time is dropped. Nothing waits: a run is the same every time.
 
 newest   whoever came last goes first; all are let in behind whom nothing else is
@@ -23,7 +23,7 @@ from typing import Any
 
 from bench._record import emit, percentiles, table
 from bench.overload import CLASSES, SHARES
-from common.drain import Place, late_s
+from common.waiting_line import Place, WaitingLine
 from router.policy.pressure import Pressure
 
 PER_S = 20.0  # prompts of mean length
@@ -152,7 +152,10 @@ def _lets_in(name: str, newcomer: Prompt, waiting: list[Prompt], begins: float) 
         case _:
             places = [Place(prompt.start_by, prompt.tokens) for prompt in waiting]
     place = Place(newcomer.start_by, newcomer.tokens)
-    late, _ = late_s(places, place, begins=begins, unit_s=TOKEN_S)
+    line = WaitingLine()
+    for number, each in enumerate(places):
+        line.join(number, each)
+    late, _ = line.late_s(place, begins=begins, unit_s=TOKEN_S)
     return late <= 0.0
 
 

@@ -10,10 +10,10 @@ Knows keys and numbers, no requests. The clock is the caller's.
 """
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from common.errors import QueueTooLong
+from common.waiting_line import Place, WaitingLine
 
 FIRST_SAMPLES = 2  # of a start: what is compiled and allocated then comes once
 ENOUGH_SAMPLES = 8  # before these nothing is said
@@ -34,39 +34,6 @@ class Backlog(NamedTuple):
     unit_s: float = 0.0
 
 
-class Place(NamedTuple):
-    """One that waits.
-
-    Attributes:
-        start_by: when it must be begun, on the clock of whoever asks; -inf: before all others.
-        units: that it needs.
-    """
-
-    start_by: float
-    units: int
-
-
-def late_s(
-    waiting: Iterable[Place], newcomer: Place, *, begins: float, unit_s: float
-) -> tuple[float, float]:
-    """Whether a queue that is served in order of `start_by` can take one more.
-
-    Args:
-        begins: when the first of them does, on the clock of their times.
-    Returns:
-        How long after its time the newcomer would be begun, or one that it goes ahead of and that
-        would be in time without it; 0.0 or less: all are in time. And until the newcomer is begun.
-    """
-    own_s = newcomer.units * unit_s
-    ahead_s = unit_s * sum(units for by, units in waiting if by <= newcomer.start_by)
-    latest_s, at = begins + ahead_s - newcomer.start_by, begins + ahead_s
-    for by, units in sorted(place for place in waiting if place.start_by > newcomer.start_by):
-        if at <= by:
-            latest_s = max(latest_s, at + own_s - by)
-        at += units * unit_s
-    return latest_s, ahead_s
-
-
 def may_wait_s(queue_s: float, budget_s: float, work_s: float) -> float:
     """How long a request may wait for its turn.
 
@@ -83,8 +50,7 @@ class Drain:
     """One thread's. Keys are new for everything that joins."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Place] = {}  # by key
-        self._waiting = 0  # units of all of them
+        self._line = WaitingLine()  # by key
         self._served = 0  # units since the last sample
         self._since = 0.0  # when the last sample was taken, or the first of them came
         self._num_samples = 0
@@ -98,7 +64,7 @@ class Drain:
 
     @property
     def queued_s(self) -> float:
-        return self._waiting * self.unit_s
+        return self._line.units * self.unit_s
 
     @property
     def backlog(self) -> Backlog:
@@ -108,9 +74,9 @@ class Drain:
         """Raises QueueTooLong where it would not be begun in time, or another one not because of
         it. Where nothing waits, or it is not known how long that takes, everything is let in."""
         unit_s = self.unit_s
-        if not self._places or not unit_s:
+        if not self._line or not unit_s:
             return
-        late, ahead_s = late_s(self._places.values(), newcomer, begins=now, unit_s=unit_s)
+        late, ahead_s = self._line.late_s(newcomer, begins=now, unit_s=unit_s)
         if late > 0.0:
             raise QueueTooLong(
                 f"overloaded: {ahead_s:.2f} s of work are ahead of this request here, "
@@ -119,28 +85,24 @@ class Drain:
             )
 
     def join(self, key: int, place: Place, now: float) -> None:
-        if not self._places:
+        if not self._line:
             self._since = now
-        self._places[key] = place
-        self._waiting += place.units
+        self._line.join(key, place)
 
     def serve(self, key: int, left: int = 0) -> None:
         """So many of its units are left. Whoever is not in the queue, or further already, is passed
         over: it may be served anew. Who is served in part goes on before all others."""
-        place = self._places.get(key)
-        if place is None or left >= place.units:
+        units = self._line.units_of(key)
+        if left >= units:
             return
-        self._served += place.units - left
-        self.leave(key)
+        self._served += units - left
+        self._line.leave(key)
         if left:
-            self._places[key] = Place(-math.inf, left)
-            self._waiting += left
+            self._line.join(key, Place(-math.inf, left))
 
     def leave(self, key: int) -> None:
         """It does not want to be served any more. Harmless where it is not in the queue."""
-        place = self._places.pop(key, None)
-        if place is not None:
-            self._waiting -= place.units
+        self._line.leave(key)
 
     def tick(self, now: float) -> None:
         """What was served since the last call took until now."""

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from common.distribution import Counted
-from common.drain import Backlog, Drain, Place, may_wait_s
+from common.drain import Backlog, Drain, may_wait_s
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.held_tokens import HeldTokens
@@ -31,6 +31,7 @@ from common.node.desk import Desk
 from common.node.messages import HandoffTraced
 from common.node.stamps import HandoffStamps
 from common.tracing.context import is_sampled, log_fields
+from common.waiting_line import Place
 from kvtransfer.ports import (
     Admit,
     FailHandoff,

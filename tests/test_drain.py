@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from common.drain import ENOUGH_SAMPLES, STALL_S, Drain, Place, late_s, may_wait_s
+from common.drain import ENOUGH_SAMPLES, STALL_S, Drain, may_wait_s
 from common.errors import QueueTooLong
+from common.waiting_line import Place
 
 FIRST = -math.inf
 
@@ -113,27 +114,6 @@ def test_who_is_served_anew_counts_once() -> None:
     drain.serve(1000)
     drain.serve(1000, left=20)
     assert drain.queued_s == 0.0
-
-
-def test_one_who_must_begin_soon_goes_ahead_of_those_who_have_time() -> None:
-    waiting = [Place(10.0, 100), Place(9.0, 100), Place(FIRST, 50)]
-    late, ahead_s = late_s(waiting, Place(2.0, 100), begins=0.0, unit_s=0.01)
-    assert late <= 0.0
-    assert ahead_s == pytest.approx(0.5)
-
-
-def test_nobody_goes_ahead_of_one_that_would_be_late_for_it() -> None:
-    waiting = [Place(0.0, 100), Place(1.5, 100)]
-    late, _ = late_s(waiting, Place(1.2, 100), begins=0.0, unit_s=0.01)
-    assert late == pytest.approx(0.5)
-
-
-def test_one_that_is_late_anyhow_keeps_nobody_out() -> None:
-    waiting = [Place(1.0, 300), Place(2.0, 100)]
-    late, _ = late_s(waiting, Place(0.5, 50), begins=0.0, unit_s=0.01)
-    assert late <= 0.0
-    late, _ = late_s(waiting, Place(0.5, 150), begins=0.0, unit_s=0.01)
-    assert late == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

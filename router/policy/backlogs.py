@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from common.drain import Place, late_s, may_wait_s
+from common.drain import may_wait_s
 from common.errors import QueueTooLong
+from common.waiting_line import Place
 from router.policy.choices import DecodeChoice
 from router.policy.load import Load
 from router.policy.pressure import Pressure
@@ -120,13 +121,14 @@ class Backlogs:
         """How long after its time a request would be begun, or make another one be; 0.0 or less:
         all are in time, or nothing waits."""
         told, now = self._told.get(address, _NOTHING), self._now()
-        waiting = self._load.queued.at(address) if told.token_s else ()
+        line = self._load.queued.at(address)
+        waits = bool(line) and told.token_s > 0.0
         others_s, pages_s = told.others_s - (now - told.at), told.pages_s - (now - told.at)
-        if not waiting and others_s <= 0.0 and pages_s <= 0.0:
+        if not waits and others_s <= 0.0 and pages_s <= 0.0:
             return 0.0
         newcomer = Place(self.start_by(address, num_tokens, due), num_tokens)
         begins = now + max(others_s, 0.0)
-        late, _ = late_s(waiting, newcomer, begins=begins, unit_s=told.token_s)
+        late, _ = line.late_s(newcomer, begins=begins, unit_s=told.token_s)
         return max(late, now + pages_s - newcomer.start_by)
 
 

@@ -10,11 +10,10 @@ whichever computes the prompt
 """
 
 import math
-from collections.abc import Collection
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from common.drain import Place
+from common.waiting_line import Place, WaitingLine
 from router.policy.choices import Placement
 
 
@@ -48,26 +47,27 @@ class Queued:
     """By the node that computes them: prompts, and when each must be begun."""
 
     def __init__(self) -> None:
-        self._places: dict[str, dict[object, Place]] = {}
+        self._lines: dict[str, WaitingLine] = {}
 
     @property
     def empty(self) -> bool:
-        return not self._places
+        return not self._lines
 
-    def at(self, address: str) -> Collection[Place]:
-        return self._places.get(address, {}).values()
+    def at(self, address: str) -> WaitingLine:
+        """To be looked at only."""
+        return self._lines.get(address) or WaitingLine()
 
     def tokens(self, address: str) -> int:
-        return sum(place.units for place in self.at(address))
+        return self.at(address).units
 
     def add(self, address: str, who: object, place: Place) -> None:
-        self._places.setdefault(address, {})[who] = place
+        self._lines.setdefault(address, WaitingLine()).join(who, place)
 
     def remove(self, address: str, who: object) -> None:
-        places = self._places[address]
-        del places[who]
-        if not places:
-            del self._places[address]
+        line = self._lines[address]
+        line.leave(who)
+        if not line:
+            del self._lines[address]
 
 
 class Load:
