@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cli import plan
-from cli.up import System
+from cli.system import System
 from common.errors import ConfigError
 from loadtest.errors import Unusable
 
