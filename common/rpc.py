@@ -2,7 +2,7 @@
 
 A service added with `add_service` never sees bytes that are no message: the caller gets
 INVALID_ARGUMENT, where grpcio alone would answer UNKNOWN. Nor does it see a caller that its guard
-does not let in, of whom nothing is parsed. Its methods simply raise ServingError; the status goes
+does not let in, of whom nothing is received. Its methods simply raise ServingError; the status goes
 out with the sentence.
 """
 
@@ -13,8 +13,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,8 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common import reflection, tls
 from common.errors import ConfigError, InvalidRequest, Overloaded, ServingError
-from common.identity.caller import ANYBODY, Caller
-from common.identity.guard import Guard
+from common.identity.caller import ANYBODY
 from common.identity.identity import Identity
 from common.identity.signing_channel import SigningChannel
 from common.log_throttle import Throttle, ThrottledLog
@@ -97,7 +95,6 @@ def make_server(
     *,
     shares_port: bool = False,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A server with our options, bound to nothing yet. Call it on the event loop.
 
@@ -112,7 +109,7 @@ def make_server(
         "grpc.so_reuseport": int(shares_port),
         "grpc.max_receive_message_length": max_message_bytes,
     }
-    return grpc.aio.server(options=tuple(options.items()), interceptors=tuple(interceptors))
+    return grpc.aio.server(options=tuple(options.items()))
 
 
 def bind(
@@ -244,10 +241,26 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; see this program's log")
 
 
+# Given the context of a call: who makes it, as its servicer knows callers. Raises ServingError.
+Admit: TypeAlias = Callable[[Any], Awaitable[Any]]
+
+
+class Guard(Protocol):
+    """Who may make calls, asked before anything that a caller says is received."""
+
+    def of(self, method: str) -> Admit:
+        """
+        Args:
+            method: its full name.
+        Raises:
+            KeyError: there is no rule for it.
+        """
+
+
 class Admitted:
     """The context of a call, and who has made it."""
 
-    def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]", caller: Caller) -> None:
+    def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]", caller: Any) -> None:
         self.caller = caller
         self._context = context
 
@@ -299,53 +312,48 @@ def add_service(
     return tuple(recorder.services)
 
 
-def _admission(
-    handler: Any, guard: Guard | None, method: str
-) -> Callable[[Any], Awaitable[Caller]]:
+def _admission(handler: Any, guard: Guard | None, method: str) -> Admit:
     if guard is not None:
         return guard.of(method)
     return _nobody_asked_at_once if handler.request_streaming else _nobody_asked
 
 
-async def _nobody_asked(_context: Any) -> Caller:
+async def _nobody_asked(_context: Any) -> Any:
     return ANYBODY
 
 
-async def _nobody_asked_at_once(context: Any) -> Caller:
+async def _nobody_asked_at_once(context: Any) -> Any:
     """A caller that says nothing before it has seen a proof learns at once that there is none."""
     await context.send_initial_metadata(())
     return ANYBODY
 
 
-def _guarded(handler: Any, admit: Callable[[Any], Awaitable[Caller]], max_fields: int) -> Any:
-    kind = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
+def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:
+    """Of streams both ways, whatever the method has: no other kind of handler is asked before a
+    message has come. On the wire they are alike."""
     parse = _bounded(handler.request_deserializer, max_fields)
-    parsed = partial(_messages, parse) if handler.request_streaming else parse
-    method = _calling(getattr(handler, kind), parsed, admit)
-    # Without a deserialiser it gives bytes: what a caller says is parsed once he is known.
-    return make(method, None, handler.response_serializer)
+    behavior = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
 
-
-def _calling(
-    behavior: Callable[..., Any],
-    parsed: Callable[[Any], Any],
-    admit: Callable[[Any], Awaitable[Caller]],
-) -> Callable[..., Awaitable[Any]]:
-    async def method(incoming: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+    async def method(incoming: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         async with rpc_errors(context):
             admitted = Admitted(context, await admit(context))
-            answer = behavior(parsed(incoming), admitted)
-            if not inspect.isasyncgen(answer):
-                return await answer
-            async with aclosing(answer):
-                async for reply in answer:
-                    await context.write(reply)
-        return None
+            if handler.request_streaming:
+                answer = behavior(_messages(parse, incoming), admitted)
+            else:
+                answer = behavior(await _message(parse, incoming), admitted)
+            if inspect.isasyncgen(answer):
+                async with aclosing(answer):
+                    async for reply in answer:
+                        await context.write(reply)
+            elif handler.response_streaming:
+                await answer  # it writes its replies itself
+            else:
+                await context.write(await answer)
 
-    return method
+    # Without a deserialiser it gives bytes.
+    return grpc.stream_stream_rpc_method_handler(method, None, handler.response_serializer)
 
 
 def _bounded(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
@@ -366,6 +374,12 @@ def _bounded(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
             ) from error
 
     return parsed
+
+
+async def _message(parse: Callable[[bytes], Any], incoming: AsyncIterator[bytes]) -> Any:
+    async for data in incoming:
+        return parse(data)
+    raise InvalidRequest("the call came without a message")
 
 
 async def _messages(parse: Callable[[bytes], Any], incoming: AsyncIterator[bytes]) -> Any:

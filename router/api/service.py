@@ -5,13 +5,10 @@ from contextlib import contextmanager
 from math import ceil
 from typing import Any, TypeAlias
 
-import grpc.aio
-
 from common.errors import Overloaded
 from common.tracing.context import HEADER
 from protos import router_pb2, router_pb2_grpc
 from router.api.cluster_report import ClusterReport
-from router.api.rpc_guard import address, authorization
 from router.clients.client import Client
 from router.clients.guard import Guard
 from router.generation import Generator
@@ -21,11 +18,11 @@ from router.requests.wanted import from_prompt, from_request
 from router.requests.within import Within
 from router.text.limits import check_context, check_vocabulary
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Context: TypeAlias = Any  # rpc.Admitted, whose caller is a Client
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    """Methods raise ServingError; `common.rpc.add_service` turns it into a status."""
+    """For `rpc.add_service`, with Callers for a guard. Methods raise ServingError."""
 
     def __init__(
         self,
@@ -94,10 +91,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def _begun(self, context: Context) -> Iterator[Client]:
         """Gives the client of a request, which counts from here on; tells it when to come again."""
         try:
-            shown = authorization(context.invocation_metadata())
-            client = self._guard.client(shown, address(context.peer()))
-            self._guard.begin(client)
-            yield client
+            self._guard.begin(context.caller)
+            yield context.caller
         except Overloaded as error:
             context.set_trailing_metadata((("retry-after", str(ceil(error.retry_after_s))),))
             raise

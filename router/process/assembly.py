@@ -24,12 +24,12 @@ from common.metrics.trust import TrustMetrics
 from common.tracing import export
 from protos import router_pb2, router_pb2_grpc
 from router.api import metrics_endpoint, requests_endpoint
+from router.api.callers import Callers
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
 from router.api.http.server import HttpServer
 from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
 from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
 from router.api.router_state import OwnState, WholeState
-from router.api.rpc_guard import RpcGuard
 from router.api.service import RouterService
 from router.clients.assembly import make_clients
 from router.cluster.cache_watch import CacheWatch
@@ -55,7 +55,6 @@ from router.text.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 
-_FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster"})
 _LAST_WORDS_S = 1.0  # for the ends of calls to reach their clients
 
 
@@ -144,19 +143,18 @@ async def running(
             WholeMetricsEndpoint(keeper) if place.is_shared else MetricsEndpoint(counts.registry)
         )
         service = RouterService(clients.guard, generator, report, served, budget_s=config.budget_s)
-        guard = RpcGuard(clients.guard, for_operators=_FOR_OPERATORS)
+        callers = Callers(clients.guard)
         server = rpc.make_server(
-            shares_port=place.is_shared,
-            max_message_bytes=served.limits.message_bytes,
-            interceptors=[guard],
+            shares_port=place.is_shared, max_message_bytes=served.limits.message_bytes
         )
         names = rpc.add_service(
             server,
             router_pb2_grpc.add_RouterServicer_to_server,
             service,
+            callers,
             max_fields=MAX_FIELDS,
         )
-        health = rpc.add_health_and_reflection(server, names)
+        health = rpc.add_health_and_reflection(server, names, callers)
         port = rpc.bind(
             server, config.front.host, config.front.port, certificates, shares_port=place.is_shared
         )

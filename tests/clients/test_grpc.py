@@ -23,7 +23,7 @@ from protos.router_pb2 import (
     GetModelRequest,
     TokenizeRequest,
 )
-from router.api.rpc_guard import address
+from router.api.callers import address
 from router.clients import keyring
 from router.process.assembly import Running
 from tests.clients.rig import KEYS, NOBODY, WAIT_S, bearer, entry, write
@@ -72,6 +72,17 @@ async def test_without_a_key_there_is_nothing_but_health(model: Path, keys: Clie
             call = stub.ServerReflectionInfo(timeout=WAIT_S)
             assert await call.code() is StatusCode.UNAUTHENTICATED
         assert not any(message.submits for message in node.received)
+
+
+# Seen failing with unary methods registered as such: the call waits for a message.
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_a_stranger_is_refused_before_he_has_said_anything(
+    model: Path, keys: ClientsConfig, method: str
+) -> None:
+    async with router_for(model, decode=NOBODY, clients=keys) as (_, router):
+        async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
+            silent = channel.stream_stream(f"/baton.v1.Router/{method}")(timeout=WAIT_S)
+            assert await silent.code() is StatusCode.UNAUTHENTICATED
 
 
 async def test_with_a_key_a_client_has_all_but_what_is_for_operators(
