@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import EngineConfig
+from common.config import EngineConfig, Quantize
 from common.engine.memory.kv import KVLayout
 from common.engine.models import ModelSpec
 from common.engine.models.linear import form_of
@@ -181,7 +181,8 @@ def _chunk_tokens(
     if wanted == 0:
         wanted = DEVICE_CHUNK_TOKENS
         if device.type == "cpu":
-            wanted = min(wanted, int(CPU_CHUNK_S * _cpu_flops(dtype) / _flops_per_token(spec)))
+            rate = _cpu_flops(dtype, config.quantize)
+            wanted = min(wanted, int(CPU_CHUNK_S * rate / _flops_per_token(spec)))
     return max(page_size, wanted // page_size * page_size)
 
 
@@ -191,11 +192,11 @@ def _flops_per_token(spec: ModelSpec) -> int:
     return 2 * spec.num_layers * (attention + mlp)
 
 
-def _cpu_flops(dtype: torch.dtype) -> float:
+def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:
     """Measured: what the model's own product reaches here with a matrix of a layer's size, in this
     thread and with its threads, at best of five."""
     x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    linear = form_of(torch.device("cpu"), dtype).hold(weight, None)
+    linear = form_of(torch.device("cpu"), dtype, quantize).hold(weight, None)
     best = float("inf")
     for _ in range(5):
         started = time.perf_counter()

@@ -1,6 +1,6 @@
 """The `Router` service: translates between messages and the parts that do the work."""
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
 from typing import Any, TypeAlias
@@ -46,8 +46,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
         """Streams the answer to one prompt; a cancelled call cancels it on every node."""
 
-        def write(request_id: str, piece: Piece | LastPiece) -> Awaitable[None]:
-            return context.write(_response(request_id, piece))
+        async def write(request_id: str, piece: Piece | LastPiece) -> None:
+            await context.write(_response(request_id, piece))
 
         with self._begun(context) as client:
             wanted = from_request(request)
