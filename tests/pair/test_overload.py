@@ -117,6 +117,26 @@ def test_an_answer_that_goes_on_is_never_refused(known, mode):
         _assert_answered(known, *before)
 
 
+# Seen failing without the new `start_by` in Dispatcher.place_again: the second owner refuses it.
+def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
+    with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
+        (first, second), (decode,) = rig.prefill, rig.decode
+        _know_how_fast(rig, owners=[1])
+        before = _busy(rig, second, owners=[1])
+        num_opened = decode.count("handoffs_opened")
+        asked = rig.ask(SHORT, owners=[0, 1], queue_s=NOW)
+        rig.until(
+            lambda: decode.count("handoffs_opened") > num_opened, "it waits for the first", decode
+        )
+        rig.wires.cut(first.front, decode.front)
+        rig.until(lambda: decode.count("handoffs_lost"), "it is lost", decode)
+        rig.run()
+        _assert_answered(known, asked, *before)
+        assert decode.count("handoff_retries") == 1
+        assert decode.count("local_prefills") == 0
+        rig.wires.heal()
+
+
 # Seen failing without the look at `num_generated` in PrefillRole.
 @pytest.mark.parametrize("num_generated", [0, 2])
 def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
