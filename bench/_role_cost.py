@@ -26,7 +26,7 @@ from common.engine.schedule.scheduler import Scheduler
 from common.node.desk import Desk
 from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest
 from common.node.outbox import Outbox
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from decode_node.role import DecodeRole
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (

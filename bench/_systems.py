@@ -16,7 +16,7 @@ import grpc.aio
 from bench._record import ROOT
 from cli import plan
 from cli.client import until_serving
-from common.children import Child
+from common.process.children import Child
 from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GetClusterRequest, GetModelRequest
 from protos.router_pb2_grpc import RouterStub

@@ -17,14 +17,14 @@ from common.config import EngineConfig, TransferConfig
 from common.engine.build import Engine, build
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameSocket, socket_pair
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import HandoffId
-from kvtransfer.pair_dialer import PairDialer
-from kvtransfer.pair_streams import PairStreams
 from kvtransfer.pairing import Hello
+from kvtransfer.pairs.dialer import PairDialer
+from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
     FirstToken,
     GrantHandoff,
@@ -38,9 +38,9 @@ from kvtransfer.ports import (
     ReadsEnded,
 )
 from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.read_meter import ReadMeter
-from kvtransfer.reader import Reader
-from kvtransfer.transfer import Outlet, TransferThread
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.reader import Reader
+from kvtransfer.transfer.thread import Outlet, TransferThread
 
 INSTANCE = 77
 WAIT_S = 60.0

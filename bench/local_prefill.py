@@ -29,7 +29,7 @@ from common.engine.rows.batch import BatchResult, ForwardMode, Launched, Schedul
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.schedule.admission import ExtendRow
 from common.engine.schedule.scheduler import Scheduler
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 
 PAGE_SIZE = 16

@@ -4,8 +4,9 @@
 
 One node that computes one prompt after the other, 20 a second; Poisson arrivals of `--times` as
 many, prompts of 256 to 1,024 tokens, budgets as in bench/overload.py, of which `--share` may be
-waited. Who comes is let in or refused by the product's own test, `common.waiting_line`; who is not
-begun in time is dropped. Nothing waits: a run is the same every time.
+waited. Who comes is let in or refused by the product's own test,
+`common.queueing.waiting_line`; who is not begun in time is dropped. Nothing waits: a run is the
+same every time.
 
 newest   whoever came last goes first; all are let in behind whom nothing else is
 fcfs     as they came; let in is who can be begun in time behind all others
@@ -23,7 +24,7 @@ from typing import Any
 
 from bench._record import emit, percentiles, table
 from bench.overload import CLASSES, SHARES
-from common.waiting_line import Place, WaitingLine
+from common.queueing.waiting_line import Place, WaitingLine
 from router.policy.pressure import Pressure
 
 PER_S = 20.0  # prompts of mean length

@@ -30,7 +30,7 @@ from common.engine.rows.forward import BatchBuilder
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import Scheduler
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 
 BATCH_SIZES = (1, 64, 256, 1024)
 GOAL_US = {1: 60, 64: 180, 256: 400, 1024: 1500}

@@ -53,7 +53,9 @@ def usage() -> str:
 
 
 def _say(text: str) -> None:
-    from common.standard_output import say  # not before it is asked for: `common` may be another's
+    from common.process.standard_output import (
+        say,  # not before it is asked for: `common` may be another's
+    )
 
     say(text)
 

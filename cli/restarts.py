@@ -5,8 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.children import Child
 from common.node.process import exit_sentence
+from common.process.children import Child
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cli import client, plan, restarts
 from common import tls
-from common.children import Child
+from common.process.children import Child
 
 # Whoever asks stops before whoever answers: nothing is left waiting for a node that has gone.
 STOP_ORDER = ("router", "decode_node", "prefill_node")

@@ -31,7 +31,7 @@ from pydantic_settings import (
 )
 
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
-from common.standard_output import say
+from common.process.standard_output import say
 
 EXIT_USAGE = 2
 _MAX_FILE_BYTES = 1 << 20

@@ -7,8 +7,8 @@ from common import settings
 from common.config import DecodeConfig
 from common.node.front import Front, NodeParts, run_node
 from decode_node.serve import ServeService
-from kvtransfer.pair_dialer import PairDialer
-from kvtransfer.pair_streams import PairStreams
+from kvtransfer.pairs.dialer import PairDialer
+from kvtransfer.pairs.streams import PairStreams
 
 
 def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from grpc import StatusCode
 
 from common.config import DecodeConfig
-from common.drain import Drain
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.request import Finish, FinishReason, Request, out_of_time
 from common.engine.schedule.scheduler import Scheduler
 from common.errors import DeadlineExceeded, QueueTooLong, ServingError
-from common.trial import GUILTY, MAX_DEATHS
-from common.waiting_line import Place
+from common.queueing.drain import Drain
+from common.queueing.waiting_line import Place
+from common.requests.trial import GUILTY, MAX_DEATHS
 from decode_node.counts import DecodeCounts
 from decode_node.handoffs import Handoffs, LostHandoff
 from decode_node.live import LiveRequests

@@ -19,9 +19,9 @@ from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
 from kvtransfer.ports import ReaderCommand, ReaderEvent
 from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.read_meter import ReadMeter
-from kvtransfer.reader import Reader
-from kvtransfer.transfer import Outlet, TransferThread
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.reader import Reader
+from kvtransfer.transfer.thread import Outlet, TransferThread
 
 TRANSFER_END_S = 3.0
 

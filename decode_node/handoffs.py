@@ -12,12 +12,12 @@ import math
 import time
 from dataclasses import dataclass
 
-from common.drain import Backlog, Drain
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
 from common.engine.schedule.scheduler import Scheduler
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.node.stamps import AttemptStamps
-from common.waiting_line import Place
+from common.queueing.drain import Backlog, Drain
+from common.queueing.waiting_line import Place
 from decode_node.counts import DecodeCounts
 from decode_node.destinations import Destinations
 from decode_node.live import LiveRequests

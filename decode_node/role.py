@@ -19,7 +19,6 @@ import numpy as np
 
 from common.config import DecodeConfig
 from common.distribution import Counted
-from common.drain import Backlog, Drain, may_wait_s
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import BatchResult, ScheduleBatch
@@ -37,6 +36,7 @@ from common.node.messages import (
 )
 from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
+from common.queueing.drain import Backlog, Drain, may_wait_s
 from decode_node.answer_pace import AnswerPace
 from decode_node.counts import DecodeCounts
 from decode_node.destinations import Destinations

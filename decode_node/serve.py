@@ -19,7 +19,6 @@ import grpc
 import numpy as np
 
 from common import rpc, serve_protocol
-from common.drain import Backlog
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -29,9 +28,8 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import Guard
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics, Refusal
-from common.namespace import check_namespace
 from common.node import spans
 from common.node.engine_link import EngineLink
 from common.node.lanes import Lane
@@ -45,12 +43,14 @@ from common.node.messages import (
 )
 from common.node.streams import Outgoing
 from common.node.supervision import Supervision
-from common.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
-from common.timeline import to_proto
+from common.queueing.drain import Backlog
+from common.requests.namespace import check_namespace
+from common.requests.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
+from common.requests.timeline import to_proto
+from common.requests.trial import MAX_DEATHS
 from common.tracing.context import Trace, checked, log_fields
 from common.tracing.tracer import Tracer
-from common.trial import MAX_DEATHS
-from kvtransfer.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
+from kvtransfer.pairs.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
 from protos import decode_pb2, decode_pb2_grpc, router_pb2
 
 log = logging.getLogger(__name__)

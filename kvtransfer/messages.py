@@ -1,4 +1,4 @@
-"""The messages of one hand-off, as immutable records. `wire.py` maps them to protobuf.
+"""The messages of one hand-off, as immutable records. `pairs/wire.py` maps them to protobuf.
 
 Hello opens a stream and is compared in `pairing.py`; everything here follows it.
 """
@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from common.namespace import SHARED, Namespace
-from common.sampling import SamplingParams
-from common.timeline import PrefillTimes
+from common.requests.namespace import SHARED, Namespace
+from common.requests.sampling import SamplingParams
+from common.requests.timeline import PrefillTimes
 
 
 class HandoffId(NamedTuple):
@@ -37,7 +37,7 @@ class Open(Message, frozen=True, tag=True):
     request_id: str
     traceparent: str = ""  # what the owner's spans hang on
     namespace: Namespace = SHARED  # of the owner's prefix cache
-    engine_deaths: int = 0  # see common/trial.py
+    engine_deaths: int = 0  # see common/requests/trial.py
     queue_s: float = math.inf  # longest wait for the prompt's first forward
 
 

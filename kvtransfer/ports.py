@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.namespace import SHARED, Namespace
-from common.sampling import SamplingParams
-from common.timeline import PrefillTimes
+from common.requests.namespace import SHARED, Namespace
+from common.requests.sampling import SamplingParams
+from common.requests.timeline import PrefillTimes
 from kvtransfer.messages import HandoffId
 
 Ints = NDArray[np.int32]

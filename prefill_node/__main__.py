@@ -7,8 +7,8 @@ from common import settings
 from common.config import PrefillConfig
 from common.node import spans
 from common.node.front import Front, NodeParts, run_node
-from kvtransfer.pair_service import PairService
-from kvtransfer.pair_streams import PairStreams
+from kvtransfer.pairs.service import PairService
+from kvtransfer.pairs.streams import PairStreams
 
 
 def parts(front: Front) -> NodeParts:

@@ -17,8 +17,8 @@ from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.publisher import Publisher
-from kvtransfer.transfer import Outlet, TransferThread
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.thread import Outlet, TransferThread
 from prefill_node.role import PrefillRole
 
 TRANSFER_END_S = 3.0

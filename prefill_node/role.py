@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 from common.distribution import Counted
-from common.drain import Backlog, Drain, may_wait_s
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.held_tokens import HeldTokens
@@ -26,12 +25,13 @@ from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
 from common.engine.schedule.scheduler import ChunkDone, Scheduler
 from common.errors import InvalidRequest, Overloaded, QueueTooLong
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.messages import HandoffTraced
 from common.node.stamps import HandoffStamps
+from common.queueing.drain import Backlog, Drain, may_wait_s
+from common.queueing.waiting_line import Place
 from common.tracing.context import is_sampled, log_fields
-from common.waiting_line import Place
 from kvtransfer.ports import (
     Admit,
     FailHandoff,

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import uvloop
 
-from common import descriptors, logs
+from common import logs
 from common.config import RouterConfig
 from common.errors import ConfigError
+from common.process import descriptors
 from common.settings import read, wrong
 from router.process import processes
 from router.process.serving import serve

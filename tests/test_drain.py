@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from common.drain import ENOUGH_SAMPLES, STALL_S, Drain, may_wait_s
 from common.errors import QueueTooLong
-from common.waiting_line import Place
+from common.queueing.drain import ENOUGH_SAMPLES, STALL_S, Drain, may_wait_s
+from common.queueing.waiting_line import Place
 
 FIRST = -math.inf
 

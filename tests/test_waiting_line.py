@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from common.waiting_line import Place, WaitingLine
+from common.queueing.waiting_line import Place, WaitingLine
 
 FIRST = -math.inf
 UNIT_S = 1 / 128  # sums of it are exact

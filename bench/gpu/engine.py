@@ -28,7 +28,7 @@ from common.engine.run.graphs import CudaRecorder, Graph, Recorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Event, Stream, open_stream
 from common.engine.schedule.scheduler import Scheduler
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 
 PAGE_SIZE = 16
 FAR = 1e12

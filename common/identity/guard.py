@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from common.identity.caller import Caller
 from common.identity.refusals import Count, Refused
 from common.identity.roles import MAY_CALL
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from prometheus_client.core import Metric
 
 from common import bounds
 from common.distribution import Counted
-from common.drain import Backlog
 from common.metrics.declared import Declared, Values
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.node.messages import Moving
+from common.queueing.drain import Backlog
 
 Role = Literal["prefill", "decode"]
 Refusal = Literal["invalid", "draining", "overloaded", "late", "dropped", "deadline"]

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from common.metrics.declared import Declared
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
-from common.timeline import TtftPhase
+from common.requests.timeline import TtftPhase
 
 Rejection = Literal["invalid", "overloaded", "late", "limited", "no_node"]
 Stranger = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"]

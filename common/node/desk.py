@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from common.distribution import Counted
-from common.drain import Backlog
 from common.errors import NotIdle
 from common.logs import kv
 from common.node.cache_reports import CacheReports, CacheSource
@@ -22,6 +21,7 @@ from common.node.messages import (
     Moving,
     WatchCache,
 )
+from common.queueing.drain import Backlog
 
 log = logging.getLogger(__name__)
 

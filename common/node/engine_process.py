@@ -1,7 +1,7 @@
 """The engine process's side of its front: start, the channel of the engine thread, the end.
 
 An engine program is `run_engine(SomeConfig, body)` and nothing else. It is started by a front
-and never by hand; it obeys that front alone, and dies with it (common/leash.py).
+and never by hand; it obeys that front alone, and dies with it (common/process/leash.py).
 """
 
 import contextlib

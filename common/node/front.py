@@ -20,7 +20,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from common import allocator, descriptors, logs, rpc, tls
+from common import logs, rpc, tls
 from common.config import NodeConfig
 from common.errors import ConfigError, EngineDied, EngineFault, NodeUnavailable, ServingError
 from common.identity.caller import node_name
@@ -46,6 +46,7 @@ from common.node.messages import (
 from common.node.process import EngineProcess, exit_sentence
 from common.node.service import NodeService
 from common.node.supervision import Supervision
+from common.process import allocator, descriptors
 from common.tracing import export
 from common.tracing.tracer import Tracer
 from protos import node_pb2_grpc

@@ -10,11 +10,11 @@ from typing import TypeAlias
 import msgspec
 
 from common.distribution import Counted
-from common.drain import Backlog
-from common.namespace import SHARED, Namespace
 from common.node.stamps import HandoffStamps, RequestStamps
-from common.sampling import SamplingParams
-from common.timeline import NOTHING, Timeline
+from common.queueing.drain import Backlog
+from common.requests.namespace import SHARED, Namespace
+from common.requests.sampling import SamplingParams
+from common.requests.timeline import NOTHING, Timeline
 from common.tracing.context import UNTRACED, Trace
 
 # Front to engine --------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     received: float = 0.0  # time.monotonic(), at the front
     trace: Trace = UNTRACED
     namespace: Namespace = SHARED
-    engine_deaths: int = 0  # see common/trial.py
+    engine_deaths: int = 0  # see common/requests/trial.py
     queue_s: float = math.inf  # longest wait for the prompt's first forward
 
 
@@ -156,7 +156,7 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     """What has changed in the prefix cache, for these watchers; none: for all that have had all.
 
-    Pages are named as in common/prefix_hash.py, uint64 each in the machine's byte order.
+    Pages are named as in common/requests/prefix_hash.py, uint64 each in the machine's byte order.
     """
 
     watchers: tuple[int, ...]

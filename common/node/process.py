@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 
-from common.leash import leashed
 from common.node.ipc import socket_pair
+from common.process.leash import leashed
 
 # A thread with nothing to compute sleeps, as its core is another engine's meanwhile. OpenMP reads
 # this where torch is loaded.

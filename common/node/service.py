@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from common.config import NodeConfig
-from common.drain import Backlog
 from common.errors import InvalidRequest
 from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
 from common.node.supervision import Supervision
+from common.queueing.drain import Backlog
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 

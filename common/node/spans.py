@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from common.node.messages import Ended, HandoffTraced
-from common.timeline import Attempt, Timeline
+from common.requests.timeline import Attempt, Timeline
 from common.tracing.context import Trace
 from common.tracing.tracer import Attributes, Child, Tracer
 

@@ -7,7 +7,7 @@ anything.
 
 import msgspec
 
-from common.timeline import MAX_ATTEMPTS, Attempt, Interval, Phase, PrefillTimes, Timeline
+from common.requests.timeline import MAX_ATTEMPTS, Attempt, Interval, Phase, PrefillTimes, Timeline
 from common.tracing.context import Trace
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from common.errors import EngineFault, TransferError
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import prepared
 from kvtransfer.backends.nixl_connection import Offer
 from kvtransfer.backends.nixl_memory import Memory

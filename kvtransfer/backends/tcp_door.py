@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.errors import EngineFault, ServingError, TransferError
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.tcp_wire import INTRODUCTION
 
 _PATIENCE_S = 2.0

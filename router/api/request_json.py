@@ -7,7 +7,7 @@ answer is in it. docs/tracing.md says what the phases mean.
 import time
 from typing import Any
 
-from common.timeline import Attempt, Interval, TtftPhase
+from common.requests.timeline import Attempt, Interval, TtftPhase
 from router.requests.timelines import RequestTimeline, Submission
 
 

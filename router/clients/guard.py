@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from common.api_keys import KeyLimits
 from common.errors import Forbidden, InvalidRequest, RateLimited, ServingError, Unauthenticated
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from common.metrics.router import Stranger
 from router.clients.client import Client, by_address

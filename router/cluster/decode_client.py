@@ -17,7 +17,7 @@ import grpc.aio
 from common import rpc, serve_protocol
 from common.errors import EngineDied, NodeUnavailable, ProtocolViolation
 from common.logs import kv
-from common.sampling import to_fields
+from common.requests.sampling import to_fields
 from protos import decode_pb2, decode_pb2_grpc
 from router.cluster.engine_pulse import EnginePulse, Patience
 from router.cluster.node_ends import end_of

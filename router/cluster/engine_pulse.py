@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.standstill import Standstill
+from common.process.standstill import Standstill
 
 _LONGEST_LOOK_S = 0.5
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from common.drain import may_wait_s
 from common.errors import QueueTooLong
-from common.waiting_line import Place
+from common.queueing.drain import may_wait_s
+from common.queueing.waiting_line import Place
 from router.policy.choices import DecodeChoice
 from router.policy.load import Load
 from router.policy.pressure import Pressure

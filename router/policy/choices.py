@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.namespace import SHARED, Namespace
+from common.requests.namespace import SHARED, Namespace
 
 
 class PlacementKey(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from common.prefix_hash import as_bytes
+from common.requests.prefix_hash import as_bytes
 from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load

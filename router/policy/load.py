@@ -13,7 +13,7 @@ import math
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from common.waiting_line import Place, WaitingLine
+from common.queueing.waiting_line import Place, WaitingLine
 from router.policy.choices import Placement
 
 

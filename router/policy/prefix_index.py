@@ -13,8 +13,8 @@ from itertools import islice
 from xxhash import xxh3_64_intdigest
 
 from common.errors import ProtocolViolation
-from common.namespace import SHARED, Namespace
-from common.prefix_hash import BYTES_PER_TOKEN, PrefixHasher, as_bytes
+from common.requests.namespace import SHARED, Namespace
+from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher, as_bytes
 
 MAX_PAGES = 1 << 18  # taken of one node's events; 4 Mi tokens in pages of 16, some 25 MB
 MAX_PAGE_SIZE = 1 << 12  # tokens

@@ -14,13 +14,14 @@ from typing import Any
 
 import grpc.aio
 
-from common import allocator, metrics, rpc, tls
+from common import metrics, rpc, tls
 from common.config import RouterConfig
 from common.identity import exposure
 from common.identity.program import identity_of
 from common.logs import kv
 from common.metrics import RouterMetrics
 from common.metrics.trust import TrustMetrics
+from common.process import allocator
 from common.tracing import export
 from protos import router_pb2, router_pb2_grpc
 from router.api import metrics_endpoint, requests_endpoint

@@ -20,11 +20,11 @@ import msgspec
 from msgspec.structs import replace
 
 from common import rpc
-from common.children import Child
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.metrics import served
+from common.process.children import Child
 from router.process.whole_metrics import WholeMetrics
 from router.siblings.asking import siblings
 from router.siblings.place import Place

@@ -6,8 +6,8 @@ import logging
 import signal
 from collections.abc import Callable
 
-from common import allocator
 from common.config import RouterConfig
+from common.process import allocator
 from router.process.assembly import running
 from router.siblings.place import Place
 from router.text import model_files

@@ -1,14 +1,14 @@
 """The nodes that one request has lost, what of that may be its own doing, and when it is enough.
 
 Nobody is charged for a node that was asked to end, nor for an engine that died while another
-request computed alone in it (common/trial.py). What is charged is forgotten once the request has
-got past the place where it happened.
+request computed alone in it (common/requests/trial.py). What is charged is forgotten once the
+request has got past the place where it happened.
 """
 
 from enum import Enum
 
 from common.errors import NodeUnavailable, RequestFailed
-from common.trial import GUILTY, TRIAL_TOKENS
+from common.requests.trial import GUILTY, TRIAL_TOKENS
 
 MAX_REPLAYS = 2  # that may be its own doing, since it last got on
 MAX_ENGINE_DEATHS = 4  # with it among others, whether it got on or not

@@ -2,7 +2,7 @@
 nowhere else; nodes and the prefix index are told what came of it."""
 
 from common.errors import InvalidRequest
-from common.namespace import SHARED, Namespace, namespace_of
+from common.requests.namespace import SHARED, Namespace, namespace_of
 from router.requests.wanted import Wanted
 
 MAX_SALT_CHARACTERS = 512

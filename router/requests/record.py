@@ -14,8 +14,8 @@ from common.errors import (
     RequestAborted,
     ServingError,
 )
-from common.log_throttle import Throttle, ThrottledLog
 from common.logs import kv
+from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.clients.client import Client
 from router.requests.timelines import Timelines

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from common.metrics import RouterMetrics
-from common.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
+from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
 from common.tracing.context import UNTRACED, Trace, checked
 from common.tracing.tracer import Child, Tracer
 from protos import decode_pb2

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from common import sampling
 from common.errors import InvalidRequest
-from common.namespace import SHARED, Namespace
-from common.sampling import SamplingParams
+from common.requests import sampling
+from common.requests.namespace import SHARED, Namespace
+from common.requests.sampling import SamplingParams
 from router.requests import namespaces
 from router.requests.prompts import Prompts
 from router.requests.wanted import Wanted
@@ -31,7 +31,7 @@ class Job(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     stop: Sequence[str]
     num_generated: int = 0  # of token_ids
-    engine_deaths: int = 0  # of nodes that had it, see common/trial.py
+    engine_deaths: int = 0  # of nodes that had it, see common/requests/trial.py
     session_id: str = ""
     namespace: Namespace = SHARED  # of prefix caches
 

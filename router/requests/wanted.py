@@ -8,7 +8,7 @@ from typing import ClassVar, Self, TypeAlias
 
 import msgspec
 
-from common.sampling import SamplingParams, unchecked
+from common.requests.sampling import SamplingParams, unchecked
 from protos.router_pb2 import GenerateRequest, TokenizeRequest
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request for as many tokens as the context leaves

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from common.children import Child
+from common.process.children import Child
 from tests.support.programs import ROOT, await_end, runs
 
 STUBBORN = (
@@ -56,7 +56,7 @@ async def test_a_signal_to_our_process_group_does_not_reach_it(tmp_path):
 def test_it_dies_with_its_parent_however_that_dies(tmp_path):
     """Seen failing with the prctl call in leash.py removed."""
     code = (
-        "import os, pathlib, sys, time; from common.children import Child\n"
+        "import os, pathlib, sys, time; from common.process.children import Child\n"
         "child = Child('a', ['sh', '-c', 'echo up; exec sleep 60'], pathlib.Path(sys.argv[1]))\n"
         "while not child.last_lines(): time.sleep(0.01)\n"
         "print(child.pid, flush=True)\n"

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from cli.restarts import RestartTimes, keep_running
-from common.children import Child
+from common.process.children import Child
 
 
 async def _until(condition):

@@ -8,8 +8,8 @@ import pytest
 from common.engine.memory.cache_events import CacheChange, CacheEvents
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.namespace import SHARED, Namespace, namespace_of
-from common.prefix_hash import PrefixHasher, as_bytes, page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of
+from common.requests.prefix_hash import PrefixHasher, as_bytes, page_names
 from tests.support.engine_rig import ints
 
 SIZE = 4

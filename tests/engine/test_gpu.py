@@ -10,7 +10,7 @@ from common.engine.models import load
 from common.engine.rows.batch import PageCopies
 from common.engine.run.graphs import CudaRecorder
 from common.errors import ConfigError
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import (
     ARCHITECTURES,
     VOCABULARY_SIZE,

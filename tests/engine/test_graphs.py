@@ -7,7 +7,7 @@ import torch
 
 from common.engine.models import load
 from common.engine.run.graphs import ladder
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps
 

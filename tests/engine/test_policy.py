@@ -6,8 +6,8 @@ from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.request import Request
 from common.engine.schedule.policy import SchedulePolicy
-from common.namespace import SHARED, Namespace, namespace_of
-from common.sampling import SamplingParams
+from common.requests.namespace import SHARED, Namespace, namespace_of
+from common.requests.sampling import SamplingParams
 from tests.support.engine_rig import Rig, ints
 
 ONE, OTHER = namespace_of("one"), namespace_of("other")

@@ -6,7 +6,7 @@ import pytest
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.namespace import SHARED, namespace_of
+from common.requests.namespace import SHARED, namespace_of
 from tests.support.engine_rig import ints
 
 SIZE = 4

@@ -12,7 +12,7 @@ from common.engine.models import Model, load
 from common.engine.rows import batch
 from common.engine.rows.batch import PageCopies
 from common.errors import InvalidRequest
-from common.sampling import SamplingParams, check
+from common.requests.sampling import SamplingParams, check
 from kernels import sampling
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps

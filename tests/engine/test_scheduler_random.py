@@ -7,7 +7,7 @@ import pytest
 
 from common.config import SchedulerConfig
 from common.engine.rows.request import FinishReason, Request
-from common.namespace import namespace_of
+from common.requests.namespace import namespace_of
 from tests.support.engine_rig import VOCABULARY, Rig
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")

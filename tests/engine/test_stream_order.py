@@ -12,7 +12,7 @@ from common.engine.memory.kv import KVPool
 from common.engine.models import Model, load
 from common.engine.rows.forward import ForwardBatch
 from common.engine.run import runner as runner_module
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kernels import device
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps

@@ -3,7 +3,7 @@ import pytest
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.errors import EngineFault
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from tests.support.engine_rig import ints
 
 

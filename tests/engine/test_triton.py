@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.engine.models import load
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kernels import device
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps

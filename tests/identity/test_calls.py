@@ -4,7 +4,7 @@ Seen failing, each without its line: the check of roles in Guard._admit, `_use` 
 and `audience` in tokens.verify, `_check` in _ProvedStream._prove and _ProvedUnary, the comparison
 of nonces in Identity.check_proof, the float of `exp` in tokens.verify and how long it may be, the
 claims of a token read only behind its signature, parsing after and not before Guard's answer in
-rpc._guarded.
+services._guarded.
 """
 
 import asyncio

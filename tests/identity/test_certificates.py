@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 
 from common import rpc, tls
 from common.config import FrontConfig
+from common.errors import ConfigError
 from common.identity.program import guard_of
 from common.identity.refusals import uncounted
 from common.metrics import NodeMetrics
@@ -90,7 +91,7 @@ def test_a_secret_goes_before_the_certificate_and_tls_that_is_not_mutual_says_no
     beyond = {"port": 1, "host": "0.0.0.0"}
     one_way = config.model_copy(update={"ca": None})
     certificates = tls.certificates(one_way, "--front.tls")
-    with pytest.raises(tls.ConfigError, match="reached from other hosts"):
+    with pytest.raises(ConfigError, match="reached from other hosts"):
         guard_of(FrontConfig(tls=one_way, **beyond), None, certificates, uncounted)
     certificates = tls.certificates(config, "--front.tls")
     assert guard_of(FrontConfig(tls=config, **beyond), None, certificates, uncounted)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 
 from common.node.ipc import FrameSocket, PeerGone, socket_pair
-from kvtransfer import wire
 from kvtransfer.front_messages import (
     EngineBeat,
     LocalHello,
@@ -25,7 +24,8 @@ from kvtransfer.front_messages import (
 )
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import Hello
-from kvtransfer.transfer import WakeUp
+from kvtransfer.pairs import wire
+from kvtransfer.transfer.thread import WakeUp
 
 WAIT_S = 60.0
 

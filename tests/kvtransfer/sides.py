@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 
 from common.config import TransferConfig
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     Admit,

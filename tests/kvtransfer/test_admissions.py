@@ -10,14 +10,14 @@ import pytest
 from common.config import TransferConfig
 from common.errors import TransferError
 from common.node.ipc import FrameSocket, socket_pair
-from kvtransfer.admissions import WAIT_S
 from kvtransfer.backends.base import Ints, Owner, prepared
 from kvtransfer.front_messages import PairEnd, PairHello, PairInput, PairOutput
-from kvtransfer.pair_dialer import DialTimes
 from kvtransfer.pairing import Hello, Region
+from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.publisher import Publisher
-from kvtransfer.transfer import Outlet
+from kvtransfer.transfer.admissions import WAIT_S
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.thread import Outlet
 
 OWNER, READER, OTHER = 1, 2, 3  # instances
 

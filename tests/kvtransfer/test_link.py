@@ -13,8 +13,8 @@ import pytest
 from common.errors import EngineFault, Overloaded, TransferError
 from kvtransfer.backends.base import Connection
 from kvtransfer.backends.loopback import Faults, LoopbackBackend
-from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
 from kvtransfer.messages import HandoffId
+from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
 from tests.support.data_children import CANARY, READER, Memory
 from tests.support.data_ends import NearOwner
 

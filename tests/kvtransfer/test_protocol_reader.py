@@ -7,7 +7,7 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import EngineFault
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,

@@ -22,8 +22,8 @@ from kvtransfer.backends.tcp_wire import (
     Description,
     Status,
 )
-from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp
 from kvtransfer.messages import HandoffId
+from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp
 from tests.support.cluster import free_ports
 from tests.support.data_children import CANARY, READER, Memory, make_backend, scattered
 from tests.support.data_ends import Ends, changed, introduced, introduction, wait_for

@@ -14,7 +14,7 @@ import pytest
 from common.config import TransferConfig
 from common.errors import EngineFault, TransferError
 from common.node.ipc import FrameSocket, socket_pair
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool, prepared
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
 from kvtransfer.backends.nixl import NixlBackend
@@ -42,10 +42,10 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.publisher import Publisher
-from kvtransfer.read_meter import ReadMeter
-from kvtransfer.reader import Reader
-from kvtransfer.transfer import Outlet, TransferThread
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.reader import Reader
+from kvtransfer.transfer.thread import Outlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for

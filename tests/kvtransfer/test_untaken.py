@@ -7,14 +7,14 @@ import pytest
 
 from common.config import TransferConfig
 from common.node.ipc import FrameSocket, socket_pair
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kvtransfer.front_messages import PairInput, PairOutput, PairSend
 from kvtransfer.messages import Cancel, Failed, HandoffId, Open
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.ports import HandoffDropped, Opened, OwnerEvent
 from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.publisher import Publisher
-from kvtransfer.transfer import Outlet
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.thread import Outlet
 
 OWNER, LOUD, QUIET = 1, 2, 3  # instances, and streams of the readers
 MAX_TOKENS = 100_000

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ProtocolViolation
-from common.namespace import SHARED, namespace_of
-from common.sampling import SamplingParams
-from common.timeline import PrefillTimes
+from common.requests.namespace import SHARED, namespace_of
+from common.requests.sampling import SamplingParams
+from common.requests.timeline import PrefillTimes
+from common.requests.trial import MAX_DEATHS
 from common.tracing.context import SpanName
-from common.trial import MAX_DEATHS
-from kvtransfer import wire
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -31,6 +30,7 @@ from kvtransfer.messages import (
     Released,
 )
 from kvtransfer.pairing import DataPath, Hello, Region
+from kvtransfer.pairs import wire
 from protos import kvtransfer_pb2 as pb
 
 ID = HandoffId(1, 2, 3)

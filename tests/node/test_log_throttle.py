@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 
 SENTENCE = "client turned away"
 

@@ -23,8 +23,7 @@ from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameConnection, socket_pair
-from common.sampling import SamplingParams
-from kvtransfer import wire
+from common.requests.sampling import SamplingParams
 from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
@@ -36,10 +35,11 @@ from kvtransfer.front_messages import (
     PairSend,
 )
 from kvtransfer.messages import Beat, Cancel, Done, Failed, Grant, HandoffId, Open, Ready
-from kvtransfer.pair_dialer import DialTimes, PairDialer
-from kvtransfer.pair_service import PairService
-from kvtransfer.pair_streams import PairStreams
 from kvtransfer.pairing import DataPath, Hello, Region
+from kvtransfer.pairs import wire
+from kvtransfer.pairs.dialer import DialTimes, PairDialer
+from kvtransfer.pairs.service import PairService
+from kvtransfer.pairs.streams import PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
 Code = grpc.StatusCode

@@ -11,10 +11,12 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common import descriptors, rpc
+from common import rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, InvalidRequest, Overloaded
-from common.log_throttle import Throttle, ThrottledLog
-from common.wire_fields import MAX_FIELDS
+from common.logs.throttle import Throttle, ThrottledLog
+from common.process import descriptors
+from common.rpc import services
+from common.rpc.wire_fields import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
 
 Code = grpc.StatusCode
@@ -85,7 +87,8 @@ async def test_errors_of_a_method_reach_the_caller_and_its_bugs_stay_private(ser
 
 # Seen failing with a plain logger: 30 tracebacks.
 async def test_a_bug_that_callers_reach_is_no_flood_of_lines(served, caplog, monkeypatch):
-    monkeypatch.setattr(rpc, "log_of_faults", ThrottledLog(rpc.log, Throttle(interval_s=1e6)))
+    throttled = ThrottledLog(services.log, Throttle(interval_s=1e6))
+    monkeypatch.setattr(services, "log_of_faults", throttled)
     stub = router_pb2_grpc.RouterStub(served[1])
     for _ in range(30):
         code, _ = await failure(stub.Tokenize(router_pb2.TokenizeRequest(text="bug")))

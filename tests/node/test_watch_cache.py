@@ -12,11 +12,11 @@ import pytest
 
 from common.engine.memory.cache_events import CacheChange
 from common.errors import Overloaded
-from common.namespace import SHARED, Namespace, namespace_of
 from common.node.cache_feed import CacheFeed
 from common.node.cache_reports import CacheReports
 from common.node.messages import CacheChanged, WatchCache
-from common.prefix_hash import page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of
+from common.requests.prefix_hash import page_names
 from protos import node_pb2, node_pb2_grpc
 from tests.node.conftest import StartNode, describe, eventually
 from tests.node.router_end import RouterEnd, submit

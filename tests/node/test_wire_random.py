@@ -18,14 +18,14 @@ from common.engine.rows.table import RequestTable
 from common.errors import ServingError
 from common.node.ipc import encode_frame
 from common.node.messages import SubmitRequest
-from common.sampling import SamplingParams
-from common.timeline import from_proto, split_ttft
+from common.requests.sampling import SamplingParams
+from common.requests.timeline import from_proto, split_ttft
 from common.tracing.context import UNTRACED
 from decode_node import serve
-from kvtransfer import wire
 from kvtransfer.front_messages import PairMessage
 from kvtransfer.messages import HandoffId, Open
 from kvtransfer.pairing import Hello, compare
+from kvtransfer.pairs import wire
 from kvtransfer.ports import GrantHandoff, OpenHandoff
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd

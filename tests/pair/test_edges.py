@@ -3,9 +3,9 @@
 import pytest
 
 from common.engine.rows.request import FinishReason
-from common.namespace import SHARED, namespace_of
-from kvtransfer import wire
+from common.requests.namespace import SHARED, namespace_of
 from kvtransfer.messages import Admitted, Cancel, Done, Grant, Open, Ready
+from kvtransfer.pairs import wire
 from protos import kvtransfer_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.pair_node import Loaded, Size

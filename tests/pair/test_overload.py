@@ -7,7 +7,7 @@ import pytest
 from grpc import StatusCode
 
 from common.engine.rows.request import FinishReason
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from kvtransfer.messages import HandoffId, Ready
 from kvtransfer.ports import CancelHandoff, OpenHandoff
 from tests.support.pair_node import Asked, Node, Size

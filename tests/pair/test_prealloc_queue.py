@@ -7,7 +7,7 @@ import numpy as np
 from common.engine.rows.request import Request
 from common.engine.schedule.arrivals import SKIP_AHEAD_S, Claim, Room
 from common.node.stamps import AttemptStamps
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from decode_node.queues import Attempt, PreallocQueue
 from kvtransfer.messages import Grant, HandoffId, Ready
 from tests.support.pair_node import Size

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from common.timeline import Phase
+from common.requests.timeline import Phase
 from kvtransfer.messages import Grant, Ready
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from common.trial import GUILTY, TRIAL_TOKENS
+from common.requests.trial import GUILTY, TRIAL_TOKENS
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, Submit
 from protos.router_pb2 import TokenIds
 from protos.sampling_pb2 import Sampling

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
-from common.namespace import SHARED, Namespace, namespace_of
-from common.prefix_hash import page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of
+from common.requests.prefix_hash import page_names
 from router.policy import DecodeChoice, Placement, PlacementKey, Policy, PrefillChoice, make_policy
 from router.policy.load import Load
 from router.policy.prefix_aware import NEAR_TOKENS

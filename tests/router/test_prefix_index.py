@@ -5,8 +5,8 @@ import random
 import pytest
 
 from common.errors import ProtocolViolation
-from common.namespace import SHARED, Namespace, namespace_of
-from common.prefix_hash import page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of
+from common.requests.prefix_hash import page_names
 from router.policy import prefix_index
 from router.policy.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from common.namespace import namespace_of
+from common.requests.namespace import namespace_of
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds

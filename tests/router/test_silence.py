@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from common.config import RouterConfig
-from common.standstill import Standstill
+from common.process.standstill import Standstill
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster.engine_pulse import EnginePulse, Patience
 from router.process.assembly import Running

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.timeline import TtftPhase
+from common.requests.timeline import TtftPhase
 from protos import decode_pb2 as pb
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Sampling

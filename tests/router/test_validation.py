@@ -7,7 +7,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequest
-from kvtransfer.wire import MAX_BUDGET_S
+from kvtransfer.pairs.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
 from router.requests.prompts import Prompts

@@ -29,10 +29,10 @@ import pytest
 from cli import client
 from cli.plan import Program
 from common import tls
-from common.children import Child
 from common.config import TlsConfig
 from common.identity.program import identity_of
 from common.identity.secret import new_secret
+from common.process.children import Child
 from common.rpc import make_channel
 from protos.node_pb2 import (
     DescribeRequest,

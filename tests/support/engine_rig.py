@@ -19,8 +19,8 @@ from common.engine.rows.batch import BatchResult, Ints, Launched, ScheduleBatch
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
-from common.namespace import SHARED, Namespace
-from common.sampling import SamplingParams
+from common.requests.namespace import SHARED, Namespace
+from common.requests.sampling import SamplingParams
 from tests.support.fake_runner import FakeRunner, next_token
 
 VOCABULARY = 97

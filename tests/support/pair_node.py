@@ -38,7 +38,7 @@ from common.node.messages import (
     StepTokens,
 )
 from common.node.outbox import Outbox
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from decode_node.role import DecodeRole
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.loopback import Faults, LoopbackBackend
@@ -46,10 +46,10 @@ from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.publisher import Publisher
-from kvtransfer.read_meter import ReadMeter
-from kvtransfer.reader import Reader
-from kvtransfer.transfer import TransferThread
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.reader import Reader
+from kvtransfer.transfer.thread import TransferThread
 from prefill_node.role import PrefillRole
 from tests.support.pair_wires import FrontEnd
 

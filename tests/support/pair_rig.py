@@ -19,13 +19,13 @@ import torch
 
 from common.config import TransferConfig
 from common.engine.run.stream import Stream, WorkerStream
-from common.namespace import SHARED, Namespace
 from common.node.ipc import FrameSocket, socket_pair
 from common.node.messages import Ask, CancelSubmitted, StreamEnded, SubmitRequest
-from common.sampling import SamplingParams
+from common.requests.namespace import SHARED, Namespace
+from common.requests.sampling import SamplingParams
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
-from kvtransfer.transfer import WakeUp
+from kvtransfer.transfer.thread import WakeUp
 from tests.support.pair_node import (
     STREAM,
     Asked,

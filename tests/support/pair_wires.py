@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.node.ipc import FrameSocket
-from kvtransfer import wire
 from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
@@ -28,6 +27,7 @@ from kvtransfer.front_messages import (
 )
 from kvtransfer.messages import AnyMessage, Beat
 from kvtransfer.pairing import Hello
+from kvtransfer.pairs import wire
 from protos import kvtransfer_pb2
 
 BOTH = ("reader", "owner")

@@ -16,7 +16,7 @@ from common.engine.rows.table import RequestTable
 from common.engine.run.graphs import Recorder
 from common.engine.run.runner import LaunchedStep, ModelRunner
 from common.engine.run.stream import open_stream
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
 

@@ -6,7 +6,7 @@ import time
 from common.config import DecodeConfig
 from common.node.front import Front, NodeParts, run_node
 from decode_node.serve import ServeService
-from kvtransfer.pair_streams import PairStreams
+from kvtransfer.pairs.streams import PairStreams
 
 
 def parts(front: Front) -> NodeParts:

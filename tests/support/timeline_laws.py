@@ -3,7 +3,15 @@
 import itertools
 
 from common.node.messages import Ended
-from common.timeline import Interval, Phase, Timeline, TtftPhase, from_proto, split_ttft, to_proto
+from common.requests.timeline import (
+    Interval,
+    Phase,
+    Timeline,
+    TtftPhase,
+    from_proto,
+    split_ttft,
+    to_proto,
+)
 
 CHAIN = (
     Phase.PREALLOC_QUEUE,

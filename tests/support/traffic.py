@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from common.engine.rows.batch import PageCopies
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from tests.support.steps import Steps
 
 

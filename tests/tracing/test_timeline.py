@@ -5,7 +5,7 @@ import math
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.timeline import (
+from common.requests.timeline import (
     MAX_ATTEMPTS,
     MAX_INTERVALS,
     MAX_TEXT,

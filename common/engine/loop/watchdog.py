@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from common.engine.loop.clock import StepClock
-from common.standstill import Standstill
+from common.process.standstill import Standstill
 
 _LOOKS = 8  # within its limit
 

@@ -3,7 +3,7 @@
     RadixCache --stored, removed--> CacheJournal --take--> CacheEvents --> the desk, once a step
 
 Without a watcher there is no journal: the tree asks `is None` and nothing else. A page is named by
-the prefix that it ends (common/prefix_hash.py). Nobody here knows who watches.
+the prefix that it ends (common/requests/prefix_hash.py). Nobody here knows who watches.
 """
 
 from collections.abc import Iterable, Sequence

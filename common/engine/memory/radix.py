@@ -16,8 +16,8 @@ from common.engine.memory.cache_events import CacheJournal
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints
 from common.errors import EngineFault
-from common.namespace import SHARED, Namespace
-from common.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
+from common.requests.namespace import SHARED, Namespace
+from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
 
 
 class Match(NamedTuple):
@@ -55,7 +55,7 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.last_used = 0
         self.queued = False  # it has an entry in the heap of leaves
-        # Of its pages, as common/prefix_hash.py names them; kept while the tree has a journal.
+        # Of its pages, as prefix_hash.py names them; kept while the tree has a journal.
         self.names: list[int] = []
 
 

@@ -8,9 +8,9 @@ import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
-from common.namespace import SHARED, Namespace
-from common.sampling import SamplingParams
-from common.trial import TRIAL_TOKENS
+from common.requests.namespace import SHARED, Namespace
+from common.requests.sampling import SamplingParams
+from common.requests.trial import TRIAL_TOKENS
 
 Ints = NDArray[np.int32]
 
@@ -72,7 +72,7 @@ class Request:
     arrived: float  # time.monotonic()
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
-    engine_deaths: int = 0  # engines that died with it aboard, see common/trial.py
+    engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     slot: int | None = field(default=None)

@@ -1,4 +1,4 @@
-"""Running requests that share no forward with others for a while, see common/trial.py.
+"""Running requests that share no forward with others for a while, see common/requests/trial.py.
 
 Slots and tokens only. It knows how far each has to get, not why.
 """

@@ -55,8 +55,8 @@ class Scheduler:
         kept_pages: likewise, free for the growth of those.
         barrier: `add`ed requests that arrived later than this wait: somebody who is going to
             `join` came first, and has waited for room for too long.
-        on_trial: the suspect request (common/trial.py) whose step is launched, if one is. Nothing
-            else is on the device then.
+        on_trial: the suspect request (common/requests/trial.py) whose step is launched, if one is.
+            Nothing else is on the device then.
     Args:
         host_pages: pages of host memory for the KV of retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved

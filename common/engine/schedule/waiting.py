@@ -12,7 +12,7 @@ import numpy as np
 from common.engine.rows.request import Ints, Request
 from common.engine.schedule.arrivals import ByArrival
 from common.engine.schedule.policy import SchedulePolicy
-from common.namespace import Namespace
+from common.requests.namespace import Namespace
 
 WORTH_WAITING_TOKENS = 32
 MAX_LOOKED_AT = 128  # requests tried per batch: the price of a long queue is bounded

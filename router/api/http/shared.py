@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from common.rpc import join_address
 from router.api.http.room import Room

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import replace
 
-from common.sampling import SamplingParams
+from common.requests.sampling import SamplingParams
 from router.api.openai.problems import Refusal
 from router.api.openai.strangers import Ignored
 from router.requests.wanted import UNLIMITED, Prompt, Together, Wanted, any_seed

@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from common.errors import ServingError
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.api.http.request import Request
 from router.api.openai import problems

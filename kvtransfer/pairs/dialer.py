@@ -26,11 +26,11 @@ from common.errors import (
     ServingError,
     Unauthenticated,
 )
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics
-from kvtransfer import wire
-from kvtransfer.pair_streams import PairStreams
 from kvtransfer.pairing import Hello
+from kvtransfer.pairs import wire
+from kvtransfer.pairs.streams import PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.leash import leashed
+from common.process.leash import leashed
 
 
 class Child:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import grpc
 
-from common import pem
 from common.config import TlsConfig
 from common.errors import ConfigError
 from common.logs import kv
+from common.tls import pem
 from common.watched_files import AGAIN_S, WatchedFiles
 
 log = logging.getLogger(__name__)

@@ -23,12 +23,11 @@ from common.errors import (
     ProtocolViolation,
     ServingError,
 )
-from common.log_throttle import Throttle, ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
 from common.node.lanes import Lane
 from common.node.streams import Outgoing
-from kvtransfer import wire
 from kvtransfer.front_messages import (
     EngineBeat,
     LocalHello,
@@ -43,6 +42,7 @@ from kvtransfer.front_messages import (
 )
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import Hello
+from kvtransfer.pairs import wire
 from protos import kvtransfer_pb2
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 from common.errors import QueueTooLong
-from common.waiting_line import Place, WaitingLine
+from common.queueing.waiting_line import Place, WaitingLine
 
 FIRST_SAMPLES = 2  # of a start: what is compiled and allocated then comes once
 ENOUGH_SAMPLES = 8  # before these nothing is said

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from common.errors import LayoutMismatch
-from kvtransfer.admissions import Admissions
 from kvtransfer.backends.base import Ints, Owner
 from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open
 from kvtransfer.pairing import Hello, compare
@@ -16,8 +15,9 @@ from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.transfer import Outlet
-from kvtransfer.untaken import MAX_TOKENS, Untaken
+from kvtransfer.transfer.admissions import Admissions
+from kvtransfer.transfer.thread import Outlet
+from kvtransfer.transfer.untaken import MAX_TOKENS, Untaken
 
 CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled to be connected to
 

@@ -8,13 +8,13 @@ import math
 from typing import TypeAlias
 
 from common.errors import InvalidRequest, ProtocolViolation
-from common.namespace import check_namespace
-from common.sampling import MAX_TOKEN_ID
-from common.sampling import from_proto as sampling_from_proto
-from common.sampling import to_proto as sampling_to_proto
-from common.timeline import PrefillTimes
+from common.requests.namespace import check_namespace
+from common.requests.sampling import MAX_TOKEN_ID
+from common.requests.sampling import from_proto as sampling_from_proto
+from common.requests.sampling import to_proto as sampling_to_proto
+from common.requests.timeline import PrefillTimes
+from common.requests.trial import MAX_DEATHS
 from common.tracing.context import checked
-from common.trial import MAX_DEATHS
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,

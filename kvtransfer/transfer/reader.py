@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from common.config import TransferConfig
 from common.errors import LayoutMismatch, TransferError
-from common.log_throttle import Throttle, ThrottledLog
 from common.logs import kv
+from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
-from kvtransfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import DataPath, Hello, compare
 from kvtransfer.ports import ReaderCommand, ReaderEvent
@@ -28,8 +27,9 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.read_meter import ReadMeter
-from kvtransfer.transfer import Outlet
+from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.thread import Outlet
 
 log = logging.getLogger(__name__)
 

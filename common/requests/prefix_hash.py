@@ -1,8 +1,8 @@
 """The name of a prefix of a prompt, alike on every machine: 64 bits.
 
-It is the XXH3 of the prefix's namespace (common/namespace.py) and its token ids as little-endian
-int32. A page of a prefix cache is named by the prefix that it ends. That serves to find what is
-probably cached where; whoever reuses KV compares namespaces and tokens.
+It is the XXH3 of the prefix's namespace (namespace.py) and its token ids as little-endian int32.
+A page of a prefix cache is named by the prefix that it ends. That serves to find what is probably
+cached where; whoever reuses KV compares namespaces and tokens.
 """
 
 import sys
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64
 
-from common.namespace import SHARED, Namespace
+from common.requests.namespace import SHARED, Namespace
 
 BYTES_PER_TOKEN = 4
 

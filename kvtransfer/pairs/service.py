@@ -17,10 +17,10 @@ from common.errors import (
 )
 from common.identity.caller import Caller, node_name
 from common.identity.guard import Guard
-from kvtransfer import wire
 from kvtransfer.messages import Failed
-from kvtransfer.pair_streams import PairStream, PairStreams
 from kvtransfer.pairing import Hello
+from kvtransfer.pairs import wire
+from kvtransfer.pairs.streams import PairStream, PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
 HELLO_S = 5.0

@@ -1,0 +1,1 @@
+"""How long who waits has to wait."""

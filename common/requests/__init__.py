@@ -1,0 +1,1 @@
+"""What router and nodes alike know of a request."""

@@ -1,0 +1,24 @@
+"""Addresses of servers: host:port."""
+
+import re
+
+from common.errors import InvalidRequest
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(address: str) -> str:
+    """Returns `address` if it is host:port, and nothing else that gRPC would resolve.
+
+    Raises:
+        InvalidRequest: otherwise.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise InvalidRequest(f"not an address of the form host:port: {address[:100]!r}")
+    return address

@@ -1,0 +1,191 @@
+"""Services: error mapping, tolerant decoding, and who may call.
+
+A service added with `add_service` never sees bytes that are no message: the caller gets
+INVALID_ARGUMENT, where grpcio alone would answer UNKNOWN. Nor does it see a caller that its guard
+does not let in, of whom nothing is received. Its methods simply raise ServingError; the status goes
+out with the sentence.
+"""
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from common.errors import InvalidRequest, ServingError
+from common.identity.caller import ANYBODY
+from common.logs.throttle import Throttle, ThrottledLog
+from common.rpc.wire_fields import MAX_FIELDS, FieldCounter
+
+log = logging.getLogger(__name__)
+
+
+log_of_faults = ThrottledLog(log, Throttle())  # a bug that strangers can reach is no flood of lines
+
+S = TypeVar("S")
+
+# Given the context of a call: who makes it, as its servicer knows callers. Raises ServingError.
+Admit: TypeAlias = Callable[[Any], Awaitable[Any]]
+
+
+class Guard(Protocol):
+    """Who may make calls, asked before anything that a caller says is received."""
+
+    def of(self, method: str) -> Admit:
+        """
+        Args:
+            method: its full name.
+        Raises:
+            KeyError: there is no rule for it.
+        """
+
+
+class Admitted:
+    """The context of a call, and who has made it."""
+
+    def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]", caller: Any) -> None:
+        self.caller = caller
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+@asynccontextmanager
+async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
+    """Ends the call with the status and sentence of a ServingError raised inside. Any other
+    exception is our fault: it goes to the log, and the caller gets INTERNAL."""
+    try:
+        yield
+    except ServingError as error:
+        await context.abort(error.status, str(error))
+    except grpc.aio.BaseError:
+        raise
+    except NotImplementedError:  # of generated code: a method that a library's servicer leaves out
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
+    except Exception as error:
+        log_of_faults.error("a call failed by a fault of this program", exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see this program's log")
+
+
+class _Recorder:
+    """Stands in for a server while generated code registers a service."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, Mapping[str, Any]] = {}
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.services[service] = handlers
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """The same methods again."""
+
+
+def add_service(
+    server: grpc.aio.Server,
+    add: Callable[[S, Any], None],
+    servicer: S,
+    guard: Guard | None = None,
+    *,
+    max_fields: int = MAX_FIELDS,
+) -> tuple[str, ...]:
+    """Registers a service, with a guard, tolerant decoding and `rpc_errors` around every method.
+    Methods are given an `Admitted` for a context.
+
+    Args:
+        add: the generated `add_XServicer_to_server`.
+        guard: None: callers are not asked who they are.
+        max_fields: of one message; what has more is refused before it is parsed.
+    Returns:
+        The full names of what was registered, for reflection and health.
+    Raises:
+        KeyError: the guard knows no rule for a method.
+    """
+    recorder = _Recorder()
+    add(servicer, recorder)
+    for service, handlers in recorder.services.items():
+        guarded = {
+            name: _guarded(handler, _admission(handler, guard, f"/{service}/{name}"), max_fields)
+            for name, handler in handlers.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, guarded),))
+    return tuple(recorder.services)
+
+
+def _admission(handler: Any, guard: Guard | None, method: str) -> Admit:
+    if guard is not None:
+        return guard.of(method)
+    return _nobody_asked_at_once if handler.request_streaming else _nobody_asked
+
+
+async def _nobody_asked(_context: Any) -> Any:
+    return ANYBODY
+
+
+async def _nobody_asked_at_once(context: Any) -> Any:
+    """A caller that says nothing before it has seen a proof learns at once that there is none."""
+    await context.send_initial_metadata(())
+    return ANYBODY
+
+
+def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:
+    """Of streams both ways, whatever the method has: no other kind of handler is asked before a
+    message has come. On the wire they are alike."""
+    parse = _bounded(handler.request_deserializer, max_fields)
+    behavior = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+
+    async def method(incoming: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        async with rpc_errors(context):
+            admitted = Admitted(context, await admit(context))
+            if handler.request_streaming:
+                answer = behavior(_messages(parse, incoming), admitted)
+            else:
+                answer = behavior(await _message(parse, incoming), admitted)
+            if inspect.isasyncgen(answer):
+                async with aclosing(answer):
+                    async for reply in answer:
+                        await context.write(reply)
+            elif handler.response_streaming:
+                await answer  # it writes its replies itself
+            else:
+                await context.write(await answer)
+
+    # Without a deserialiser it gives bytes.
+    return grpc.stream_stream_rpc_method_handler(method, None, handler.response_serializer)
+
+
+def _bounded(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
+    """
+    Args:
+        parse: `FromString` of a message's class.
+    """
+    fields = FieldCounter(parse.__self__.DESCRIPTOR, max_fields)
+
+    def parsed(data: bytes) -> Any:
+        if fields.exceeded(data):
+            raise InvalidRequest(f"the message has more than {max_fields} fields")
+        try:
+            return parse(data)
+        except (DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(
+                "not a message of this method: a field is malformed, or a string is not UTF-8"
+            ) from error
+
+    return parsed
+
+
+async def _message(parse: Callable[[bytes], Any], incoming: AsyncIterator[bytes]) -> Any:
+    async for data in incoming:
+        return parse(data)
+    raise InvalidRequest("the call came without a message")
+
+
+async def _messages(parse: Callable[[bytes], Any], incoming: AsyncIterator[bytes]) -> Any:
+    async for data in incoming:
+        yield parse(data)

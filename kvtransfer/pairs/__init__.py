@@ -1,0 +1,1 @@
+"""The streams between fronts, one for each pair of nodes: dialled, served, and what crosses."""

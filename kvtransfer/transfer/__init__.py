@@ -1,0 +1,1 @@
+"""The transfer thread of an engine process, with what it runs at either end of a pair."""
