@@ -1,11 +1,37 @@
-"""A failed test of a shared cluster shows what its programs said."""
+"""A model of noise, and what it answers; a failed test of a shared cluster shows what its programs
+said."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.integration.oracle import Oracle, oracle
+from tests.support.cluster import RIGS, Cluster, Rig
+from tests.support.noise_model import write
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("noise") / "model"
+    write(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def known(model: Path) -> Oracle:
+    return oracle(model)
+
+
+@pytest.fixture(params=RIGS)
+def make(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Callable[..., Cluster]:
+    rig: Rig = request.param
+
+    def make_cluster(**how: object) -> Cluster:
+        return Cluster(model, tmp_path, rig=rig, **how)  # type: ignore[arg-type]
+
+    return make_cluster
 
 
 @pytest.hookimpl(wrapper=True)

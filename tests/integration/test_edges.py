@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from tests.integration.oracle import Oracle, oracle
+from tests.integration.oracle import Oracle
 from tests.support.cluster import RIGS, Cluster, Rig
-from tests.support.noise_model import SPECIAL_TOKENS, write
+from tests.support.noise_model import SPECIAL_TOKENS
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -25,18 +25,6 @@ NUM_PAGES = 64  # fewer tokens than the context has: a prompt can fit the one an
 CONTEXT = 8192
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
 EOS = VOCABULARY - 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo") / "model"
-    write(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def known(model: Path) -> Oracle:
-    return oracle(model)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RIGS)

@@ -5,13 +5,11 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.integration.oracle import Oracle, oracle
-from tests.support.cluster import RIGS, Cluster, Node, Rig, held
-from tests.support.noise_model import write
+from tests.integration.oracle import Oracle
+from tests.support.cluster import Cluster, Node, held
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -21,28 +19,6 @@ MID_ANSWER = 200  # tokens: when five are out, it is far from its end
 _LENGTH = {"max_tokens": MID_ANSWER, "ignore_eos": True}
 # A frozen node is taken for dead after 5 s; where a test kills it, death shall be what is seen.
 PATIENT = "--transfer.missed-beats=60"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo") / "model"
-    write(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def known(model: Path) -> Oracle:
-    return oracle(model)
-
-
-@pytest.fixture(params=RIGS)
-def make(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Callable[..., Cluster]:
-    rig: Rig = request.param
-
-    def make_cluster(**how: object) -> Cluster:
-        return Cluster(model, tmp_path, rig=rig, **how)  # type: ignore[arg-type]
-
-    return make_cluster
 
 
 def _prompts(count: int, length: int = 50) -> list[list[int]]:

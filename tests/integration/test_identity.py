@@ -23,20 +23,12 @@ from protos.kvtransfer_pb2_grpc import KvTransferStub
 from protos.node_pb2 import AbortRequest, DrainRequest, FlushCacheRequest, WatchCacheRequest
 from protos.node_pb2_grpc import NodeStub
 from tests.support.cluster import Cluster, Node, free_ports
-from tests.support.noise_model import write
 from tests.support.programs import ROOT, Program
 from tests.support.scrapes import scraped, value
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 PROMPT = [1, 2, 3, 4, 5] * 20
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("noise") / "model"
-    write(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,12 @@ import pytest
 from common.requests.trial import GUILTY
 from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, Cluster, Node
-from tests.support.noise_model import write
 from tests.support.poisoned.sitecustomize import POISON
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_TOKENS = 120
 PROMPT = 40  # tokens
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo") / "model"
-    write(directory)
-    return directory
 
 
 def _innocent(number: int) -> list[int]:

@@ -3,41 +3,17 @@
 import asyncio
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.integration.oracle import Oracle, oracle
-from tests.support.cluster import RIGS, Cluster, Node, Rig
-from tests.support.noise_model import write
+from tests.integration.oracle import Oracle
+from tests.support.cluster import Cluster, Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 # Longer than an owner waits for a reader's beats (5 s), shorter than a router for a node's (10 s).
 PAUSE_S = 6.5
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo") / "model"
-    write(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def known(model: Path) -> Oracle:
-    return oracle(model)
-
-
-@pytest.fixture(params=RIGS)
-def make(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Callable[..., Cluster]:
-    rig: Rig = request.param
-
-    def make_cluster(**how: object) -> Cluster:
-        return Cluster(model, tmp_path, rig=rig, **how)  # type: ignore[arg-type]
-
-    return make_cluster
 
 
 def _prompts(count: int, length: int) -> list[list[int]]:

@@ -14,7 +14,6 @@ from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support.cluster import Cluster
 from tests.support.http_client import get, post
-from tests.support.noise_model import write
 from tests.support.otlp_collector import Collector, Span, collecting
 
 pytestmark = pytest.mark.slow
@@ -37,13 +36,6 @@ DECODE_PHASES = {
     "running",
 }
 PREFILL_PHASES = {"bootstrap_queue", "waiting_queue", "prefill"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo") / "model"
-    write(directory)
-    return directory
 
 
 def _cluster(model: Path, logs: Path, router: str, nodes: str, *flags: str) -> Cluster:
