@@ -27,7 +27,13 @@ def hold_little() -> None:
 
 async def keep_trimming() -> None:
     """Gives back what is free inside of arenas, now and then, without end."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:
+    while True:
         await asyncio.sleep(_TRIM_EVERY_S)
-        await asyncio.to_thread(trim, 0)
+        await asyncio.to_thread(trim)
+
+
+def trim() -> None:
+    """Gives back what is free inside of arenas."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

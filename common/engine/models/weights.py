@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.allocator import trim
 from common.config import Quantize
 from common.engine.models.checkpoint import Checkpoint, own_copy
 from common.engine.models.linear import Form, Linear, form_of
@@ -199,7 +200,7 @@ def _load_layer(prefix: str, reader: _Reader) -> LayerWeights:
         field: reader.read_norm(f"{prefix}{name}.weight")
         for field, name in _norm_names(reader.spec).items()
     }
-    return LayerWeights(
+    layer = LayerWeights(
         input_norm=norms["input_norm"],
         qkv=reader.linear(*(f"{attention}{name}_proj" for name in "qkv")),
         q_norm=reader.read_norm_if_any(f"{attention}q_norm.weight"),
@@ -211,3 +212,5 @@ def _load_layer(prefix: str, reader: _Reader) -> LayerWeights:
         down=reader.linear(f"{mlp}down_proj"),
         mlp_post_norm=norms.get("mlp_post_norm"),
     )
+    trim()  # what packing and widening have left between the matrices that stay
+    return layer

@@ -15,7 +15,7 @@ _LARGEST = 127.0
 _ZERO = 128  # the byte that stands for an input of 0: the processor takes unsigned ones
 _ROUNDING = torch.tensor(_ZERO + 0.5)
 _SMALLEST = torch.tensor(1e-30)  # scale of a row of zeros
-_BLOCK_NUMBERS = 1 << 22  # quantised at a time: what is wide is small
+_BLOCK_NUMBERS = 1 << 19  # quantised at a time: what is wide is small
 
 
 @dataclass(frozen=True, slots=True, eq=False)

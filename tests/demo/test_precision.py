@@ -1,0 +1,100 @@
+"""The demo model in fewer bits answers as well as in float32: within half a point."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from cli.demo import DIRECTORY
+from cli.demo.evaluate import CASES, Case
+from cli.demo.tasks import Exchange
+from common.engine.models import Model, load
+from common.engine.models.linear import onednn
+from tests.support.steps import Steps
+
+HALF_A_POINT = 0.005
+BATCH_TOKENS = 4096
+PAGE = 16
+int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
+FORMS = [
+    pytest.param(torch.bfloat16, "none", id="bfloat16"),
+    pytest.param(torch.bfloat16, "int8", id="int8", marks=int8),
+]
+
+
+def load_demo(dtype: torch.dtype, quantize: str) -> Model:
+    return load(DIRECTORY, torch.device("cpu"), dtype, quantize)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Model:
+    return load_demo(torch.float32, "none")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DIRECTORY)
+
+
+def num_right(model: Model, tokenizer, exchanges: Sequence[Exchange]) -> int:
+    """Greedy answers through the engine that are right to their end."""
+
+    def encoded(texts: list[str]) -> list[list[int]]:
+        encode = tokenizer.backend_tokenizer.encode_batch_fast
+        return [text.ids for text in encode(texts, add_special_tokens=False)]
+
+    prompts = encoded([exchange.prompt for exchange in exchanges])
+    answers = [
+        [*ids, tokenizer.eos_token_id]
+        for ids in encoded([exchange.answer for exchange in exchanges])
+    ]
+    longest = max(map(len, answers))
+    context = -(-(max(map(len, prompts)) + longest + 1) // PAGE) * PAGE
+    num_slots = max(1, BATCH_TOKENS // context)
+    steps = Steps(model, page_size=PAGE, num_slots=num_slots, context_length=context)
+    right = 0
+    for start in range(0, len(exchanges), num_slots):
+        batch = slice(start, start + num_slots)
+        slots = [steps.add(prompt) for prompt in prompts[batch]]
+        ends = map(len, prompts[batch])
+        steps.launch([(slot, 0, end) for slot, end in zip(slots, ends, strict=True)])
+        for _ in range(longest - 1):
+            steps.decode(*slots)
+        steps.settle()
+        for slot, prompt, answer in zip(slots, prompts[batch], answers[batch], strict=True):
+            generated = steps.remove(slot)[len(prompt) :]
+            right += generated[: len(answer)] == answer
+    steps.close()
+    return right
+
+
+def drawn(case: Case, num_prompts: int) -> list[Exchange]:
+    random = Random(f"precision {case.what}")
+    return [case.draw(random) for _ in range(num_prompts)]
+
+
+@pytest.mark.parametrize("dtype, quantize", FORMS)
+def test_short_tasks_are_answered_as_well_as_in_float32(exact, tokenizer, dtype, quantize):
+    short = [case for case in CASES if "tokens" not in case.what or "64 tokens" in case.what]
+    model = load_demo(dtype, quantize)
+    difference = total = 0
+    for case in short:
+        exchanges = drawn(case, 60)
+        difference += num_right(exact, tokenizer, exchanges)
+        difference -= num_right(model, tokenizer, exchanges)
+        total += len(exchanges)
+    assert abs(difference) <= HALF_A_POINT * total
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype, quantize", FORMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_every_task_is_answered_as_well_as_in_float32(exact, tokenizer, case, dtype, quantize):
+    exchanges = drawn(case, case.num_prompts)
+    right = num_right(load_demo(dtype, quantize), tokenizer, exchanges)
+    expected = num_right(exact, tokenizer, exchanges)
+    print(f"{case.what}: {right} of {len(exchanges)}, in float32 {expected}")
+    assert abs(right - expected) <= HALF_A_POINT * len(exchanges)

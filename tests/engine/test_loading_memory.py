@@ -1,0 +1,68 @@
+"""Loading takes little more memory at its height than what stays, and what stays was told."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.engine.models import read_spec
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.linear import onednn
+from common.engine.models.weights import weight_bytes
+from tests.support.checkpoints import make_checkpoint
+from tests.support.programs import ROOT
+
+MOST = 1.15  # of the weights, with the pages of the file that are mapped meanwhile
+SLACK_BYTES = 24 << 20  # of a fresh process: what torch sets up with its first products
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+# In a process of its own, so that the height is that of loading.
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from common.engine.models import load
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+torch.set_num_threads(1)
+before = status("VmRSS")
+model = load(Path(sys.argv[1]), torch.device("cpu"), torch.bfloat16, sys.argv[2])
+print(status("VmHWM") - before, status("VmRSS") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = make_checkpoint(tmp_path_factory.mktemp("model"), **SIZES)
+    path = made / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    return made
+
+
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        "none",
+        pytest.param(
+            "int8",
+            marks=pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here"),
+        ),
+    ],
+)
+def test_loading_takes_at_its_height_what_stays_and_a_little_more(directory, quantize):
+    said = weight_bytes(
+        Checkpoint(directory), read_spec(directory), torch.device("cpu"), torch.bfloat16, quantize
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD, directory, quantize],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=150,
+    )
+    height, stays = map(int, loaded.stdout.split())
+    assert height <= MOST * said + SLACK_BYTES
+    assert abs(stays - said) <= 0.05 * said + SLACK_BYTES

@@ -1,0 +1,61 @@
+"""How far a model in fewer bits is from itself in float32, fed the same tokens."""
+
+import pytest
+import torch
+
+from common.engine.models import Model, load
+from common.engine.models.linear import onednn
+from tests.support.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
+from tests.support.steps import Steps
+
+CPU = torch.device("cpu")
+int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
+# Largest and usual (root mean square) error of a logit, in standard deviations of the logits.
+BOUNDS = [
+    pytest.param(torch.bfloat16, "none", 0.25, 0.05, id="bfloat16"),
+    pytest.param(torch.bfloat16, "int8", 0.6, 0.1, id="int8", marks=int8),
+    pytest.param(torch.float32, "int8", 0.6, 0.1, id="int8 of float32", marks=int8),
+]
+
+
+class Recorder:
+    """A model that keeps the logits it gave."""
+
+    def __init__(self, model: Model) -> None:
+        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.seen: list[torch.Tensor] = []
+        self._model = model
+
+    def forward(self, batch, pool, future_tokens):
+        return self._model.forward(batch, pool, future_tokens)
+
+    def logits(self, hidden):
+        logits = self._model.logits(hidden)
+        self.seen.append(logits.float().clone())
+        return logits
+
+
+def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
+    """Of chunks' last tokens, and of every token from 100 on."""
+    recorder = Recorder(model)
+    steps = Steps(recorder, overlap=False)
+    slot = steps.add(tokens)
+    ends = [1, 16, 30, 33, 99, *range(100, len(tokens) + 1)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        steps.launch([(slot, start, end)])
+    steps.close()
+    return torch.cat(recorder.seen)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype, quantize, largest, usual", BOUNDS)
+def test_logits_of_the_same_tokens_stay_near_those_of_float32(
+    tmp_path, dtype, quantize, largest, usual, architecture
+):
+    directory = make_checkpoint(tmp_path, architecture)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY_SIZE, (150,), generator=generator).tolist()
+    exact = logits_of(load(directory, CPU, torch.float32), tokens)
+    error = (logits_of(load(directory, CPU, dtype, quantize), tokens) - exact) / exact.std()
+    assert error.abs().max() <= largest
+    assert error.square().mean().sqrt() <= usual
