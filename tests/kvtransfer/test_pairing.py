@@ -1,12 +1,17 @@
 """Which nodes may pair, and what the others are told."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from common.config import CacheConfig, EngineConfig, Quantize
+from common.engine.build import build
+from common.engine.models.linear import onednn
 from common.errors import LayoutMismatch
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region, compare
+from tests.support.checkpoints import make_checkpoint
 
 OURS = Hello(
     instance=1,
@@ -76,3 +81,21 @@ def test_every_difference_is_told() -> None:
     text = str(refusal.value)
     assert text.startswith("there:1 cannot pair: ")
     assert all(f"{field} is" in text for field in ("model", "page_size", "protocol_version"))
+
+
+@pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
+def test_nodes_of_one_model_in_different_bits_do_not_pair(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path)
+
+    def fingerprint(quantize: Quantize) -> dict[str, str]:
+        config = EngineConfig(
+            model=str(directory), device="cpu", quantize=quantize, cache=CacheConfig(num_pages=8)
+        )
+        engine = build(config)
+        engine.stream.close()
+        return engine.fingerprint
+
+    plain = msgspec.structs.replace(OURS, fingerprint=fingerprint("none"))
+    compare(plain, theirs(fingerprint=fingerprint("none")))
+    with pytest.raises(LayoutMismatch, match=r"quantize is 'none' here and 'int8' there\."):
+        compare(plain, theirs(fingerprint=fingerprint("int8")))
