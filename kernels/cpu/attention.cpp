@@ -24,17 +24,18 @@ struct Pages {  // one layer of the pool, and a batch's rows in it; strides in e
     }
 };
 
-// A run of keys of one page, or of their values, and the next one, which is worth fetching early:
+// A run of keys of one page, or of their values, and the next page's, which is worth fetching early:
 // pages lie anywhere, and a processor foresees no jump.
 template <class T>
 struct Run {
     const T *start, *next;
     int64_t stride, count;
 
-    const T* token(int64_t place, int64_t size) const {
+    void fetch_ahead(int64_t place, int64_t size) const {
         const char* ahead = (const char*)(next + place * stride);
-        for (int64_t i = 0; i < size * (int64_t)sizeof(T); i += 64) __builtin_prefetch(ahead + i);
-        return start + place * stride;
+        // Not into the nearest cache: a core waits for few lines that are on their way there.
+        for (int64_t i = 0; i < size * (int64_t)sizeof(T); i += 64)
+            __builtin_prefetch(ahead + i, 0, 2);
     }
 };
 
@@ -46,12 +47,13 @@ inline void each_run(
 ) {
     const int32_t* ids = pages.page_ids + pages.page_starts[row];
     const T* own = kv + head * pages.head_stride + values * pages.kv_stride;
+    const int64_t last = (end - 1) / pages.page_size;
     while (first < end) {
         int64_t page = first / pages.page_size, offset = first % pages.page_size;
         int64_t count = std::min(pages.page_size - offset, end - first);
-        bool last = first + count == end;
+        int64_t next = std::min(page + 1, last);
         work(Run<T>{own + ids[page] * pages.page_stride + offset * pages.token_stride,
-                    own + ids[page + !last] * pages.page_stride, pages.token_stride, count});
+                    own + ids[next] * pages.page_stride, pages.token_stride, count});
         first += count;
     }
 }
@@ -75,7 +77,8 @@ void attend_piece(
     int64_t place = 0;
     each_run(kv, pages, row, head, 0, first, end, [&](Run<T> keys) {
         for (int64_t key = 0; key < keys.count; key++, place++) {
-            const T* k = keys.token(key, size);
+            const T* k = keys.start + key * keys.stride;
+            keys.fetch_ahead(key, size);
             Lanes products[G] = {};
             spans(size, [&](int64_t i, auto count) {
                 Lanes values = load(k + i, count);
@@ -109,7 +112,8 @@ void attend_piece(
             for (int g = 0; g < G; g++)
                 for (int t = 0; t < TILE; t++) tile[g][t] = widened(sums[g] + i + t * WIDTH);
             for (int64_t key = 0; key < values.count; key++) {
-                const T* v = values.token(key, size) + i;
+                const T* v = values.start + key * values.stride + i;
+                if (i == 0) values.fetch_ahead(key, size);
                 for (int t = 0; t < TILE; t++) {
                     Lanes value = load(v + t * WIDTH, TILE == 1 ? size - i : WIDTH);
                     for (int g = 0; g < G; g++) tile[g][t] += value * scores[g][place + key];

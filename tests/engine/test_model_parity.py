@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from common.engine.models import Model, load
+from kernels import device
+from kernels.cpu.compiler import NotCompiled, cache_directory, library
+from kernels.cpu.operators import Operators
 from tests.support.checkpoints import (
     ARCHITECTURES,
     VOCABULARY_SIZE,
@@ -91,6 +94,18 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(params=["torch", "compiled"])
+def operations(request, monkeypatch):
+    """Whose operations stand beside the products of matrices."""
+    if request.param == "torch":
+        return
+    try:
+        operators = Operators(library(cache_directory(), lambda: None))
+    except NotCompiled as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(device, "compiled", lambda tensor: operators)
+
+
 def prompt(length, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
@@ -114,7 +129,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, variant):
+def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, variant, operations):
     architecture, overrides = VARIANTS[variant]
     directory = make_checkpoint(tmp_path, architecture, **overrides)
     tokens = prompt(150)
@@ -134,7 +149,7 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, v
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size):
+def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size, operations):
     directory = make_checkpoint(tmp_path, architecture)
     lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]

@@ -80,6 +80,35 @@ def test_production_shapes(
     Case(rows, dtype=dtype, **shape).check(window, soft_cap, atol=tolerance, rtol=tolerance)
 
 
+def test_long_rows_are_taken_in_pieces(implementation):
+    """Around several pieces of keys, with windows that begin inside one."""
+    rows = [(1, 1300), (1, 512), (1, 513), (1, 3), (1, 1024)]
+    case = Case(rows, heads=7, kv_heads=1, head_dim=24, page_size=32)
+    case.q *= 5
+    case.check()
+    case.check(600)
+
+
+def test_a_query_that_is_not_finite_shows(implementation):
+    """Or a row whose forward has failed would get a token."""
+    case = Case([(1, 40), (1, 20)])
+    case.q[0, 0, 3] = float("nan")
+    head_dim = case.q.shape[2]
+    assert case.attend()[0, :head_dim].isnan().all()
+    assert not case.attend()[1].isnan().any()
+
+
+def test_a_row_is_the_same_whoever_shares_its_step(operators, monkeypatch):
+    monkeypatch.setattr(device, "compiled", lambda tensor: operators)
+    case = Case([(1, 1300), (1, 700), (1, 20)], head_dim=32)
+    together = case.attend()
+    for row in range(3):
+        case.q = case.q.clone()
+        others = [other for other in range(3) if other != row]
+        case.q[others] = torch.randn_like(case.q[others])
+        assert torch.equal(case.attend()[row], together[row])
+
+
 def test_wrong_arguments_are_refused(implementation):
     case = Case([(1, 5), (1, 6)])
     with pytest.raises(ValueError, match="page_starts"):
