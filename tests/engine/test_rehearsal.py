@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

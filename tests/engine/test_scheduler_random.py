@@ -10,6 +10,8 @@ from common.engine.rows.request import FinishReason, Request
 from common.requests.namespace import namespace_of
 from tests.support.engine_rig import VOCABULARY, Rig
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 MAX_STEPS = 20000
 

@@ -15,6 +15,8 @@ from kernels.sampling import (
 )
 from tests.kernels.conftest import DEVICE
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 11
 
 

@@ -32,6 +32,8 @@ from common.config import TransferConfig
 from tests.kvtransfer.search import search
 from tests.kvtransfer.sides import Plan
 
+pytestmark = pytest.mark.slow
+
 PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
 SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
 

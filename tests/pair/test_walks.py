@@ -13,6 +13,8 @@ from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 from tests.support.timeline_laws import check
 
+pytestmark = pytest.mark.slow
+
 NUM_ACTIONS = 70
 MAX_LIVE = 16
 MAX_TOKENS = 40
