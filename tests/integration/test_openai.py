@@ -44,7 +44,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def _nothing_stays(cluster: Cluster) -> AsyncIterator[None]:
     yield
-    await cluster.until_nothing_is_held(5.0)
+    await cluster.until_nothing_is_held()
 
 
 def _prompts(count: int) -> list[list[int]]:
@@ -155,7 +155,7 @@ async def test_a_client_that_leaves_frees_what_its_request_held(
         prompt="x", stream=True, **{**WHOLE, "max_tokens": 5000}
     ) as stream:
         await anext(aiter(stream))
-    await cluster.until_nothing_is_held(5.0)
+    await cluster.until_nothing_is_held()
     assert (await node.describe()).counters["generated_tokens"] < before + 5000
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -286,9 +285,7 @@ def test_wrong_configuration_found_by_the_engine_is_one_line_and_exit_code_2(sta
 @pytest.mark.parametrize("flag", ["port", "metrics_port", "health_port"])
 def test_a_second_node_on_a_port_gives_one_line_and_exit_code_2(start_node, flag):
     # Seen failing with grpc.so_reuseport at its default: the second node served beside the first.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     first = start_node(**{flag: port})
     second = start_node(**{flag: port}, ready=False)
     assert second.exit_code() == 2
@@ -338,9 +335,7 @@ def test_reflection_lists_and_describes_every_service_under_both_of_its_names(st
 
 
 def test_metrics_are_served_over_http(start_node):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     node = start_node(metrics_port=port)
     with RouterEnd(node.address()) as router:
         router.send(submit(1, [1], 100_000), submit(2, []))

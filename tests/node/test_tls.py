@@ -182,7 +182,7 @@ def test_files_that_are_good_a_little_later_are_used_then(authority, tmp_path):
     config = authority.write(tmp_path)
     certificates = tls.Certificates(config, "--front.tls", again_s=0.01)
     old = certificates.current()
-    authority.write(tmp_path, not_before=datetime.now(UTC) + timedelta(seconds=2))
+    authority.write(tmp_path, not_before=datetime.now(UTC) + timedelta(seconds=4))
     assert certificates.current() is old
     eventually(lambda: certificates.current() is not old)
     assert certificates.current().cert == config.cert.read_bytes()

@@ -14,6 +14,7 @@ import pytest
 from common import rpc
 from protos.decode_pb2 import FINISH_REASON_STOP
 from tests.router.rig import Client, collect, failure
+from tests.support.cluster import free_ports
 from tests.support.http_client import connected, post, request
 from tests.support.programs import ROOT, Program
 from tests.support.stub_decode_node import StubDecodeNode
@@ -66,18 +67,12 @@ def test_the_router_loads_neither_torch_nor_transformers() -> None:
 
 
 def scraped(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         return str(response.read(), "utf-8")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 async def test_metrics_count_requests_and_tokens(model: Path, programs: list[Program]) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     async with StubDecodeNode() as node:
         arguments = ("--decode", node.address, *ANY_PORTS, "--metrics-port", str(port))
         router = Program("router", "--model", str(model), *arguments)
