@@ -201,7 +201,10 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
 def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
     prompts = PROMPT[:48], PROMPT[16:64]
     with PairRig(known.loaded, scheduler={"max_waiting_tokens": 60}) as rig:
+        (decode,) = rig.decode
         asked = [rig.ask(prompt) for prompt in prompts]
+        rig.until(lambda: decode.count("handoffs_opened") == 2, "both are opened", decode)
+        rig.settle()
         rig.run()
         for one, prompt in zip(asked, prompts, strict=True):
             assert one.tokens == known.greedy(prompt, 8)
