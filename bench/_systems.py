@@ -52,7 +52,7 @@ class System:
         for node in await self.nodes():
             names = (f"{node.role} {part}" for part in _PARTS)
             pids |= dict(zip(names, node.pids, strict=False))  # no pids: it is unreachable
-        return {name: _cpu_seconds(pid) for name, pid in pids.items()}
+        return {name: cpu_seconds_of(pid) for name, pid in pids.items()}
 
 
 @contextlib.asynccontextmanager
@@ -187,7 +187,7 @@ def _free_addresses(count: int) -> list[str]:
         return [f"{plan.HOST}:{sock.getsockname()[1]}" for sock in sockets]
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds_of(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = int(fields[11]), int(fields[12])
     return (user + system) / os.sysconf("SC_CLK_TCK")

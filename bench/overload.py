@@ -13,6 +13,8 @@ capacity; who is refused hears so within 50 ms; 2 s afterwards all is as before.
 """
 
 import argparse
+import asyncio
+import contextlib
 import dataclasses
 import shlex
 import tempfile
@@ -27,7 +29,7 @@ import grpc.aio
 import uvloop
 
 from bench._record import emit, percentiles, say, table
-from bench._systems import System, serving
+from bench._systems import System, cpu_seconds_of, serving
 from common.rpc import make_channel
 from loadtest.lengths import Lengths
 from loadtest.load import Load, poisson, until
@@ -51,6 +53,7 @@ CLASSES = {"short": 6.0, "usual": 12.0, "long": 24.0}  # budgets in seconds
 PATIENT = "patient"
 BUDGETS_S = {**CLASSES, PATIENT: 600.0}
 SHARES = ("usual", "short", "usual", "long")  # of arrivals, in turn
+RAMP_S = 3.0  # of each load, in which no answers are counted: the first ones are under way
 PROMPT_S = 0.05  # within which a refusal must be told
 REFUSED = "RESOURCE_EXHAUSTED"
 MORE = 1.05  # times as many answers; else there is no use in more callers
@@ -67,6 +70,7 @@ COLUMNS = {
     "p99 ": "{refusal_ms[p99]:.1f}",
     "late": "{late}",
     "failed": "{failed}",
+    "node cores": "{node_cores:.2f}",
 }
 
 
@@ -113,6 +117,9 @@ async def _run(options: argparse.Namespace) -> None:
     met = _goals(rows, normal_s)
     for name, (value, goal) in met.items():
         say(f"{name}: {value:.2f} (goal {goal:g})")
+    per_core = [row["good_per_s"] / row["node_cores"] for row in (rows[0], rows[2])]
+    share = per_core[1] / per_core[0]
+    say(f"answers in time for each second of the nodes' CPU, against capacity: {share:.2f}")
     say(
         f"the router waited {rows[2]['router_waited_s']:.1f} s for a core in the overload and after"
     )
@@ -153,21 +160,26 @@ async def _measure(
     async with make_channel(system.target) as channel:
         caller = Caller(channel)
         patient, jobs = _jobs(options, (PATIENT,)), _jobs(options, SHARES)
-        found = await _capacity(caller, patient, options.streams, seconds / 2)
+        pids = [pid for node in await system.nodes() for pid in node.pids]
+        found = await _capacity(caller, patient, options.streams, seconds / 2, pids)
         rate = found["good_per_s"]
+        cores = asyncio.create_task(_cores(pids, seconds))
         usual = await _open(caller, jobs, _arrivals(rate, seed, 0, seconds))
-        at_capacity = _row("1 x", usual, 0, seconds)
+        at_capacity = _row("1 x", usual, 0, seconds, await cores)
         over = _arrivals(options.times * rate, seed + 1, 0, seconds)
         after = _arrivals(rate / 2, seed + 2, seconds, seconds / 2)
         waited_s = -_waited_s(system)
+        then = asyncio.create_task(_cores_then(pids, seconds, seconds / 2))
         outcomes = await _open(caller, jobs, chain(over, after))
         waited_s += _waited_s(system)
     load = f"{options.times:g} x"
-    rows = [found, at_capacity, _row(load, outcomes, 0, seconds) | {"router_waited_s": waited_s}]
+    over_cores, after_cores = await then
+    whole = _row(load, outcomes, 0, seconds, over_cores)
+    rows = [found, at_capacity, whole | {"router_waited_s": waited_s}]
     for name in CLASSES:
         of_class = [outcome for outcome in outcomes if outcome.group == name]
-        rows.append(_row(f"{load}, {name}", of_class, 0, seconds))
-    rows.append(_row("0.5 x, then", outcomes, seconds, 1.5 * seconds))
+        rows.append(_row(f"{load}, {name}", of_class, 0, seconds, over_cores))
+    rows.append(_row("0.5 x, then", outcomes, seconds, 1.5 * seconds, after_cores))
     most_s = GOALS["ttft"] * at_capacity["ttft_ms"]["p99"] / 1e3
     odd = [o.due - seconds for o in outcomes if o.ttft is None or o.ttft > most_s]
     return rows, max([0.0, *odd])
@@ -185,16 +197,19 @@ def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterato
 
 
 async def _capacity(
-    caller: Caller, jobs: Iterator[Job], callers: int, seconds: float
+    caller: Caller, jobs: Iterator[Job], callers: int, seconds: float, pids: Sequence[int]
 ) -> dict[str, Any]:
     """The row of the closed loop that answered most. Of each loop the answers of so many seconds
     count, after half as many: the first ones come late, and all at once."""
     best: dict[str, Any] = {}
     for _ in range(ROUNDS):
         load = Load(caller.ask)
-        async with load.measuring():
-            await load.closed_loop(jobs, concurrency=callers, duration_s=1.5 * seconds)
-        row = _row(f"{callers} callers", load.run.outcomes, seconds / 2, 1.5 * seconds)
+        cores = asyncio.create_task(_cores(pids, 1.5 * seconds))
+        with contextlib.suppress(TimeoutError):  # nobody waits for the last answers
+            async with load.measuring(), asyncio.timeout(1.5 * seconds):
+                await load.closed_loop(jobs, concurrency=callers)
+        outcomes = load.run.outcomes
+        row = _row(f"{callers} callers", outcomes, seconds / 2, 1.5 * seconds, await cores)
         say(f"{row['load']}: {row['good_per_s']:.2f} answers/s")
         if best and row["good_per_s"] < MORE * best["good_per_s"]:
             break
@@ -209,9 +224,16 @@ async def _open(caller: Caller, jobs: Iterator[Job], due: Iterator[float]) -> li
     return load.run.outcomes
 
 
-def _row(load: str, outcomes: Sequence[Outcome], begin_s: float, end_s: float) -> dict[str, Any]:
+def _row(
+    load: str,
+    outcomes: Sequence[Outcome],
+    begin_s: float,
+    end_s: float,
+    node_cores: float,
+) -> dict[str, Any]:
     """Of the requests that were due from `begin_s` to `end_s`, and the answers that were whole
-    then."""
+    then, but for the ramp."""
+    counted_s = begin_s + min(RAMP_S, (end_s - begin_s) / 2)
     due = [outcome for outcome in outcomes if begin_s <= outcome.due < end_s]
     good = [o for o in outcomes if not o.error and o.e2e <= BUDGETS_S[o.group]]
     refused = [outcome for outcome in due if outcome.error == REFUSED]
@@ -219,15 +241,29 @@ def _row(load: str, outcomes: Sequence[Outcome], begin_s: float, end_s: float) -
     return {
         "load": load,
         "sent_per_s": len(due) / (end_s - begin_s),
-        "good_per_s": sum(begin_s <= o.ended < end_s for o in good) / (end_s - begin_s),
+        "good_per_s": sum(counted_s <= o.ended < end_s for o in good) / (end_s - counted_s),
         "ttft_ms": percentiles([o.ttft for o in due if o.ttft is not None], 1e3),
         "refused": len(refused) / max(len(due), 1),
         "refusal_ms": percentiles([o.e2e for o in refused], 1e3),
         "told_within_50_ms": sum(o.e2e <= PROMPT_S for o in refused) / max(len(refused), 1),
         "late": len(late),
         "failed": sum(bool(o.error) for o in due) - len(refused) - len(late),
+        "node_cores": round(node_cores, 3),
         "errors": dict(Counter(outcome.error for outcome in due if outcome.error)),
     }
+
+
+async def _cores(pids: Sequence[int], seconds: float) -> float:
+    """How many the nodes have had in the next seconds: other work leaves them fewer."""
+    before = sum(map(cpu_seconds_of, pids))
+    await asyncio.sleep(seconds)
+    return (sum(map(cpu_seconds_of, pids)) - before) / seconds
+
+
+async def _cores_then(
+    pids: Sequence[int], seconds: float, then_seconds: float
+) -> tuple[float, float]:
+    return await _cores(pids, seconds), await _cores(pids, then_seconds)
 
 
 def _waited_s(system: System) -> float:
