@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.allocator import trim
 from common.config import Quantize
 from common.engine.models.checkpoint import Checkpoint, own_copy
 from common.engine.models.linear import Form, Linear, form_of
 from common.engine.models.spec import ModelSpec
+from common.process.allocator import trim
 
 _Shapes = dict[str, tuple[int, ...]]
 # Old Llama checkpoints store the inverse frequencies; they follow from the configuration.
