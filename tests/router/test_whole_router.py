@@ -54,6 +54,7 @@ class Whole:
         self.program = program
         self.node = node
         self.metrics_port = metrics_port
+        self.num_live = 0
         line = program.line_with(" listening ", START_S)
         self.port = _port(line, "address")
         self.http_port = _port(line, "http")
@@ -84,7 +85,20 @@ class Whole:
                 wire = await connections.enter_async_context(connected(self.http_port))
                 await wire.post("/v1/completions", body, **headers)
             await eventually(lambda: len(self.node.submits) == before + number)
+            self.num_live += number
+            await self._until_all_know_the_live()
             yield
+        self.num_live -= number
+        await self._until_all_know_the_live()
+
+    async def _until_all_know_the_live(self) -> None:
+        """What they say of it may be a moment old."""
+        async with asyncio.timeout(START_S):
+            while True:
+                states = [one.json["router"] for one in await self.get_from_all("/cluster")]
+                if all(state["live_requests"] == self.num_live for state in states):
+                    return
+                await asyncio.sleep(0.02)
 
     async def get(self, path: str) -> Response:
         return await get(self.http_port, path)
