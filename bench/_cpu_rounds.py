@@ -120,6 +120,10 @@ async def measured(
                 for name in order:
                     row = await up[name].answers(jobs, traffic.streams)
                     table.rows.append(_told(name, traffic, number, row))
+                    say(
+                        f"    {name}, {traffic.name}: {row['tokens_per_s']:.1f} tokens/s, first "
+                        f"{row['ttft_ms']['p50']:.0f} ms, gap {row['itl_ms']['p50']:.1f} ms"
+                    )
     return Measured(table, floors, left_out)
 
 

@@ -90,7 +90,12 @@ class Scripted:
 
     async def answers(self, jobs, streams):
         self._asked.append((self._name, tuple(jobs[0].prompt)))
-        return {"tokens_per_s": 1.0, "token_ids": [[1, 2], [3, 4 + (self._name == "b")]]}
+        return {
+            "tokens_per_s": 1.0,
+            "ttft_ms": {"p50": 1.0},
+            "itl_ms": {"p50": 1.0},
+            "token_ids": [[1, 2], [3, 4 + (self._name == "b")]],
+        }
 
 
 async def test_systems_take_turns_and_one_that_cannot_be_measured_is_told():
