@@ -85,8 +85,8 @@ def test_long_rows_are_taken_in_pieces(implementation):
     rows = [(1, 1300), (1, 512), (1, 513), (1, 3), (1, 1024)]
     case = Case(rows, heads=7, kv_heads=1, head_dim=24, page_size=32)
     case.q *= 5
-    case.check()
-    case.check(600)
+    case.check(atol=1e-5, rtol=1e-4)
+    case.check(600, atol=1e-5, rtol=1e-4)
 
 
 def test_a_query_that_is_not_finite_shows(implementation):
@@ -101,11 +101,10 @@ def test_a_query_that_is_not_finite_shows(implementation):
 def test_a_row_is_the_same_whoever_shares_its_step(operators, monkeypatch):
     monkeypatch.setattr(device, "compiled", lambda tensor: operators)
     case = Case([(1, 1300), (1, 700), (1, 20)], head_dim=32)
-    together = case.attend()
+    together, queries = case.attend(), case.q
     for row in range(3):
-        case.q = case.q.clone()
-        others = [other for other in range(3) if other != row]
-        case.q[others] = torch.randn_like(case.q[others])
+        case.q = torch.randn_like(queries)
+        case.q[row] = queries[row]
         assert torch.equal(case.attend()[row], together[row])
 
 
