@@ -12,6 +12,7 @@ from common.metrics import RouterMetrics
 from protos import router_pb2, router_pb2_grpc
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling
+from router.api.callers import Callers
 from router.api.cluster_report import ClusterReport
 from router.api.service import RouterService
 from router.clients.guard import Guard
@@ -138,7 +139,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
     )
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
-    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service)
+    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service, Callers(guard))
     await server.start()
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
         client = Client(channel)

@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.memory.pages import Pages
-from common.engine.rows.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
+from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import ExtendRow
+from common.engine.schedule.retracted import Swaps
 
 
 @dataclass(slots=True, eq=False)
@@ -20,14 +21,12 @@ class Step:
     extends: Sequence[ExtendRow]  # its first rows
     slots: NDArray[np.intp]  # batch.slots
     written: Pages  # by the forward: distinct, since rows share whole pages of prefixes only
-    swap_out: PageCopies | None
-    swap_in: PageCopies | None
+    swaps: Swaps
 
     def held(self) -> list[Pages]:
-        """One hold on each page of each array."""
-        pages = [self.written]
-        pages += [copies.device_pages for copies in (self.swap_out, self.swap_in) if copies]
-        return pages
+        """One hold on each page of each array; the pages of an array are distinct."""
+        swap_in = self.swaps.swap_in
+        return [self.written, *self.swaps.saved, *([swap_in.device_pages] if swap_in else [])]
 
 
 class StepAssembler:
@@ -49,8 +48,7 @@ class StepAssembler:
         self,
         extends: Sequence[ExtendRow],
         decodes: NDArray[np.intp],
-        swap_out: PageCopies | None,
-        swap_in: PageCopies | None,
+        swaps: Swaps,
     ) -> Step:
         """Prompt rows first, then a token each for the slots in `decodes`."""
         table = self._table
@@ -68,10 +66,10 @@ class StepAssembler:
                 starts,
                 ends,
                 self._all[: len(decodes)],
-                swap_out,
-                swap_in,
+                swaps.swap_out,
+                swaps.swap_in,
             )
-            return Step(batch, (), decodes, written, swap_out, swap_in)
+            return Step(batch, (), decodes, written, swaps)
         slots = np.concatenate([np.array([row.slot for row in extends], np.intp), decodes])
         batch = ScheduleBatch(
             self.num_steps,
@@ -80,12 +78,12 @@ class StepAssembler:
             np.concatenate([np.array([row.start for row in extends], np.int32), starts]),
             np.concatenate([np.array([row.end for row in extends], np.int32), ends]),
             np.concatenate([np.array([row.last for row in extends]), self._all[: len(decodes)]]),
-            swap_out,
-            swap_in,
+            swaps.swap_out,
+            swaps.swap_in,
         )
         prompts = [self._pages_of(row) for row in extends]
         written = np.concatenate([written, *prompts])
-        return Step(batch, extends, slots, written, swap_out, swap_in)
+        return Step(batch, extends, slots, written, swaps)
 
     def _pages_of(self, row: ExtendRow) -> Ints:
         first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)

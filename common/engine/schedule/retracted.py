@@ -10,7 +10,7 @@ is decided in retraction.py.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -40,6 +40,18 @@ class _Retracted:
     state: _State
     device_pages: Ints
     host_pages: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Swaps:
+    """The copies of one step.
+
+    saved: the pages of swap_out, an array for each request: two that share a prefix share pages.
+    """
+
+    swap_out: PageCopies | None = None
+    swap_in: PageCopies | None = None
+    saved: Sequence[Ints] = ()
 
 
 class RetractedRequests:
@@ -98,10 +110,9 @@ class RetractedRequests:
             self._pages.hold_even_free(entry.device_pages, Holder.STEP)
         return entry.state is _State.SAVING
 
-    def unsaved_pages(self) -> Ints:
-        """Pages that the next batch copies to the host before its forward."""
-        saving = [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
-        return np.concatenate(saving) if saving else _NOTHING
+    def unsaved_pages(self) -> list[Ints]:
+        """Pages that the next batch copies to the host before its forward, by request."""
+        return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
 
     def next_saved(self) -> tuple[int, int] | None:
         """Slot of who is to come back next, and how many pages that takes."""
@@ -134,18 +145,18 @@ class RetractedRequests:
             del self._by_key[request.key]
         return known
 
-    def swaps(self) -> tuple[PageCopies | None, PageCopies | None]:
-        """The copies of the batch being built: (swap_out, swap_in). The caller holds the pages of
-        swap_in for the step; those of swap_out are held for it since `save`."""
+    def swaps(self) -> Swaps:
+        """Those of the batch being built. The caller holds the pages of swap_in for the step; those
+        of swap_out are held for it since `save`, once for each request that has them."""
         saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
         returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
-        copies = _copies(saving), _copies(returning)
+        swaps = Swaps(_copies(saving), _copies(returning), self.unsaved_pages())
         for entry in saving:
             entry.state, entry.device_pages = _State.SAVED, _NOTHING
         for entry in returning:  # later copies to these host pages run after this batch's
             del self._by_key[entry.request.key]
             self._host_free.extend(entry.host_pages.tolist())
-        return copies
+        return swaps
 
     def forget(self, request: Request) -> None:
         """It has ended. Pages that it has on the device again are the caller's to drop."""

@@ -19,6 +19,8 @@ from common.engine.schedule.growth import NewTokenRatio, growth_of_one
 from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.running import RunningBatch
 
+_NOTHING = np.empty(0, np.int32)
+
 
 class Retraction:
     """Keeps the running batch going on what pages there are. Engine thread only."""
@@ -52,7 +54,7 @@ class Retraction:
         """
         victims = self._victims_first(slots)
         retracted: list[Request] = []
-        given_up = self._retracted.unsaved_pages()
+        given_up = np.unique(np.concatenate([_NOTHING, *self._retracted.unsaved_pages()]))
         while True:
             full = self._running.full(slots)
             spare = given_up[self._pages.held_only_by(given_up, Holder.STEP)]

@@ -31,7 +31,7 @@ from common.engine.schedule.finishing import FinishRule
 from common.engine.schedule.growth import NewTokenRatio
 from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
 from common.engine.schedule.quarantine import Quarantine
-from common.engine.schedule.retracted import RetractedRequests
+from common.engine.schedule.retracted import RetractedRequests, Swaps
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
 from common.errors import EngineFault, InvalidRequest, NotIdle
@@ -43,6 +43,7 @@ _ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
 _NOTHING: Mapping[Holder, Iterable[Pages]] = {}
 _NO_PAGES = np.empty(0, np.int32)
 _NO_SLOTS = np.empty(0, np.intp)
+_NO_SWAPS = Swaps()
 
 
 class Scheduler:
@@ -266,11 +267,11 @@ class Scheduler:
     def _launch(
         self, extends: Sequence[ExtendRow], decodes: NDArray[np.intp], alone: bool
     ) -> ScheduleBatch:
-        swap_out, swap_in = self._retracted.swaps() if self._retracted else (None, None)
-        step = self._assembler.assemble(extends, decodes, swap_out, swap_in)
+        swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
+        step = self._assembler.assemble(extends, decodes, swaps)
         self._pages.hold(step.written, Holder.STEP)
-        if swap_in is not None:  # swap_out is held since its requests were retracted
-            self._pages.hold(swap_in.device_pages, Holder.STEP)
+        if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
+            self._pages.hold(swaps.swap_in.device_pages, Holder.STEP)
         self._table.hold(step.slots, step.batch.step)
         self._table.length[decodes] += _ONE
         for row in extends:
@@ -374,7 +375,7 @@ class Scheduler:
         known: dict[Holder, list[Pages]] = {holder: [] for holder in Holder}
         known[Holder.REQUEST] = [self._table.pages_of(int(slot)) for slot in slots]
         known[Holder.STEP] = [pages for step in self._launched for pages in step.held()]
-        known[Holder.STEP].append(self._retracted.unsaved_pages())
+        known[Holder.STEP] += self._retracted.unsaved_pages()
         del known[Holder.CACHE]  # the tree has checked those
         for holder, pages in known.items():
             self._check_holds(holder, [*pages, *elsewhere.get(holder, ())])
