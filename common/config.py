@@ -117,8 +117,8 @@ class EngineConfig(Record):
     )
     quantize: Quantize = Field(
         "none",
-        description="int8: matrices in 8 bits, half the memory and about twice the speed of"
-        " bfloat16, on a CPU; alike on nodes that pair",
+        description="int8: matrices in 8 bits, half the memory of bfloat16 and faster, on a CPU; "
+        "alike on nodes that pair",
     )
     context_length: Positive | None = Field(None, description="default: the model's")
     threads: int = Field(
