@@ -116,6 +116,7 @@ async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child
                 program.name,
                 [sys.executable, "-m", program.module, *program.flags],
                 Path(logs, program.name),
+                environment=program.environment,
                 directory=ROOT,
             )
             for program in programs

@@ -18,6 +18,8 @@ _PORT_FLAGS = {
     "prefill_node": "--prefill-port",
     "decode_node": "--decode-port",
 }
+# A thread that has nothing to compute sleeps at once: its core is another engine's meanwhile.
+_LENDING = (("OMP_WAIT_POLICY", "passive"),)
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
 
 
@@ -29,6 +31,11 @@ class Program:
     module: str
     address: str  # host:port of its gRPC server
     flags: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()  # of its environment, where ours has them not
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**dict(self.variables), **os.environ}
 
     @property
     def command(self) -> list[str]:
@@ -86,6 +93,7 @@ def programs(wish: Wish) -> list[Program]:
                 *(["--mode=colocated"] if not prefill else []),
                 *wish.node_flags,
             ),
+            _LENDING if prefill else (),
         )
         for number, ((name, module, port), device_flags) in enumerate(
             zip(prefill + decode, _device_flags(wish), strict=True), start=1

@@ -94,7 +94,13 @@ class System:
 
     def _child(self, program: plan.Program, *, replaces_log: bool = True) -> Child:
         log = self._logs / f"{program.name}.log"
-        return Child(program.name, program.command, log, replaces_log=replaces_log)
+        return Child(
+            program.name,
+            program.command,
+            log,
+            environment=program.environment,
+            replaces_log=replaces_log,
+        )
 
     async def _until_serving(self, program: plan.Program) -> None:
         await client.until_serving(program.address, program.service, self._certificates)

@@ -71,6 +71,18 @@ def test_on_a_cpu_the_cores_are_divided_among_the_nodes_of_a_kind(
     assert {config.engine.threads for config in configs.values()} == {threads}
 
 
+@pytest.mark.parametrize("own", [None, "active"])
+def test_threads_of_engines_that_lend_each_other_cores_sleep_at_once(monkeypatch, own):
+    # Seen failing where every node was told so, and where the user's own word was overwritten.
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if own:
+        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+    for prefill, expected in ((1, own or "passive"), (0, own)):
+        _, *nodes = plan.programs(dataclasses.replace(WISH, prefill=prefill))
+        for node in nodes:
+            assert node.environment.get("OMP_WAIT_POLICY") == expected
+
+
 def test_the_users_own_flag_wins_over_the_plans():
     configs = _configs(dataclasses.replace(WISH, node_flags=("--engine.threads=7",)))
     assert configs["prefill-0"].engine.threads == 7

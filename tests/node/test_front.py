@@ -105,6 +105,9 @@ def _front_that_imports(environment):
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
 
 
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
 def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
     # Seen failing with the call of prctl after the engine's imports.
     with _front_that_imports(os.environ) as front:
@@ -115,18 +118,27 @@ def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
         await_end(engine)
 
 
-@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}], ids=["unset", "set"])
-def test_idle_threads_of_an_engine_sleep_unless_its_user_wants_them_to_spin(own):
+@pytest.mark.parametrize(
+    "own, expected",
+    [
+        ({}, [b"GOMP_SPINCOUNT=20000"]),
+        ({"OMP_WAIT_POLICY": "passive"}, [b"OMP_WAIT_POLICY=passive"]),
+        ({"GOMP_SPINCOUNT": "7"}, [b"GOMP_SPINCOUNT=7"]),
+    ],
+    ids=["unset", "policy", "count"],
+)
+def test_idle_threads_of_an_engine_soon_sleep_unless_its_user_says_otherwise(own, expected):
     # Seen failing with the fronts' environment as it is, and with that of the user overwritten.
-    with _front_that_imports({**os.environ, **own}) as front:
+    bare = {name: value for name, value in os.environ.items() if name not in WAITING}
+    with _front_that_imports({**bare, **own}) as front:
         assert front.stdout is not None
         engine = int(front.stdout.readline())
         assert front.stdout.readline() == b"importing\n"
         variables = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
         front.kill()
         await_end(engine)
-    policy = own.get("OMP_WAIT_POLICY", "passive")
-    assert f"OMP_WAIT_POLICY={policy}".encode() in variables
+    said = [one for one in variables if one.startswith(tuple(name.encode() for name in WAITING))]
+    assert said == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
