@@ -103,6 +103,7 @@ class SchedulerConfig(Record):
 
 
 Quantize = Literal["none", "int8"]
+CpuKernels = Literal["auto", "off"]
 
 
 class EngineConfig(Record):
@@ -127,7 +128,7 @@ class EngineConfig(Record):
         description="torch threads of the engine on a CPU; 0: OMP_NUM_THREADS where it is set, "
         "else one for each core that it may use",
     )
-    cpu_kernels: Literal["auto", "off"] = Field(
+    cpu_kernels: CpuKernels = Field(
         "auto",
         description="operations compiled for this CPU at the first start; auto: where there is a "
         "C++ compiler, off: torch's own",

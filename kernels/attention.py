@@ -75,17 +75,16 @@ def plan_attention(
     if num_heads % kv.shape[1]:
         raise ValueError(f"{num_heads} heads do not fit kv {tuple(kv.shape)}")
     if not device.uses_triton(kv):
-        if (compiled := device.compiled(kv)) is None:
-            num_extends, num_queries = num_rows, num_tokens
-        else:
-            num_extends, num_queries = num_rows - num_decodes, num_tokens - num_decodes
+        compiled = device.compiled(kv)
+        num_compiled = 0 if compiled is None else num_decodes
+        num_extends = num_rows - num_compiled
         extend = plan_reference(
             page_ids,
             page_starts[:num_extends],
             query_starts[: num_extends + 1],
             lengths[:num_extends],
             kv,
-            num_tokens=num_queries,
+            num_tokens=num_tokens - num_compiled,
             window=window,
         )
         if compiled is None:

@@ -133,7 +133,7 @@ void each(int64_t count, int64_t bytes, int threads, Work work) {
     for (int64_t i = 0; i < count; i++) work(i);
 }
 
-// Calls work with a null pointer of the dtype that `code` stands for; see compiled.py.
+// Calls work with a null pointer of the dtype that `code` stands for; see operators.py.
 template <class Work>
 void typed(int code, Work work) {
     switch (code) {

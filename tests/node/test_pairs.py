@@ -99,10 +99,10 @@ class Transfer:
         assert isinstance(message, kind), message
         return message
 
-    async def refused(self) -> None:
-        """Waits until a pairing has been."""
+    async def pairings(self, outcome: str, number: int = 1) -> None:
+        """Waits until so many have come to this."""
         async with asyncio.timeout(60):
-            while not self.sample("baton_pairings_total", outcome="refused"):  # noqa: ASYNC110
+            while self.sample("baton_pairings_total", outcome=outcome) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     def nothing_heard(self) -> bool:
@@ -277,8 +277,7 @@ async def test_a_reader_that_refuses_waits_as_long(pair):
 async def test_an_owner_that_is_not_there_yet_is_dialled_until_it_is(pair):
     pair.reader.say(LocalHello(READER))
     pair.dialer.dial(frozenset({"127.0.0.1:9"}))
-    while pair.reader.sample("baton_pairings_total", outcome="failed") < 3:
-        await asyncio.wait_for(asyncio.sleep(0.01), 60)
+    await pair.reader.pairings("failed", 3)
     pair.dialer.dial(frozenset({"127.0.0.1:9", pair.address}))
     await pair.up()
 
@@ -519,7 +518,7 @@ async def test_nodes_of_one_secret_pair():
 async def test_nobody_pairs_as_another_reader(who, sentence, caplog):
     async with paired(owners_guard(), channels_of(who)) as pair:
         pair.connect()
-        await pair.reader.refused()
+        await pair.reader.pairings("refused")
         (told,) = [r for r in caplog.records if "not paired" in r.message]
         assert told.levelno == logging.WARNING and sentence in told.message
         assert pair.owner.nothing_heard()
@@ -528,6 +527,6 @@ async def test_nobody_pairs_as_another_reader(who, sentence, caplog):
 async def test_a_reader_believes_no_owner_that_does_not_prove_itself(caplog):
     async with paired(None, channels_of(identity("node", node_name(READER.instance)))) as pair:
         pair.connect()
-        await pair.reader.refused()
+        await pair.reader.pairings("refused")
         assert "has not proved that it is a node of this cluster" in caplog.text
         assert pair.owner.nothing_heard() and pair.reader.nothing_heard()

@@ -4,18 +4,16 @@ Knows nothing of models or memory.
 """
 
 import logging
-from typing import Literal
 
 import torch
 
+from common.config import CpuKernels
 from common.logs import kv
 from kernels import device
 from kernels.cpu.compiler import NotCompiled, cache_directory, library
 from kernels.cpu.operators import Operators
 
 log = logging.getLogger(__name__)
-
-CpuKernels = Literal["auto", "off"]
 
 
 def use_cpu(threads: int, cpu_kernels: CpuKernels) -> None:
