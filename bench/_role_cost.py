@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench._record import percentiles
 from common.config import DecodeConfig, SchedulerConfig
+from common.engine.features.guides import Guides
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
@@ -26,6 +28,7 @@ from common.engine.schedule.scheduler import Scheduler
 from common.node.desk import Desk
 from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest
 from common.node.outbox import Outbox
+from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from decode_node.role import DecodeRole
 from kvtransfer.messages import HandoffId
@@ -55,6 +58,7 @@ ADDRESS = "127.0.0.1:50100"
 SLOTS = 64
 TOKEN = 7
 WARM_UP = 50
+_GUIDES = Guides(Path(), VOCABULARY, ())  # nobody asks for any
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +171,13 @@ def owner(load: Load) -> dict[str, Any]:
     role = PrefillRole(
         make_scheduler=lambda on_admit: _scheduler(load, pages, cache, table, on_admit),
         pages=pages,
-        page_size=PAGE_SIZE,
+        tables=PageTables(PAGE_SIZE),
         limits=limits,
         max_waiting=64,
         max_waiting_tokens=1 << 24,
         port=port,
         desk=_desk(front, pages, cache),
+        guides=_GUIDES,
     )
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
@@ -213,12 +218,13 @@ def reader(load: Load) -> dict[str, Any]:
         scheduler=_scheduler(load, pages, cache, table, lambda request, pages: None),
         pages=pages,
         cache=cache,
-        page_size=PAGE_SIZE,
+        tables=PageTables(PAGE_SIZE),
         page_bytes=PAGE_SIZE,
         limits=limits,
         port=port,
         desk=_desk(front, pages, cache),
         outbox=Outbox(front),
+        guides=_GUIDES,
     )
     port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()
@@ -272,7 +278,7 @@ def _engine(load: Load) -> tuple[PageAllocator, RadixCache, RequestTable, Reques
         pages,
         RadixCache(PAGE_SIZE, pages),
         RequestTable(SLOTS, context, PAGE_SIZE),
-        RequestLimits(context, VOCABULARY, PAGE_SIZE, load.num_pages),
+        RequestLimits(context, VOCABULARY, PageTables(PAGE_SIZE), load.num_pages),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import Holding
 
 PAGE_SIZE = 16
 
@@ -95,7 +96,7 @@ class PrefillNode:
         self._after(took, lambda: self._finish(tokens, pages, done))
 
     def _finish(self, tokens: np.ndarray, pages: np.ndarray, done: Callable[[], None]) -> None:
-        self._cache.insert(tokens, pages)
+        self._cache.insert(tokens, Holding.of(pages))
         self._pages.drop(pages, Holder.REQUEST)
         change = self._events.take()
         if change is not None:

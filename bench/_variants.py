@@ -13,19 +13,24 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from common.engine.memory.kv import KVLayout, KVPool
+from common.engine.memory.kv import KVPool
+from common.engine.memory.layout import KVLayout
+from common.engine.memory.states import PagedKV
 from kernels import early_launch
 from kernels.act_and_mul import Activation, act_and_mul
 from kernels.attention import paged_attention, plan_attention
 from kernels.bitmask import apply_bitmask
 from kernels.embedding import embed
+from kernels.grouped_mlp import grouped_mlp
 from kernels.logprobs import logprobs
 from kernels.page_pack import pack_pages, unpack_pages
 from kernels.penalties import apply_penalties, count_tokens
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import rope_angles
 from kernels.rope_and_store import rope_and_store
+from kernels.routing import Routing, route
 from kernels.sampling import SamplingColumns, sample
+from kernels.store_kv import store_kv
 
 COUNTS = (1, 2, 16, 33, 256, 1000)  # of rows or tokens: none may lead to a kernel of its own
 PAGE_SIZES = (16, 64, 128)
@@ -52,6 +57,7 @@ class Shape:
     activation: Activation = "silu"
     window: int | None = None  # of some layers
     soft_cap: float | None = None
+    experts: tuple[int, int] | None = None  # how many there are, and of a token; intermediate: each
 
 
 QWEN3_06B = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, 28, qk_norm=True)
@@ -72,7 +78,13 @@ WIDE_HEAD = Shape(
     soft_cap=50.0,
 )
 MASKED = replace(WIDE_HEAD, name="gemma2-27b", heads=32, kv_heads=16, head_dim=128)
+QWEN3_30B = Shape(
+    "qwen3-30b-a3b", 2048, 32, 4, 128, 768, 151936, 48, qk_norm=True, experts=(128, 8)
+)
+MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 8, 128, 14336, 32000, 32, experts=(8, 2))
+GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4))
 SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
+WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,8 @@ class _Model:
     @cached_property
     def pool(self) -> KVPool:
         shape = self.shape
-        layout = KVLayout(self.page_size, shape.layers, shape.kv_heads, shape.head_dim, self.dtype)
+        states = (PagedKV(shape.kv_heads, shape.head_dim),) * shape.layers
+        layout = KVLayout.of(states, self.page_size, self.dtype)
         return KVPool(layout, NUM_PAGES, torch.device("cpu"))
 
     def tensor(self, *sizes: int) -> Tensor:
@@ -125,6 +138,33 @@ class _Model:
     def act(self, n: int) -> None:
         act_and_mul(self.tensor(n, 2 * self.shape.intermediate), self.shape.activation)
 
+    def experts(self, n: int) -> None:
+        assert self.shape.experts is not None
+        (count, per_token), shape = self.shape.experts, self.shape
+        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
+        grouped = Routing(per_token, True, "sigmoid", 2.5, 8, 4, 2)  # as DeepSeek-V3
+        if count >= 16 * grouped.groups:
+            route(_floats(n, count), grouped, _floats(count))
+        gate_up = self.tensor(count, 2 * shape.intermediate, shape.hidden)
+        down = self.tensor(count, shape.hidden, shape.intermediate)
+        grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, shape.activation)
+
+    def clamped(self, n: int) -> None:
+        """Experts of gpt-oss: with biases."""
+        assert self.shape.experts is not None
+        (count, per_token), shape = self.shape.experts, self.shape
+        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
+        grouped_mlp(
+            self.tensor(n, shape.hidden),
+            self.tensor(count, 2 * shape.intermediate, shape.hidden),
+            self.tensor(count, shape.hidden, shape.intermediate),
+            weights,
+            ids,
+            "clamped",
+            gate_up_bias=self.tensor(count, 2 * shape.intermediate),
+            down_bias=self.tensor(count, shape.hidden),
+        )
+
     def store(self, n: int) -> Tensor:
         shape = self.shape
         norm = self.tensor(shape.head_dim) if shape.qk_norm else None
@@ -137,6 +177,12 @@ class _Model:
             k_norm=norm,
             eps=1e-6,
         )
+
+    def write(self, n: int) -> None:
+        """K and V as classes of transformers have them: all tokens of a head together."""
+        shape = self.shape
+        k, v = (self.tensor(shape.kv_heads, n, shape.head_dim).transpose(0, 1) for _ in "kv")
+        store_kv(k, v, self.kv, _longs(n))
 
     def decode(self, n: int) -> None:
         self._attend(num_rows=n, num_tokens=n, num_decodes=n)
@@ -167,7 +213,7 @@ class _Model:
 
     def pack(self, n: int) -> None:
         """The half of every page that one of two tensor-parallel ranks has."""
-        pages = self.pool.tensor.view(torch.uint8).flatten(1)
+        pages = self.pool.tensor
         packed = torch.empty(n, pages.shape[1] // 2, dtype=torch.uint8)
         pack_pages(pages, _ints(n), packed, offset=packed.shape[1])
         unpack_pages(packed, pages, _ints(n), offset=packed.shape[1])
@@ -208,7 +254,7 @@ class _Model:
             self.act(n)
 
 
-_BY_PAGE_SIZE = ("store", "decode", "extend", "mixed", "pack")
+_BY_PAGE_SIZE = ("store", "write", "decode", "extend", "mixed", "pack")
 _BY_WIDTH = ("embed", "angles", "first_norm", "norm", "last_norm", "act", "greedy", "sampled")
 _BY_VOCABULARY = ("restricted",)
 _BF16 = torch.bfloat16
@@ -222,14 +268,29 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
             kernels differ by, and less of it where nobody has served yet: not on sm_90.
     """
     if every:
-        return _variants(product(SHAPES, DTYPES, PAGE_SIZES))
+        experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
+        experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
+        return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
     early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
-        return [early, *_variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])]
+        few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
+        return [early, *few, _experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
     others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
-    return [early, *_variants([*dtypes, *page_sizes, *others])]
+    experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
+    experts.append(_clamped(GPT_OSS, _BF16))
+    return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
+
+
+def _experts(shape: Shape, dtype: torch.dtype) -> Variant:
+    name = f"{shape.name} {str(dtype).removeprefix('torch.')} experts"
+    return Variant(name, _Model(shape, dtype, 16).experts)
+
+
+def _clamped(shape: Shape, dtype: torch.dtype) -> Variant:
+    name = f"{shape.name} {str(dtype).removeprefix('torch.')} experts"
+    return Variant(name, _Model(shape, dtype, 16).clamped)
 
 
 def _variants(models: Iterable[tuple[Shape, torch.dtype, int]]) -> list[Variant]:

@@ -152,7 +152,7 @@ def _reader(
     pool, shape = engine.pool, engine.shape
     kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
     hello = Hello.of(INSTANCE, "bench", engine.fingerprint, kv)
-    end = ReaderEnd(config, page_size=shape.layout.page_size)
+    end = ReaderEnd(config, shape.layout.tables)
     meter = ReadMeter(pool.page_bytes)
     return Reader(
         end, hello, kv, data_paths.backends(config, tls=False), config, outlet, wake, meter

@@ -21,6 +21,9 @@ from common.engine.models.linear import Form, Linear, onednn
 from common.engine.models.linear.dense import DenseForm
 from common.engine.models.linear.int8 import Int8Form
 from common.engine.models.linear.packed import PackedForm
+from common.engine.models.linear.panels import Int8PanelForm, PanelForm
+from common.engine.run.cpu import use_cpu
+from kernels.device import compiled_for
 
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))  # qkv, output, gate_up, down
 LAYERS = 28
@@ -43,6 +46,11 @@ def forms() -> dict[str, Form]:
         made["packed bfloat16"] = PackedForm(bfloat16)
     if onednn.multiplies_int8():
         made["int8"] = Int8Form()
+    compiled = compiled_for(cpu)
+    if compiled is not None and compiled.multiplies(bfloat16):
+        made["bfloat16 in panels"] = PanelForm(bfloat16, compiled)
+    if compiled is not None and compiled.multiplies(torch.int8):
+        made["int8 in panels"] = Int8PanelForm(compiled)
     return made
 
 
@@ -98,7 +106,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    use_cpu(asked.threads, "auto")
     with torch.inference_mode():
         measured = measure(asked.rows, asked.rounds)
     table(measured, COLUMNS)

@@ -22,6 +22,7 @@ import torch
 
 from bench import _record
 from common.config import SchedulerConfig
+from common.engine.features.composition import RowFeatures, every_feature
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
@@ -53,6 +54,9 @@ class _NullLaunched:
 
     batch: ScheduleBatch
 
+    def sample(self) -> None:
+        pass
+
     def result(self) -> BatchResult:
         return BatchResult(np.full(len(self.batch.slots), 7, np.int32))
 
@@ -62,11 +66,13 @@ class _NullRunner:
     """Builds the forward's tensors, and throws them away."""
 
     builder: BatchBuilder
+    features: RowFeatures
     building_s: float = 0.0
 
     def launch(self, batch: ScheduleBatch) -> _NullLaunched:
         began = time.thread_time()
         self.builder.build(batch)
+        self.features.build(batch)
         self.building_s = time.thread_time() - began
         return _NullLaunched(batch)
 
@@ -112,7 +118,8 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
         host_pages=0,
         on_admit=lambda request, pages: None,
     )
-    role, runner = _BenchRole(scheduler), _NullRunner(BatchBuilder(table))
+    features = every_feature(table, VOCABULARY, (EOS,), torch.device("meta"))
+    role, runner = _BenchRole(scheduler), _NullRunner(BatchBuilder(table), features)
     rng = np.random.default_rng(0)
     for key in range(batch_size):
         # Different lengths, so that as many requests as usual need a page in any one step.
@@ -169,7 +176,6 @@ def measure_tensors(name: str, steps: int) -> dict[str, Any]:
     pages = np.arange(table.page_table.size, dtype=np.int32)
     table.page_table[:] = pages.reshape(table.page_table.shape)
     table.known[:] = ends
-    table.greedy[:] = True
     builder = BatchBuilder(table)
     slots = np.arange(len(ends), dtype=np.int32)
     batch = ScheduleBatch(

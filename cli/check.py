@@ -29,10 +29,11 @@ from common.config import (
     TransferConfig,
 )
 from common.cores import threads_at_hand, usable_cores
-from common.engine.models import read_spec
+from common.engine.models import open_checkpoint
 from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.linear import rounding_of
 from common.engine.models.precision import choose_precision
-from common.engine.models.weights import stored_tensors, weight_bytes
+from common.engine.models.spec import NOT_QUANTISED, ModelSpec
 from common.engine.sizing import free_bytes, resolve_device, resolve_shape
 from common.errors import ConfigError
 from common.identity import exposure
@@ -91,25 +92,28 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
 def _model(config: EngineConfig) -> Iterator[Finding]:
     try:
         directory = model_directory(config.model, weights=True)
-        spec = read_spec(directory)
+        servable = open_checkpoint(directory, config.model_backend)
+        spec = servable.spec
         checkpoint = Checkpoint(directory)
-        stored_tensors(checkpoint, spec)
-        yield Finding("model", "ok", f"{spec.architecture}, {spec.num_layers} layers: {directory}")
+        servable.stored()
+        yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
+        yield Finding("computed", "ok", servable.computed)
         device = resolve_device(config.device)
         yield Finding("device", "ok", _device(device, config.threads))
         if device.type == "cpu":
             yield _operations(config)
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
+        yield _weights(spec, device, config)
         # Weights first: what is left decides the size of the KV pool.
         free = free_bytes(device, config.cache.memory_fraction)
-        weights = weight_bytes(checkpoint, spec, device, precision.dtype, config.quantize)
+        weights = servable.weight_bytes(device, precision.dtype, config.quantize)
         shape = resolve_shape(config, spec, dtype=precision.dtype, free=free - weights)
     except ConfigError as error:
         yield Finding("model and device", "fails", str(error))
         return
     pool = shape.num_pages * shape.layout.page_bytes
-    fits = shape.num_pages * shape.layout.page_size
+    fits = shape.layout.tables.max_tokens(shape.num_pages)
     remark = (
         f"{_size(weights)} of weights and {_size(pool)} of KV in {_size(free)}: "
         f"{shape.num_pages} pages, {fits} tokens"
@@ -119,6 +123,14 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     remark = f"{shape.context_length} tokens" + ("" if enough else f", but the pool holds {fits}")
     yield Finding("context", "ok" if enough else "note", remark)
     yield _text(directory)
+
+
+def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Finding:
+    """How the checkpoint has its matrices, and what becomes of them."""
+    rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
+    if rounding == "none":
+        rounding = "as stored" if spec.stored == NOT_QUANTISED else "made floats when they are read"
+    return Finding("weights", "ok", f"{spec.stored}; {rounding}")
 
 
 def _operations(config: EngineConfig) -> Finding:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import Any
 
 import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
@@ -14,7 +15,7 @@ from cli import client
 from common import settings, tls
 from common.errors import ConfigError
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, GenerateResponse
-from protos.sampling_pb2 import Sampling
+from protos.sampling_pb2 import Guide, Sampling
 
 _READERS = {
     FieldDescriptor.CPPTYPE_STRING: str,
@@ -36,13 +37,28 @@ _HELP = {
     "frequency_penalty": "against a token for each time it has been said, -2 to 2 (0.0)",
     "presence_penalty": "against tokens that have been said at all, -2 to 2 (0.0)",
     "repetition_penalty": "divides scores of tokens said or in the prompt, above 0 (1.0)",
+    "min_tokens": "so many before anything ends the answer (0)",
+    "allowed_token_ids": "token that may be sampled, and none but these; up to 4096 times",
+    "bad_words": "text that the answer never completes; up to 64 times",
 }
+_FORMS = {
+    "json_schema": "the answer is JSON of this schema",
+    "json_object": "the answer is JSON",
+    "regex": "the answer matches this expression",
+    "ebnf": "the answer is a word of this grammar, whose rule root is the first",
+}
+# Flags of their own, and what is for programs: token ids of words, and what is told beside text.
+_OTHERWISE = frozenset({"logit_bias", "guide", "bad_word_ids", "logprobs", "prompt_logprobs"})
 EXIT_INTERRUPTED = 130
 
 
 def request_from(arguments: argparse.Namespace) -> GenerateRequest:
-    given = {field.name: getattr(arguments, field.name) for field in Sampling.DESCRIPTOR.fields}
+    given = {name: getattr(arguments, name) for name in _HELP}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
+    sampling.logit_bias.update(arguments.logit_bias or ())
+    for form in _FORMS:
+        if (value := getattr(arguments, form)) is not None:
+            setattr(sampling.guide, form, value)
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
     if arguments.chat:
         messages = ChatMessages(messages=[ChatMessage(role="user", content=text)])
@@ -60,14 +76,39 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     client.add_tls_flags(parser)
     group = parser.add_argument_group("sampling", "Unset: what the router takes for unset fields.")
     for field in Sampling.DESCRIPTOR.fields:
-        flag, told = "--" + field.name.replace("_", "-"), _HELP[field.name]
-        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-            group.add_argument(flag, action="store_true", default=None, help=told)
-            continue
-        read = _READERS[field.cpp_type]
-        action = "append" if field.is_repeated else "store"
-        group.add_argument(flag, type=read, action=action, metavar=read.__name__, help=told)
+        if field.name not in _OTHERWISE:
+            _add_flag(group, field, _HELP[field.name])
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="TOKEN=BIAS",
+        help="added to the score of a token, -100 to 100; up to 1024 times",
+    )
+    forms = parser.add_argument_group("form", "At most one of these.")
+    one = forms.add_mutually_exclusive_group()
+    for field in Guide.DESCRIPTOR.fields:
+        _add_flag(one, field, _FORMS[field.name])
     return parser.parse_args(arguments)
+
+
+def _add_flag(group: argparse._ActionsContainer, field: Any, told: str) -> None:
+    """field: a FieldDescriptor, of whichever of protobuf's implementations."""
+    flag = "--" + field.name.replace("_", "-")
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        group.add_argument(flag, action="store_true", default=None, help=told)
+        return
+    read = _READERS[field.cpp_type]
+    action = "append" if field.is_repeated else "store"
+    group.add_argument(flag, type=read, action=action, metavar=read.__name__, help=told)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN=BIAS, as in 5=-2.5") from None
 
 
 async def print_answer(

@@ -103,6 +103,7 @@ class SchedulerConfig(Record):
 
 
 Quantize = Literal["none", "int8"]
+ModelBackend = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "off"]
 
 
@@ -120,6 +121,11 @@ class EngineConfig(Record):
         "none",
         description="int8: matrices in 8 bits, half the memory of bfloat16 and faster, on a CPU; "
         "alike on nodes that pair",
+    )
+    model_backend: ModelBackend = Field(
+        "auto",
+        description="what computes the model; auto: native where its family has blocks here, else "
+        "transformers: its class there, with our attention; alike on nodes that pair",
     )
     context_length: Positive | None = Field(None, description="default: the model's")
     threads: int = Field(
@@ -396,6 +402,12 @@ class RouterConfig(Record):
         False,
         description="take HTTP requests with fields that are unknown here as if they had none; "
         "what is known to change an answer, and not supported, is refused all the same",
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "harmony"] = Field(
+        "auto", description="how the model marks what it thinks; auto: as its chat template shows"
+    )
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek", "harmony"] = (
+        Field("auto", description="how the model calls tools; auto: as its chat template shows")
     )
     unread_s: Seconds = Field(
         60.0,

@@ -45,6 +45,7 @@ SHORT_NAMES = {
     "engine.device": "device",
     "engine.dtype": "dtype",
     "engine.quantize": "quantize",
+    "engine.model-backend": "model-backend",
     "front.host": "host",
     "front.port": "port",
     "front.metrics-port": "metrics-port",

@@ -1,4 +1,5 @@
-"""Where the KV of a hand-off lands: fresh pages behind those that the prefix cache has already.
+"""Where the KV of a hand-off lands: fresh pages behind those that the prefix cache has already, and
+for all that windows see at the prompt's end.
 
 A hand-off has two holds on the fresh ones. The request's goes with the request, wherever that goes;
 that of the reads stays until no byte can land there any more, whatever has become of the request.
@@ -10,20 +11,22 @@ import numpy as np
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.rows.request import Ints, Request
 from common.engine.schedule.scheduler import Scheduler
+from common.page_tables import PageTables, num_pages_of
 from kvtransfer.messages import HandoffId
 
 
 class Destination(NamedTuple):
-    """Pages of all tokens of a request, in order, held for it.
+    """Pages of all tokens of a request, held for it.
 
     Attributes:
-        prefix_tokens: whole pages of them are here already.
-        fresh: the pages after those, held for the reads too.
+        prefix_tokens: whole pages of them are here already, of full tables.
+        fresh: the other pages, held for the reads too, as GrantHandoff has them.
     """
 
-    pages: Ints
+    holding: Holding
     prefix_tokens: int
     fresh: Ints
 
@@ -41,34 +44,42 @@ class Destinations:
         scheduler: Scheduler,
         pages: PageAllocator,
         cache: RadixCache,
-        page_size: int,
+        tables: PageTables,
         page_bytes: int,
     ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._cache = cache
-        self.page_size = page_size
+        self.tables = tables
         self.page_bytes = page_bytes
         self.reads: dict[HandoffId, Ints] = {}
 
     def reserve(self, handoff_id: HandoffId, request: Request) -> Destination | None:
         """All or nothing. None although there seemed to be room: what looked evictable hangs below
         something held."""
-        token_ids = request.token_ids
-        prefix = self._cache.match(token_ids, request.namespace)
-        self._pages.hold(prefix.pages, Holder.REQUEST)
-        num_pages = -(-len(token_ids) // self.page_size)
-        fresh = self._scheduler.allocate(num_pages - len(prefix.pages), Holder.REQUEST)
+        num_tokens = len(request.token_ids)
+        cached = self._cache.match(request.token_ids, request.namespace).shared
+        prefix_tokens = cached.shape[1] * self.tables.page_size
+        spans = self.tables.handed_over(num_tokens, prefix_tokens)
+        self._pages.hold(cached.ravel(), Holder.REQUEST)
+        fresh = self._scheduler.allocate(num_pages_of(spans), Holder.REQUEST)
         if fresh is None:
-            self._pages.drop(prefix.pages, Holder.REQUEST)
+            self._pages.drop(cached.ravel(), Holder.REQUEST)
             return None
         self._pages.hold(fresh, Holder.READ)
         self.reads[handoff_id] = fresh
-        return Destination(np.concatenate([prefix.pages, fresh]), prefix.num_tokens, fresh)
+        shape = (self.tables.num_tables, self.tables.num_pages(num_tokens))
+        pages = np.full(shape, NO_PAGE, np.int32)
+        pages[: self.tables.num_full, : cached.shape[1]] = cached
+        place = 0
+        for table, first, past in spans:
+            pages[table, first:past] = fresh[place : place + past - first]
+            place += past - first
+        return Destination(Holding(pages), prefix_tokens, fresh)
 
     def drop(self, destination: Destination) -> None:
         """The request does not want them any more; reads may go on."""
-        self._pages.drop(destination.pages, Holder.REQUEST)
+        self._pages.drop(destination.holding.flat(), Holder.REQUEST)
 
     def reads_ended(self, handoff_id: HandoffId) -> None:
         self._pages.drop(self.reads.pop(handoff_id), Holder.READ)

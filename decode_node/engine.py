@@ -33,7 +33,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
     clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
     kv = engine.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
-    page_size = engine.shape.layout.page_size
+    tables = engine.shape.layout.tables
     hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
     paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
@@ -42,7 +42,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
 
     def reader(outlet: Outlet[ReaderEvent], wake: Callable[[], None]) -> Reader:
         return Reader(
-            ReaderEnd(config.transfer, page_size=page_size),
+            ReaderEnd(config.transfer, tables),
             hello,
             pool,
             paths,
@@ -65,26 +65,29 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         meters=(clock.meter, reads),
         cache=CacheEvents(engine.cache),
     )
-    scheduler = engine.scheduler(config.engine, lambda request, pages: None)
+    scheduler = engine.scheduler(config.engine, lambda request, holding: None)
     role = DecodeRole(
         config=config,
         instance=start.instance,
         scheduler=scheduler,
         pages=engine.pages,
         cache=engine.cache,
-        page_size=page_size,
+        tables=tables,
         page_bytes=kv.page_bytes,
         limits=engine.limits,
         port=transfer,
         desk=desk,
         outbox=Outbox(channel),
+        guides=engine.guides,
     )
+    engine.guides.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
         drive(role, engine, config.engine, scheduler, clock)
     finally:
         transfer.stop(TRANSFER_END_S)
+        engine.guides.close()
 
 
 if __name__ == "__main__":

@@ -102,7 +102,9 @@ class Handoffs:
             QueueTooLong: it would get its pages too late.
         """
         now = time.monotonic()
-        num_pages = len(request.token_ids) // self._destinations.page_size + 1
+        tables, num_tokens = self._destinations.tables, len(request.token_ids)
+        # A page's edge may leave more behind a window than the next token takes.
+        num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
         self._waits.check(Place(request.start_by, num_pages), now)
         handoff_id = HandoffId(self._instance, request.key, number)
         self._current[request.key] = handoff_id
@@ -180,18 +182,22 @@ class Handoffs:
         transfer = self.transfer.get(event.id)
         if transfer is None:
             return None
+        request, stamps = transfer.attempt.request, transfer.attempt.stamps
+        reason = ""
         if event.token >= self._vocabulary_size:
             reason = f"its first token is {event.token}, outside the vocabulary"
+        elif not _as_asked(request, event):
+            reason = "its first token came without the log-probabilities that were asked for"
+        if reason:
             self._port.post(CancelHandoff(event.id, reason))
             return self.lost(Lost(event.id, reason, retryable=True))
-        request, stamps = transfer.attempt.request, transfer.attempt.stamps
         stamps.first_ready, stamps.times = event.first_ready, event.times
         stamps.first_token = time.monotonic()
         self._live.stamps(request).note_first_token(stamps.first_token)
         transfer.first_token = event.token
         prefix_tokens = transfer.destination.prefix_tokens
         request.cached_tokens = max(prefix_tokens, transfer.owner_cached_tokens)
-        self._live.tell_first_token(request, event.token)
+        self._live.tell_first_token(request, event.token, event.logprobs, event.prompt_logprobs)
         finish = self._scheduler.finish_of(request, event.token)
         if finish is not None:
             self.give_up(request, "its first token ended the request")
@@ -220,7 +226,7 @@ class Handoffs:
         """KV and first token are here: into the running batch without a forward."""
         for transfer in self.transfer.held():
             request = transfer.continued()
-            if not self._scheduler.join(request, transfer.destination.pages):
+            if not self._scheduler.join(request, transfer.destination.holding):
                 return
             self._live.goes_on(request)
             self.transfer.remove(transfer.attempt.id)
@@ -286,3 +292,13 @@ class Handoffs:
     def _end(self, request: Request, finish: Finish) -> None:
         self.give_up(request, finish.error)
         self._live.end(request, finish)
+
+
+def _as_asked(request: Request, event: FirstToken) -> bool:
+    """Whether there are as many log-probabilities as the request asks for."""
+    told = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
+    wanted = [
+        int(request.sampling.logprobs >= 0),
+        request.num_prompt - 1 if request.sampling.prompt_logprobs >= 0 else 0,
+    ]
+    return told == wanted

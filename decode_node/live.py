@@ -13,6 +13,7 @@ from common.errors import QueueTooLong, ServingError
 from common.node.messages import Ended
 from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
+from common.requests.logprobs import Logprobs
 from decode_node.counts import DecodeCounts
 
 
@@ -57,9 +58,19 @@ class LiveRequests:
         """With another record, which has the tokens that came since."""
         self._by_origin[request.origin] = request
 
-    def tell_first_token(self, request: Request, token: int) -> None:
+    def tell_first_token(
+        self,
+        request: Request,
+        token: int,
+        logprobs: Logprobs | None,
+        prompt_logprobs: Logprobs | None,
+    ) -> None:
         self._outbox.begin(request.origin, request.cached_tokens)
         self._outbox.token(request.origin, token)
+        if logprobs is not None:
+            self._outbox.logprobs(request.origin, logprobs)
+        if prompt_logprobs is not None:
+            self._outbox.prompt_logprobs(request.origin, prompt_logprobs)
 
     def end(self, request: Request, finish: Finish) -> None:
         """The one way out of those that were let in."""

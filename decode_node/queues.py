@@ -145,4 +145,4 @@ class TransferQueue:
         if not self._transfers:
             return math.inf
         unready = (each for each in self._transfers.values() if each.first_token is None)
-        return most - sum(len(each.destination.pages) for each in unready)
+        return most - sum(len(each.destination.holding.flat()) for each in unready)

@@ -19,11 +19,13 @@ import numpy as np
 
 from common.config import DecodeConfig
 from common.distribution import Counted
+from common.engine.features.guided import Guided
+from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import Finish, FinishReason, Request
+from common.engine.rows.request import Finish, FinishReason, Request, out_of_time
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
 from common.node.desk import Desk
@@ -36,6 +38,7 @@ from common.node.messages import (
 )
 from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
+from common.page_tables import PageTables
 from common.queueing.drain import Backlog, Drain, may_wait_s
 from decode_node.answer_pace import AnswerPace
 from decode_node.counts import DecodeCounts
@@ -71,12 +74,13 @@ class DecodeRole:
         scheduler: Scheduler,
         pages: PageAllocator,
         cache: RadixCache,
-        page_size: int,
+        tables: PageTables,
         page_bytes: int,
         limits: RequestLimits,
         port: ReaderPort,
         desk: Desk,
         outbox: Outbox,
+        guides: Guides,
     ) -> None:
         self._max_waiting = config.engine.scheduler.max_waiting
         self._scheduler = scheduler
@@ -85,7 +89,9 @@ class DecodeRole:
         self._desk = desk
         self._outbox = outbox
         # Of all requests here: what fits into the pool, and what may wait for it.
-        most_tokens = config.engine.scheduler.max_waiting_tokens + pages.num_pages * page_size
+        most_tokens = config.engine.scheduler.max_waiting_tokens + tables.max_tokens(
+            pages.num_pages
+        )
         self._counts = DecodeCounts()
         self._live = LiveRequests(outbox, self._counts, most_tokens)
         self._prompts = Drain()  # to be computed here
@@ -94,7 +100,7 @@ class DecodeRole:
             scheduler=scheduler,
             pages=pages,
             cache=cache,
-            page_size=page_size,
+            tables=tables,
             page_bytes=page_bytes,
         )
         self._handoffs = Handoffs(
@@ -116,6 +122,7 @@ class DecodeRole:
             live=self._live,
             counts=self._counts,
         )
+        self._guided: Guided[tuple[str, ...]] = Guided(guides)
         self._told_trial: Request | None = None
         self._next_key = 1
 
@@ -129,6 +136,7 @@ class DecodeRole:
             self._counts.dropped(finished.finish)
             self._ended(finished)
         self._desk.poll(self, self._take)
+        self._place_guided(now)
         self._dispatcher.pair_again(now)
         self._handoffs.join()
         self._handoffs.grant(now)
@@ -144,11 +152,15 @@ class DecodeRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self._scheduler.finish(batch, result)
         self._outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
+        for origin, logprobs in outcome.logprobs:
+            self._outbox.logprobs(origin, logprobs)
         for chunk in outcome.chunks:
             self._stamp_chunk(chunk)
             self._prompts.serve(chunk.request.key, len(chunk.request.token_ids) - chunk.end)
             if chunk.first_token is not None:
                 self._outbox.begin(chunk.request.origin, chunk.request.cached_tokens)
+            if chunk.prompt_logprobs is not None:
+                self._outbox.prompt_logprobs(chunk.request.origin, chunk.prompt_logprobs)
         now = time.monotonic()
         self._prompts.tick(now)
         for finished in outcome.finished:
@@ -161,7 +173,7 @@ class DecodeRole:
 
     def check(self) -> None:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
-        joining = [transfer.destination.pages for transfer in self._handoffs.transfer]
+        joining = [transfer.destination.holding.flat() for transfer in self._handoffs.transfer]
         reads = self._destinations.reads.values()
         self._scheduler.check_idle({Holder.REQUEST: joining, Holder.READ: reads})
 
@@ -198,6 +210,7 @@ class DecodeRole:
     def queues(self) -> dict[str, int]:
         return {
             **self._scheduler.queues(),
+            "guided": len(self._guided),
             "unpaired": len(self._dispatcher.unpaired),
             "prealloc": len(self._handoffs.prealloc),
             "transfer": len(self._handoffs.transfer),
@@ -276,16 +289,34 @@ class DecodeRole:
             if self._num_waiting >= times * self._max_waiting:
                 raise Overloaded(f"{self._num_waiting} requests wait here already")
             self._limits.check(token_ids)
+            self._limits.check_sampling(message.sampling)
             self._live.let_in(request, times=times)
-            self._dispatcher.place(request, message.prefill_addresses)
+            if message.sampling.guide is not None:
+                self._guided.put(request, message.prefill_addresses)
+            else:
+                self._dispatcher.place(request, message.prefill_addresses)
         except ServingError as error:
             self._live.refuse(request, error)
+
+    def _place_guided(self, now: float) -> None:
+        """Those whose guide is compiled."""
+        for request, addresses, invalid in self._guided.done():
+            try:
+                if invalid is not None:
+                    raise invalid
+                self._dispatcher.place(request, addresses)
+            except ServingError as error:
+                self._live.refuse(request, error)
+        for request in self._guided.requests():
+            if request.deadline < now:
+                self._abort(request, out_of_time())
 
     @property
     def _num_waiting(self) -> int:
         """For pages, in either queue, or for an owner. Whoever is let in may go from one to
         another."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
+        num_elsewhere += len(self._guided)
         return num_elsewhere + self._scheduler.num_waiting
 
     def _may_wait_s(self, message: SubmitRequest, num_tokens: int) -> float:
@@ -299,7 +330,7 @@ class DecodeRole:
     # Ends ---------------------------------------------------------------------------------------
 
     def _abort(self, request: Request, finish: Finish) -> None:
-        waited = self._dispatcher.unpaired.remove(request)
+        waited = self._guided.remove(request) or self._dispatcher.unpaired.remove(request)
         if waited or self._handoffs.give_up(request, finish.error):
             self._live.end(request, finish)
             return

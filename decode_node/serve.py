@@ -44,10 +44,12 @@ from common.node.messages import (
 from common.node.streams import Outgoing
 from common.node.supervision import Supervision
 from common.queueing.drain import Backlog
+from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import check_namespace
 from common.requests.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
 from common.requests.timeline import to_proto
 from common.requests.trial import MAX_DEATHS
+from common.rpc.last_words import said
 from common.tracing.context import Trace, checked, log_fields
 from common.tracing.tracer import Tracer
 from kvtransfer.pairs.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
@@ -65,7 +67,7 @@ class _RouterStream:
     def __init__(self, number: int, lane: Lane) -> None:
         self.number = number
         self.lane = lane
-        self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing()
+        self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing(last_words=_last_words)
         self.peers: tuple[str, ...] | None = None  # until the router has told them
 
     def check_named(self, addresses: tuple[str, ...]) -> None:
@@ -178,6 +180,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             timeline=[to_proto(end.timeline) for end in ended],
             begun=[request for request, _ in message.begun],
             retry_after_s=[end.retry_after_s for end in ended],
+            logprobs=_rows(message.logprobs),
+            prompt_logprobs=_rows(message.prompt_logprobs),
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
@@ -324,6 +328,17 @@ _REFUSALS: dict[grpc.StatusCode, Refusal] = {
     grpc.StatusCode.INVALID_ARGUMENT: "invalid",
     grpc.StatusCode.UNAVAILABLE: "draining",
 }
+
+
+def _last_words(error: ServingError) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(last_words=said(error))
+
+
+def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
+    return [
+        decode_pb2.RowLogprobs(request=request, logprobs=to_fields(logprobs))
+        for request, logprobs in told
+    ]
 
 
 def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:

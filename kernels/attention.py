@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import device
-from kernels.attention_reference import ReferencePlan, plan_reference
+from kernels.attention_reference import plan_reference
 from kernels.cpu.operators import Operators
 from kernels.decode_attention import decode_attention
 from kernels.decode_plan import DecodePlan, plan_decode
@@ -23,7 +23,9 @@ class AttentionPlan(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def attend(self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """`paged_attention` of checked arguments."""
 
 
@@ -47,7 +49,8 @@ def plan_attention(
 
     Args:
         page_ids: int32 [any]; page_ids[page_starts[i] + j] holds row i's tokens from j * page_size
-            on. Entries past a row's last page are never followed.
+            on. Entries past a row's last page are never followed, nor with a window those of pages
+            of which the row's queries see no key.
         page_starts: int32 [num_rows].
         query_starts: int32 [num_rows + 1], ascending from 0.
         lengths: int32 [num_rows], each at least the row's number of queries, or 0.
@@ -75,29 +78,11 @@ def plan_attention(
     if num_heads % kv.shape[1]:
         raise ValueError(f"{num_heads} heads do not fit kv {tuple(kv.shape)}")
     if not device.uses_triton(kv):
+        columns = (page_ids, page_starts, query_starts, lengths)
         compiled = device.compiled(kv)
-        num_compiled = 0 if compiled is None else num_decodes
-        num_extends = num_rows - num_compiled
-        extend = plan_reference(
-            page_ids,
-            page_starts[:num_extends],
-            query_starts[: num_extends + 1],
-            lengths[:num_extends],
-            kv,
-            num_tokens=num_tokens - num_compiled,
-            window=window,
-        )
         if compiled is None:
-            return extend
-        return _CompiledPlan(
-            page_ids,
-            page_starts[num_extends:],
-            lengths[num_extends:],
-            num_tokens,
-            window,
-            extend,
-            compiled,
-        )
+            return plan_reference(*columns, kv, num_tokens=num_tokens, window=window)
+        return _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled)
     decode = None
     if num_decodes:
         decode = plan_decode(lengths, kv, num_heads=num_heads, num_rows=num_decodes, window=window)
@@ -113,6 +98,7 @@ def paged_attention(
     *,
     scale: float,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k) v for every query of a plan, reading live pages only.
 
@@ -124,6 +110,8 @@ def paged_attention(
             stale pages or tails hold, even NaN, has no effect.
         scale: above 0.
         soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
+        sinks: contiguous [heads] of any dtype of floats: the score of a key that every query of
+            the head sees besides its own, and whose value is zero.
     Returns:
         [num_tokens, heads * head_dim] of q's dtype.
     Raises:
@@ -142,7 +130,9 @@ def paged_attention(
         raise ValueError(f"q has {q.shape[0]} tokens, the plan {plan.num_tokens}")
     if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
         raise ValueError(f"scale and soft_cap: above 0, got {scale} and {soft_cap}")
-    return plan.attend(q, kv, scale=scale, soft_cap=soft_cap)
+    if sinks is not None and (sinks.shape != (q.shape[1],) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks: contiguous [{q.shape[1]}], got {tuple(sinks.shape)}")
+    return plan.attend(q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +148,9 @@ class _TritonPlan:
     window: int | None
     decode: DecodePlan | None
 
-    def attend(self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         num_tokens, heads, head_dim = q.shape
         out = torch.empty(num_tokens, heads * head_dim, dtype=q.dtype, device=q.device)
         num_extends = self.lengths.shape[0] - self.num_decodes
@@ -176,6 +168,7 @@ class _TritonPlan:
                 window=self.window,
                 scale=scale,
                 soft_cap=soft_cap,
+                sinks=sinks,
             )
         if self.decode is not None:
             decode_attention(
@@ -188,38 +181,59 @@ class _TritonPlan:
                 out,
                 scale=scale,
                 soft_cap=soft_cap,
+                sinks=sinks,
             )
         return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompiledPlan:
-    """Extend rows by torch's own, and decode rows, whose columns these are, compiled."""
+    """Extend rows first, then decode rows, each by their loop into one output."""
 
     page_ids: Tensor
     page_starts: Tensor
+    query_starts: Tensor
     lengths: Tensor
     num_tokens: int
+    num_decodes: int
     window: int | None
-    extend: ReferencePlan
     operators: Operators
 
-    def attend(self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        if q.stride(1) != q.shape[2]:  # a token's heads are read one after the other
+            q = q.contiguous()
         out = q.new_empty(self.num_tokens, q.shape[1] * q.shape[2])
-        first = self.extend.num_tokens
-        if first:
-            self.extend.attend_into(out[:first], q[:first], kv, scale=scale, soft_cap=soft_cap)
-        self.operators.decode_attention(
-            q[first:],
-            kv,
-            self.page_ids,
-            self.page_starts,
-            self.lengths,
-            out[first:],
-            window=self.window,
-            scale=scale,
-            soft_cap=soft_cap,
-        )
+        extends = self.lengths.shape[0] - self.num_decodes
+        queries = self.num_tokens - self.num_decodes
+        if extends:
+            self.operators.extend_attention(
+                q[:queries],
+                kv,
+                self.page_ids,
+                self.page_starts[:extends],
+                self.query_starts[: extends + 1],
+                self.lengths[:extends],
+                out[:queries],
+                window=self.window,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
+        if self.num_decodes:
+            self.operators.decode_attention(
+                q[queries:],
+                kv,
+                self.page_ids,
+                self.page_starts[extends:],
+                self.lengths[extends:],
+                out[queries:],
+                window=self.window,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
         return out
 
 

@@ -54,14 +54,23 @@ class ReferencePlan:
     blind: Tensor | None  # int64: places in q of queries that see no key
     num_tokens: int
 
-    def attend(self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         num_tokens, heads, head_dim = q.shape
         out = q.new_empty(num_tokens, heads * head_dim)
-        self.attend_into(out, q, kv, scale=scale, soft_cap=soft_cap)
+        self.attend_into(out, q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks)
         return out
 
     def attend_into(
-        self, result: Tensor, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None
+        self,
+        result: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         """`attend` into a contiguous [num_tokens, heads * head_dim]."""
         num_tokens, heads, head_dim = q.shape
@@ -69,6 +78,7 @@ class ReferencePlan:
         grouped = q.view(num_tokens, kv_heads, heads // kv_heads, head_dim)
         by_head = kv.permute(1, 2, 0, 3, 4)  # gathered pages then have K and V contiguous by head
         out = result.view(grouped.shape)
+        by_group = None if sinks is None else sinks.float().view(kv_heads, heads // kv_heads)
         if self.blind is not None:
             out[self.blind] = 0
         for row in self.rows:
@@ -81,6 +91,7 @@ class ReferencePlan:
                     chunk,
                     scale,
                     soft_cap,
+                    by_group,
                 )
         for group in self.groups:
             gathered = by_head.index_select(2, group.pages).flatten(2, 3)
@@ -89,7 +100,14 @@ class ReferencePlan:
             by_row = gathered.view(kv_heads, 2, *group.visible.shape, head_dim).transpose(0, 2)
             k, v = by_row.unbind(1)  # [rows, kv_heads, keys, head_dim]
             out[group.queries] = _softmax_attention(
-                grouped[group.queries], k, v, group.visible[:, None, None], False, scale, soft_cap
+                grouped[group.queries],
+                k,
+                v,
+                group.visible[:, None, None],
+                False,
+                scale,
+                soft_cap,
+                by_group,
             )
 
 
@@ -193,11 +211,18 @@ def _group(
 
 
 def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk, scale: float, soft_cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: _Chunk,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """q: [queries, kv_heads, group, head_dim]; k, v: [kv_heads, keys, head_dim]."""
+    """q: [queries, kv_heads, group, head_dim]; k, v: [kv_heads, keys, head_dim]; sinks: [kv_heads,
+    group]."""
     if len(q) == 1:  # the group's heads as queries: keys are read once, not once per head
-        return _softmax_attention(q, k[None], v[None], None, False, scale, soft_cap)
+        return _softmax_attention(q, k[None], v[None], None, False, scale, soft_cap, sinks)
     group = q.shape[2]
     attended = _softmax_attention(
         q.permute(1, 2, 0, 3),
@@ -207,6 +232,7 @@ def _attend_chunk(
         chunk.causal,
         scale,
         soft_cap,
+        None if sinks is None else sinks.unsqueeze(-1),
     )
     return attended.permute(2, 0, 1, 3)
 
@@ -219,16 +245,22 @@ def _softmax_attention(
     causal: bool,
     scale: float,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """[..., queries, head_dim] over [..., keys, head_dim]; causal: as many queries as keys."""
-    if soft_cap is None:
+    """[..., queries, head_dim] over [..., keys, head_dim]; causal: as many queries as keys; sinks:
+    float32 that broadcast to [..., queries]."""
+    if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale
         )
     scores = scale * (q.float() @ k.float().transpose(-1, -2))
-    scores = soft_cap * torch.tanh(scores / soft_cap)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if causal:
         mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    weights = scores.softmax(-1)
+    if sinks is not None:  # all weights shrink by the sink's share
+        weights = weights * torch.sigmoid(scores.logsumexp(-1) - sinks).unsqueeze(-1)
+    return (weights @ v.float()).to(q.dtype)

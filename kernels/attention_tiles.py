@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 
 SEARCH_BLOCK = 256  # rows that `last_at_most` looks at together
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
     """What `attend_tiles` takes as scale and soft_cap."""
-    log2_e = math.log2(math.e)
     if soft_cap is None:
-        return scale * log2_e, 0.0
-    return 2 * log2_e * scale / soft_cap, log2_e * soft_cap
+        return scale * LOG2_E.value, 0.0
+    return 2 * LOG2_E.value * scale / soft_cap, LOG2_E.value * soft_cap
 
 
 @triton.jit
@@ -52,6 +52,7 @@ def attend_tiles(
     page_ids_ptr,
     first,
     last,
+    begin,
     end,
     scale,
     soft_cap,
@@ -74,7 +75,8 @@ def attend_tiles(
     [rows], a score and the sum of the weights exp2(score - top); newest: int32 [rows],
     the last key that each row sees, before `end`; with WINDOW each sees so many keys. kv_ptr: of
     the KV head; page_ids_ptr: of the row. Where not MASKED, all rows see all keys. Where MASKED,
-    keys from `end` on are not read. scale, soft_cap: of `score_scales`.
+    keys from `end` on are not read, and with WINDOW none before `begin`: there may be no page.
+    scale, soft_cap: of `score_scales`.
 
     A top follows the row's largest score once some row's exceeds its own by more than SLACK, at
     most 15, so that a weight fits float16. Until then what has been summed is not scaled, which is
@@ -83,12 +85,14 @@ def attend_tiles(
     tl.static_assert(SLACK <= 15)
     dims = tl.arange(0, BLOCK_D)
     # Read a tile ahead: a load that waits for another of its own tile is pipelined half as deep.
-    pages = _load_pages(page_ids_ptr, first, end, PAGE_SIZE, BLOCK_N)
+    pages = _load_pages(page_ids_ptr, first, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
     for start in range(first, last, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         live = tokens < end
+        if WINDOW:
+            live = live & (tokens >= begin)
         offsets = pages.to(tl.int64) * PAGE_STRIDE + tokens % PAGE_SIZE * TOKEN_STRIDE
-        pages = _load_pages(page_ids_ptr, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        pages = _load_pages(page_ids_ptr, start + BLOCK_N, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
         k_ptr = kv_ptr + offsets[:, None] + dims[None, :]
         k = _load_tile(k_ptr, live, dims, HEAD_DIM, BLOCK_D, MASKED)
         v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
@@ -132,13 +136,25 @@ def _finite(top, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_pages(page_ids_ptr, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each token of a tile, or of all. Past the end there may be no entries."""
+def _load_pages(
+    page_ids_ptr,
+    start,
+    begin,
+    end,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The page of each token of a tile, or of all. Past the end there may be no entries, and none
+    before what a window sees."""
     if PAGE_SIZE >= BLOCK_N:
         return tl.load(page_ids_ptr + start // PAGE_SIZE, mask=start < end, other=0)
     else:
         tokens = start + tl.arange(0, BLOCK_N)
-        return tl.load(page_ids_ptr + tokens // PAGE_SIZE, mask=tokens < end, other=0)
+        live = tokens < end
+        if WINDOW:
+            live = live & (tokens >= begin)
+        return tl.load(page_ids_ptr + tokens // PAGE_SIZE, mask=live, other=0)
 
 
 @triton.jit

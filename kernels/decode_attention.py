@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
-from kernels.attention_tiles import SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
+from kernels.attention_tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
 from kernels.decode_plan import DecodePlan, first_key, tiles_per_program
 
 MAX_REGISTERS = 168  # or the compiler spills some so that more programs fit than are launched
@@ -29,6 +29,7 @@ def decode_attention(
     *,
     scale: float,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Writes the outputs of the plan's rows, the last of q's, into the last rows of `out`."""
     num_tokens, heads, head_dim = q.shape
@@ -51,6 +52,7 @@ def decode_attention(
         plan.logs,
         plan.arrivals,
         out,
+        sinks,
         first_row,
         first_query,
         plan.num_rows,
@@ -96,6 +98,7 @@ def _decode_kernel(
     logs_ptr,
     arrivals_ptr,
     out_ptr,
+    sinks_ptr,
     first_row,
     first_query,
     num_rows,
@@ -153,16 +156,24 @@ def _decode_kernel(
         if UPCAST:
             q = q.to(tl.float32)
         shift = first_key(length, WINDOW) // BLOCK_N - row_tile
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks_ptr is not None:  # as if the row's first part had seen that key
+            sinks = tl.load(sinks_ptr + head * GROUP + heads, mask=heads < GROUP, other=0.0)
+            has_first = total + (tile == row_tile).to(tl.float32)
+            top = tl.where(has_first > 0, sinks.to(tl.float32) * LOG2_E, top)
+            total = has_first
         acc, top, total = attend_tiles(
             q,
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-            tl.full([BLOCK_M], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
+            top,
+            total,
             tl.zeros([BLOCK_M], tl.int32) + length - 1,
             kv_ptr,
             pages_ptr,
             (tile + shift) * BLOCK_N,
             (stop + shift) * BLOCK_N,
+            first_key(length, WINDOW),
             length,
             scale,
             soft_cap,

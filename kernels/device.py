@@ -26,13 +26,18 @@ _compiled: list[Operators] = []
 
 
 def use_compiled(operators: Operators | None) -> None:
-    """What `compiled` answers from now on, in this process. Before the first forward."""
+    """What `compiled` answers from now on, in this process. Before a model is loaded."""
     _compiled[:] = [] if operators is None else [operators]
 
 
 def compiled(tensor: Tensor) -> Operators | None:
     """Asked where `uses_triton` has said no: what takes the place of the reference, if anything."""
-    return _compiled[0] if _compiled and tensor.device.type == "cpu" else None
+    return compiled_for(tensor.device)
+
+
+def compiled_for(device: torch.device) -> Operators | None:
+    """`compiled` before there is a tensor."""
+    return _compiled[0] if _compiled and device.type == "cpu" else None
 
 
 def architecture() -> int:

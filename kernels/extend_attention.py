@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
-from kernels.attention_tiles import SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
+from kernels.attention_tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
 
 
 class Tile(NamedTuple):
@@ -38,6 +38,7 @@ def extend_attention(
     window: int | None,
     scale: float,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Writes the outputs of a batch's first rows, which have the first queries, into `out`.
 
@@ -61,6 +62,7 @@ def extend_attention(
         query_starts,
         lengths,
         out,
+        sinks,
         num_rows,
         score_scale,
         score_cap,
@@ -118,6 +120,7 @@ def _extend_kernel(
     query_starts_ptr,
     lengths_ptr,
     out_ptr,
+    sinks_ptr,
     num_rows,
     scale,
     soft_cap,
@@ -172,16 +175,21 @@ def _extend_kernel(
     oldest = length - num_queries + first_query  # of the tile's queries
     end = tl.minimum(oldest + QUERIES, length)  # after the keys that its last query sees
     # Keys of [low, end) are seen by some query, keys of [all_low, all_end) by every one.
+    begin = 0
     low = 0
     all_low = 0
     if WINDOW:
-        low = tl.maximum(oldest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(oldest - WINDOW + 1, 0)
+        low = begin // BLOCK_N * BLOCK_N
         all_low = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
     all_end = tl.maximum((oldest + 1) // BLOCK_N * BLOCK_N, all_low)
     kv_ptr += head.to(tl.int64) * KV_HEAD_STRIDE
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:  # as if that key had been seen first
+        top = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
+        total += 1.0
     for part in tl.static_range(3):
         if part == 0:
             first, last = low, all_low
@@ -200,6 +208,7 @@ def _extend_kernel(
                 pages_ptr,
                 first,
                 last,
+                begin,
                 end,
                 scale,
                 soft_cap,

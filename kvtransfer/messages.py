@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
@@ -53,7 +54,8 @@ class Admitted(Message, frozen=True, tag=True):
 
 
 class Ready(Message, frozen=True, tag=True):
-    """Token range [start, end) is in `pages` of the owner, final and readable."""
+    """Token range [start, end) is in `pages` of the owner, final and readable: which ones, and in
+    which order, `PageTables.spans` says."""
 
     id: HandoffId
     start: int
@@ -62,6 +64,8 @@ class Ready(Message, frozen=True, tag=True):
     last: bool
     first_token: int | None  # set if and only if last
     times: PrefillTimes | None = None  # with last
+    logprobs: Logprobs | None = None  # of the first token, where asked for
+    prompt_logprobs: Logprobs | None = None  # with last: of the prompt's tokens but the first one
 
 
 class Done(Message, frozen=True, tag=True):

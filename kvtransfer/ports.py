@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
@@ -43,8 +44,8 @@ class OpenHandoff(msgspec.Struct, frozen=True):
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
-    """Destination pages of token indices [prefix_tokens, len(token_ids)), in order. The engine
-    holds them for "read" until ReadsEnded."""
+    """Destination pages of what `PageTables.handed_over` says, table after table. The engine holds
+    them for "read" until ReadsEnded."""
 
     id: HandoffId
     prefix_tokens: int
@@ -92,6 +93,8 @@ class FirstToken(msgspec.Struct, frozen=True):
     token: int
     first_ready: float = 0.0  # time.monotonic() when the first range was ready
     times: PrefillTimes | None = None  # as the owner measured them
+    logprobs: Logprobs | None = None  # as in Ready
+    prompt_logprobs: Logprobs | None = None
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -128,8 +131,9 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Token range [start, end) is final in these pages. The engine holds them for "publication"
-    until HandoffDropped; ranges of one hand-off follow each other from its prefix_tokens on."""
+    """Token range [start, end) is final in these pages, as `PageTables.spans` has them, one after
+    the other. The engine holds them for "publication" until HandoffDropped; ranges of one hand-off
+    follow each other from its prefix_tokens on."""
 
     serial: int
     start: int
@@ -138,6 +142,8 @@ class Publish(msgspec.Struct, frozen=True):
     last: bool
     first_token: int | None
     times: PrefillTimes | None = None  # with last
+    logprobs: Logprobs | None = None  # as in Ready
+    prompt_logprobs: Logprobs | None = None
 
 
 class FailHandoff(msgspec.Struct, frozen=True):

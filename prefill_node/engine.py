@@ -40,13 +40,13 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
     paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
     owners = data_paths.serve(paths, pool, start.instance)
-    page_size = engine.shape.layout.page_size
+    tables = engine.shape.layout.tables
     hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
 
     def publisher(outlet: Outlet[OwnerEvent], wake: Callable[[], None]) -> Publisher:
         return Publisher(
-            OwnerEnd(config.transfer, page_size=page_size),
+            OwnerEnd(config.transfer, tables),
             hello,
             owners,
             outlet,
@@ -70,19 +70,22 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config.engine, on_admit),
         pages=engine.pages,
-        page_size=page_size,
+        tables=tables,
         limits=engine.limits,
         max_waiting=config.engine.scheduler.max_waiting,
         max_waiting_tokens=config.engine.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,
+        guides=engine.guides,
     )
+    engine.guides.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
         drive(role, engine, config.engine, role.scheduler, clock)
     finally:
         transfer.stop(TRANSFER_END_S)
+        engine.guides.close()
 
 
 if __name__ == "__main__":

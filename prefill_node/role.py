@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from common.distribution import Counted
+from common.engine.features.guided import Guided
+from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.held_tokens import HeldTokens
+from common.engine.rows.holding import Holding
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
 from common.engine.schedule.scheduler import ChunkDone, Scheduler
@@ -29,6 +31,7 @@ from common.logs.throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.messages import HandoffTraced
 from common.node.stamps import HandoffStamps
+from common.page_tables import PageTables
 from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.queueing.waiting_line import Place
 from common.tracing.context import is_sampled, log_fields
@@ -44,7 +47,7 @@ from kvtransfer.ports import (
 
 log = logging.getLogger(__name__)
 
-MakeScheduler = Callable[[Callable[[Request, Ints], None]], Scheduler]
+MakeScheduler = Callable[[Callable[[Request, Holding], None]], Scheduler]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +58,7 @@ class Prefilling:
     request: Request
     prefix_tokens: int  # the reader has them
     published: int  # token ranges up to here are out
-    pages: Ints  # of the whole prompt; empty until admission
+    holding: Holding  # of the whole prompt; empty until admission
 
 
 class PrefillRole:
@@ -66,16 +69,17 @@ class PrefillRole:
         *,
         make_scheduler: MakeScheduler,
         pages: PageAllocator,
-        page_size: int,
+        tables: PageTables,
         limits: RequestLimits,
         max_waiting: int,
         max_waiting_tokens: int,
         port: OwnerPort,
         desk: Desk,
+        guides: Guides,
     ) -> None:
         self.scheduler = make_scheduler(self._admitted)
         self._pages = pages
-        self._page_size = page_size
+        self._tables = tables
         self._limits = limits
         self._max_waiting = max_waiting
         self._tokens = HeldTokens(max_waiting_tokens)  # of those that have no pages yet
@@ -88,6 +92,7 @@ class PrefillRole:
         self._lent: dict[int, Ints] = {}  # pages held for publication
         self._stamps: dict[int, HandoffStamps] = {}  # from Opened to HandoffDropped
         self._prompts = Drain()  # granted, and not computed yet
+        self._guided: Guided[int] = Guided(guides)
         self._log = ThrottledLog(log, Throttle(most=100))
         self._counts = dict.fromkeys(
             (
@@ -109,6 +114,11 @@ class PrefillRole:
                     self._grant(event)
                 case HandoffDropped():
                     self._dropped(event)
+        for request, serial, invalid in self._guided.done():
+            if invalid is not None:
+                self._fail(serial, str(invalid), retryable=False)
+            else:
+                self._add(serial, request)
         for finished in self.scheduler.expire(queued_s=self._prompts.queued_s):
             self._ended_unpublished(finished.request, finished.finish)
         self._desk.poll(self)
@@ -143,6 +153,7 @@ class PrefillRole:
         return {
             **self.scheduler.queues(),
             "bootstrap": len(self._bootstrap),
+            "guided": len(self._guided),
             "inflight": len(self._inflight),
         }
 
@@ -213,6 +224,7 @@ class PrefillRole:
             return self._fail(event.serial, reason, retryable=True)
         try:
             self._limits.check(event.token_ids)
+            self._limits.check_sampling(event.sampling)
             start_by = self._start_by(event, now)
             self._tokens.take(event.serial, len(event.token_ids))
         except InvalidRequest as error:
@@ -265,64 +277,82 @@ class PrefillRole:
             request=request,
             prefix_tokens=event.prefix_tokens,
             published=event.prefix_tokens,
-            pages=np.empty(0, np.int32),
+            holding=Holding.none(self._tables.num_tables),
         )
         place = Place(request.turn, len(request.token_ids))
         self._prompts.join(event.serial, place, time.monotonic())
+        if request.sampling.guide is None:
+            self._add(event.serial, request)
+            return
+        try:
+            self._guided.put(request, event.serial)
+        except Overloaded as error:
+            self._counts["refused/overloaded"] += 1
+            self._fail(event.serial, str(error), retryable=True)
+
+    def _add(self, serial: int, request: Request) -> None:
         try:
             self.scheduler.add(request)
         except InvalidRequest as error:
             self._counts["refused/invalid"] += 1
-            self._fail(event.serial, str(error), retryable=False)
+            self._fail(serial, str(error), retryable=False)
 
-    def _admitted(self, request: Request, pages: Ints) -> None:
+    def _admitted(self, request: Request, holding: Holding) -> None:
         """The scheduler has reserved the whole prompt and locked what this node has of it."""
         handoff = self._prefilling[request.key]
-        handoff.pages = pages
+        handoff.holding = holding
+        num_tokens = len(request.token_ids)
+        lent = holding.take(self._tables.handed_over(num_tokens, handoff.prefix_tokens))
         self._tokens.drop(handoff.serial)
         self._stamps[handoff.serial].admitted = request.admitted
-        self._pages.hold(pages, Holder.PUBLICATION)
-        self._lent[handoff.serial] = pages
+        self._pages.hold(lent, Holder.PUBLICATION)
+        self._lent[handoff.serial] = lent
         self._port.post(
             Admit(
                 handoff.serial,
-                compute_tokens=len(request.token_ids) - request.cached_tokens,
+                compute_tokens=num_tokens - request.cached_tokens,
                 queued_tokens=self.scheduler.queued_tokens(),
             )
         )
         # Whole pages: where tokens generated before are cached too, this counts the prompt alone.
-        self._publish(handoff, request.cached_tokens // self._page_size * self._page_size)
+        self._publish(handoff, self._whole_pages(request.cached_tokens))
 
     def _chunk_done(self, handoff: Prefilling, chunk: ChunkDone) -> None:
         self._stamps[handoff.serial].num_chunks += 1
         self._prompts.serve(handoff.serial, len(chunk.request.token_ids) - chunk.end)
         if chunk.first_token is None:
-            self._publish(handoff, chunk.end // self._page_size * self._page_size)
+            self._publish(handoff, self._whole_pages(chunk.end))
             return
         del self._prefilling[handoff.serial]
         self._inflight[handoff.serial] = handoff
         self._stamps[handoff.serial].done = time.monotonic()
-        self._publish(handoff, chunk.end, first_token=chunk.first_token)
+        self._publish(handoff, chunk.end, chunk)
 
-    def _publish(self, handoff: Prefilling, end: int, first_token: int | None = None) -> None:
+    def _publish(self, handoff: Prefilling, end: int, last_chunk: ChunkDone | None = None) -> None:
         """Publishes [handoff.published, end), page aligned unless it is the last range. The reader
         may have a longer prefix than that already: then only the last, empty range tells."""
-        start, last = handoff.published, first_token is not None
+        start, last = handoff.published, last_chunk is not None
         if end <= start and not last:
             return
-        first_page, past_page = start // self._page_size, -(-end // self._page_size)
+        num_tokens = len(handoff.request.token_ids)
+        spans = self._tables.spans(num_tokens, handoff.prefix_tokens, start, end)
         self._port.post(
             Publish(
                 handoff.serial,
                 start=start,
                 end=end,
-                pages=handoff.pages[first_page:past_page] if end > start else handoff.pages[:0],
+                pages=handoff.holding.take(spans),
                 last=last,
-                first_token=first_token,
+                first_token=last_chunk.first_token if last_chunk else None,
                 times=self._stamps[handoff.serial].times() if last else None,
+                logprobs=last_chunk.logprobs if last_chunk else None,
+                prompt_logprobs=last_chunk.prompt_logprobs if last_chunk else None,
             )
         )
         handoff.published = end
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        return num_tokens // self._tables.page_size * self._tables.page_size
 
     def _ended_unpublished(self, request: Request, finish: Finish) -> None:
         if request.key in self._prefilling:  # else it ended with its first token, or was dropped
@@ -368,4 +398,5 @@ class PrefillRole:
         self._inflight.pop(serial, None)
         handoff = self._prefilling.pop(serial, None)
         if handoff is not None:
+            self._guided.remove(handoff.request)
             self.scheduler.abort(handoff.request, finish)

@@ -22,41 +22,44 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos import last_words_pb2 as protos_dot_last__words__pb2
 from protos import router_pb2 as protos_dot_router__pb2
 from protos import sampling_pb2 as protos_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/router.proto\x1a\x15protos/sampling.proto\"v\n\x06ToNode\x12\x1e\n\x05peers\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Peers\x12!\n\x07submits\x18\x02 \x03(\x0b\x32\x10.baton.v1.Submit\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\x04\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\"\"\n\x05Peers\x12\x19\n\x11prefill_addresses\x18\x01 \x03(\t\"\x8b\x02\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rnum_generated\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x19\n\x11prefill_addresses\x18\x06 \x03(\t\x12\x10\n\x08\x62udget_s\x18\x07 \x01(\x01\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x11\n\tnamespace\x18\t \x01(\x0c\x12\x15\n\rengine_deaths\x18\n \x01(\r\x12\x14\n\x07queue_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_queue_s\"\xc2\x01\n\x08\x46romNode\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x10.baton.v1.StatusH\x00\x12 \n\x05trial\x18\x04 \x01(\x0b\x32\x0f.baton.v1.TrialH\x00\x12+\n\x0b\x65ngine_beat\x18\x05 \x01(\x0b\x32\x14.baton.v1.EngineBeatH\x00\x12\x18\n\x10protocol_version\x18\x03 \x01(\rB\t\n\x07message\"<\n\x05Trial\x12\x11\n\tunder_way\x18\x01 \x01(\x08\x12\x14\n\x07request\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_request\"\x0c\n\nEngineBeat\"\xe3\x01\n\x04Step\x12\x0f\n\x07request\x18\x01 \x03(\x04\x12\r\n\x05token\x18\x02 \x03(\r\x12\r\n\x05\x65nded\x18\x03 \x03(\x04\x12&\n\x06reason\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x05 \x03(\r\x12\r\n\x05\x65rror\x18\x06 \x03(\t\x12\x12\n\nerror_code\x18\x07 \x03(\r\x12$\n\x08timeline\x18\x08 \x03(\x0b\x32\x12.baton.v1.Timeline\x12\r\n\x05\x62\x65gun\x18\t \x03(\x04\x12\x15\n\rretry_after_s\x18\n \x03(\x01\"\xae\x01\n\x08Timeline\x12\x1e\n\x05phase\x18\x01 \x03(\x0e\x32\x0f.baton.v1.Phase\x12\x0f\n\x07\x61ttempt\x18\x02 \x03(\r\x12\x0f\n\x07start_s\x18\x03 \x03(\x01\x12\r\n\x05\x65nd_s\x18\x04 \x03(\x01\x12#\n\x08\x61ttempts\x18\x05 \x03(\x0b\x32\x11.baton.v1.Attempt\x12\x1a\n\rfirst_token_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_first_token_s\"\x7f\n\x07\x41ttempt\x12\x17\n\x0fprefill_address\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05pages\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\"\xd6\x01\n\x06Status\x12\r\n\x05state\x18\x01 \x01(\t\x12\x14\n\x0cserves_alone\x18\x02 \x01(\x08\x12\x12\n\nfalls_back\x18\x07 \x01(\x08\x12\"\n\x05links\x18\x03 \x03(\x0b\x32\x13.baton.v1.LinkState\x12\x13\n\x0bpages_total\x18\x04 \x01(\r\x12\x12\n\npages_free\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\"\n\x07prompts\x18\x08 \x01(\x0b\x32\x11.baton.v1.Backlog\x12\x0f\n\x07pages_s\x18\t \x01(\x01*\xd4\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_DISPATCH\x10\x01\x12\x18\n\x14PHASE_PREALLOC_QUEUE\x10\x02\x12\x16\n\x12PHASE_PREFILL_WAIT\x10\x03\x12\x12\n\x0ePHASE_TRANSFER\x10\x04\x12\x11\n\rPHASE_RELEASE\x10\x05\x12\x0e\n\nPHASE_JOIN\x10\x06\x12\x15\n\x11PHASE_LOCAL_QUEUE\x10\x07\x12\x17\n\x13PHASE_LOCAL_PREFILL\x10\x08\x12\x11\n\rPHASE_RUNNING\x10\t\x12\x13\n\x0fPHASE_RETRACTED\x10\n\x12\x19\n\x15PHASE_BOOTSTRAP_QUEUE\x10\x0b\x12\x17\n\x13PHASE_WAITING_QUEUE\x10\x0c\x12\x11\n\rPHASE_PREFILL\x10\r\x12\x18\n\x14PHASE_INFLIGHT_QUEUE\x10\x0e*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32?\n\nDecodeNode\x12\x31\n\x05Serve\x12\x10.baton.v1.ToNode\x1a\x12.baton.v1.FromNode(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x17protos/last_words.proto\x1a\x13protos/router.proto\x1a\x15protos/sampling.proto\"v\n\x06ToNode\x12\x1e\n\x05peers\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Peers\x12!\n\x07submits\x18\x02 \x03(\x0b\x32\x10.baton.v1.Submit\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\x04\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\"\"\n\x05Peers\x12\x19\n\x11prefill_addresses\x18\x01 \x03(\t\"\x8b\x02\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rnum_generated\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x19\n\x11prefill_addresses\x18\x06 \x03(\t\x12\x10\n\x08\x62udget_s\x18\x07 \x01(\x01\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x11\n\tnamespace\x18\t \x01(\x0c\x12\x15\n\rengine_deaths\x18\n \x01(\r\x12\x14\n\x07queue_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_queue_s\"\xed\x01\n\x08\x46romNode\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x10.baton.v1.StatusH\x00\x12 \n\x05trial\x18\x04 \x01(\x0b\x32\x0f.baton.v1.TrialH\x00\x12+\n\x0b\x65ngine_beat\x18\x05 \x01(\x0b\x32\x14.baton.v1.EngineBeatH\x00\x12)\n\nlast_words\x18\x06 \x01(\x0b\x32\x13.baton.v1.LastWordsH\x00\x12\x18\n\x10protocol_version\x18\x03 \x01(\rB\t\n\x07message\"<\n\x05Trial\x12\x11\n\tunder_way\x18\x01 \x01(\x08\x12\x14\n\x07request\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_request\"\x0c\n\nEngineBeat\"\xbc\x02\n\x04Step\x12\x0f\n\x07request\x18\x01 \x03(\x04\x12\r\n\x05token\x18\x02 \x03(\r\x12\r\n\x05\x65nded\x18\x03 \x03(\x04\x12&\n\x06reason\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x05 \x03(\r\x12\r\n\x05\x65rror\x18\x06 \x03(\t\x12\x12\n\nerror_code\x18\x07 \x03(\r\x12$\n\x08timeline\x18\x08 \x03(\x0b\x32\x12.baton.v1.Timeline\x12\r\n\x05\x62\x65gun\x18\t \x03(\x04\x12\x15\n\rretry_after_s\x18\n \x03(\x01\x12\'\n\x08logprobs\x18\x0b \x03(\x0b\x32\x15.baton.v1.RowLogprobs\x12.\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x15.baton.v1.RowLogprobs\"D\n\x0bRowLogprobs\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12$\n\x08logprobs\x18\x02 \x01(\x0b\x32\x12.baton.v1.Logprobs\"\xae\x01\n\x08Timeline\x12\x1e\n\x05phase\x18\x01 \x03(\x0e\x32\x0f.baton.v1.Phase\x12\x0f\n\x07\x61ttempt\x18\x02 \x03(\r\x12\x0f\n\x07start_s\x18\x03 \x03(\x01\x12\r\n\x05\x65nd_s\x18\x04 \x03(\x01\x12#\n\x08\x61ttempts\x18\x05 \x03(\x0b\x32\x11.baton.v1.Attempt\x12\x1a\n\rfirst_token_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_first_token_s\"\x7f\n\x07\x41ttempt\x12\x17\n\x0fprefill_address\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05pages\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\r\"\xd6\x01\n\x06Status\x12\r\n\x05state\x18\x01 \x01(\t\x12\x14\n\x0cserves_alone\x18\x02 \x01(\x08\x12\x12\n\nfalls_back\x18\x07 \x01(\x08\x12\"\n\x05links\x18\x03 \x03(\x0b\x32\x13.baton.v1.LinkState\x12\x13\n\x0bpages_total\x18\x04 \x01(\r\x12\x12\n\npages_free\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\"\n\x07prompts\x18\x08 \x01(\x0b\x32\x11.baton.v1.Backlog\x12\x0f\n\x07pages_s\x18\t \x01(\x01*\xd4\x02\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_DISPATCH\x10\x01\x12\x18\n\x14PHASE_PREALLOC_QUEUE\x10\x02\x12\x16\n\x12PHASE_PREFILL_WAIT\x10\x03\x12\x12\n\x0ePHASE_TRANSFER\x10\x04\x12\x11\n\rPHASE_RELEASE\x10\x05\x12\x0e\n\nPHASE_JOIN\x10\x06\x12\x15\n\x11PHASE_LOCAL_QUEUE\x10\x07\x12\x17\n\x13PHASE_LOCAL_PREFILL\x10\x08\x12\x11\n\rPHASE_RUNNING\x10\t\x12\x13\n\x0fPHASE_RETRACTED\x10\n\x12\x19\n\x15PHASE_BOOTSTRAP_QUEUE\x10\x0b\x12\x17\n\x13PHASE_WAITING_QUEUE\x10\x0c\x12\x11\n\rPHASE_PREFILL\x10\r\x12\x18\n\x14PHASE_INFLIGHT_QUEUE\x10\x0e*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32?\n\nDecodeNode\x12\x31\n\x05Serve\x12\x10.baton.v1.ToNode\x1a\x12.baton.v1.FromNode(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PHASE']._serialized_start=1530
-  _globals['_PHASE']._serialized_end=1870
-  _globals['_FINISHREASON']._serialized_start=1873
-  _globals['_FINISHREASON']._serialized_end=2018
-  _globals['_TONODE']._serialized_start=77
-  _globals['_TONODE']._serialized_end=195
-  _globals['_PEERS']._serialized_start=197
-  _globals['_PEERS']._serialized_end=231
-  _globals['_SUBMIT']._serialized_start=234
-  _globals['_SUBMIT']._serialized_end=501
-  _globals['_FROMNODE']._serialized_start=504
-  _globals['_FROMNODE']._serialized_end=698
-  _globals['_TRIAL']._serialized_start=700
-  _globals['_TRIAL']._serialized_end=760
-  _globals['_ENGINEBEAT']._serialized_start=762
-  _globals['_ENGINEBEAT']._serialized_end=774
-  _globals['_STEP']._serialized_start=777
-  _globals['_STEP']._serialized_end=1004
-  _globals['_TIMELINE']._serialized_start=1007
-  _globals['_TIMELINE']._serialized_end=1181
-  _globals['_ATTEMPT']._serialized_start=1183
-  _globals['_ATTEMPT']._serialized_end=1310
-  _globals['_STATUS']._serialized_start=1313
-  _globals['_STATUS']._serialized_end=1527
-  _globals['_DECODENODE']._serialized_start=2020
-  _globals['_DECODENODE']._serialized_end=2083
+  _globals['_PHASE']._serialized_start=1757
+  _globals['_PHASE']._serialized_end=2097
+  _globals['_FINISHREASON']._serialized_start=2100
+  _globals['_FINISHREASON']._serialized_end=2245
+  _globals['_TONODE']._serialized_start=102
+  _globals['_TONODE']._serialized_end=220
+  _globals['_PEERS']._serialized_start=222
+  _globals['_PEERS']._serialized_end=256
+  _globals['_SUBMIT']._serialized_start=259
+  _globals['_SUBMIT']._serialized_end=526
+  _globals['_FROMNODE']._serialized_start=529
+  _globals['_FROMNODE']._serialized_end=766
+  _globals['_TRIAL']._serialized_start=768
+  _globals['_TRIAL']._serialized_end=828
+  _globals['_ENGINEBEAT']._serialized_start=830
+  _globals['_ENGINEBEAT']._serialized_end=842
+  _globals['_STEP']._serialized_start=845
+  _globals['_STEP']._serialized_end=1161
+  _globals['_ROWLOGPROBS']._serialized_start=1163
+  _globals['_ROWLOGPROBS']._serialized_end=1231
+  _globals['_TIMELINE']._serialized_start=1234
+  _globals['_TIMELINE']._serialized_end=1408
+  _globals['_ATTEMPT']._serialized_start=1410
+  _globals['_ATTEMPT']._serialized_end=1537
+  _globals['_STATUS']._serialized_start=1540
+  _globals['_STATUS']._serialized_end=1754
+  _globals['_DECODENODE']._serialized_start=2247
+  _globals['_DECODENODE']._serialized_end=2310
 # @@protoc_insertion_point(module_scope)

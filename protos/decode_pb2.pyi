@@ -1,3 +1,4 @@
+from protos import last_words_pb2 as _last_words_pb2
 from protos import router_pb2 as _router_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
@@ -100,18 +101,20 @@ class Submit(_message.Message):
     def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("step", "status", "trial", "engine_beat", "protocol_version")
+    __slots__ = ("step", "status", "trial", "engine_beat", "last_words", "protocol_version")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TRIAL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_BEAT_FIELD_NUMBER: _ClassVar[int]
+    LAST_WORDS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     step: Step
     status: Status
     trial: Trial
     engine_beat: EngineBeat
+    last_words: _last_words_pb2.LastWords
     protocol_version: int
-    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ..., engine_beat: _Optional[_Union[EngineBeat, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ..., engine_beat: _Optional[_Union[EngineBeat, _Mapping]] = ..., last_words: _Optional[_Union[_last_words_pb2.LastWords, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Trial(_message.Message):
     __slots__ = ("under_way", "request")
@@ -126,7 +129,7 @@ class EngineBeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun", "retry_after_s")
+    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun", "retry_after_s", "logprobs", "prompt_logprobs")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +140,8 @@ class Step(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request: _containers.RepeatedScalarFieldContainer[int]
     token: _containers.RepeatedScalarFieldContainer[int]
     ended: _containers.RepeatedScalarFieldContainer[int]
@@ -147,7 +152,17 @@ class Step(_message.Message):
     timeline: _containers.RepeatedCompositeFieldContainer[Timeline]
     begun: _containers.RepeatedScalarFieldContainer[int]
     retry_after_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ..., retry_after_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ..., retry_after_s: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ...) -> None: ...
+
+class RowLogprobs(_message.Message):
+    __slots__ = ("request", "logprobs")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    logprobs: _sampling_pb2.Logprobs
+    def __init__(self, request: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("phase", "attempt", "start_s", "end_s", "attempts", "first_token_s")

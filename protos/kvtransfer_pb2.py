@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos import last_words_pb2 as protos_dot_last__words__pb2
 from protos import sampling_pb2 as protos_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/sampling.proto\"\xdf\x01\n\nFromReader\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x64one\x18\x04 \x01(\x0b\x32\x0e.baton.v1.DoneH\x00\x12\"\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x42\t\n\x07message\"\xee\x01\n\tFromOwner\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12&\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AdmittedH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12&\n\x08released\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReleasedH\x00\x12\"\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x42\t\n\x07message\"\xf8\x01\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\x06\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12!\n\x05paths\x18\x04 \x03(\x0b\x32\x12.baton.v1.DataPath\x12!\n\x07regions\x18\x05 \x03(\x0b\x32\x10.baton.v1.Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x08\x44\x61taPath\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"=\n\x06Region\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"?\n\tHandoffId\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xfe\x01\n\x04Open\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rnum_generated\x18\x03 \x01(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x10\n\x08\x62udget_s\x18\x05 \x01(\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\x12\x15\n\rengine_deaths\x18\t \x01(\r\x12\x14\n\x07queue_s\x18\n \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_queue_s\"?\n\x05Grant\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x15\n\rprefix_tokens\x18\x02 \x01(\r\"Z\n\x08\x41\x64mitted\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0e\x63ompute_tokens\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\"\xb2\x01\n\x05Ready\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x06 \x01(\rH\x00\x88\x01\x01\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefillTimesB\x0e\n\x0c_first_token\"Y\n\x0cPrefillTimes\x12\x13\n\x0b\x62ootstrap_s\x18\x01 \x01(\x01\x12\x11\n\twaiting_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\"\'\n\x04\x44one\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"9\n\x08Released\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0c\n\x04held\x18\x02 \x01(\x08\"9\n\x06\x43\x61ncel\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x06\x46\x61iled\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"C\n\x04\x42\x65\x61t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\ropen_handoffs\x18\x02 \x01(\r\x12\x12\n\nconnecting\x18\x03 \x01(\x08\x32\x43\n\nKvTransfer\x12\x35\n\x04Pair\x12\x14.baton.v1.FromReader\x1a\x13.baton.v1.FromOwner(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x17protos/last_words.proto\x1a\x15protos/sampling.proto\"\xdf\x01\n\nFromReader\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x64one\x18\x04 \x01(\x0b\x32\x0e.baton.v1.DoneH\x00\x12\"\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x42\t\n\x07message\"\x99\x02\n\tFromOwner\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12&\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AdmittedH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12&\n\x08released\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReleasedH\x00\x12\"\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x12)\n\nlast_words\x18\x07 \x01(\x0b\x32\x13.baton.v1.LastWordsH\x00\x42\t\n\x07message\"\xf8\x01\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\x06\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12!\n\x05paths\x18\x04 \x03(\x0b\x32\x12.baton.v1.DataPath\x12!\n\x07regions\x18\x05 \x03(\x0b\x32\x10.baton.v1.Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x08\x44\x61taPath\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"=\n\x06Region\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"?\n\tHandoffId\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xfe\x01\n\x04Open\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rnum_generated\x18\x03 \x01(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x10\n\x08\x62udget_s\x18\x05 \x01(\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\x12\x15\n\rengine_deaths\x18\t \x01(\r\x12\x14\n\x07queue_s\x18\n \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_queue_s\"?\n\x05Grant\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x15\n\rprefix_tokens\x18\x02 \x01(\r\"Z\n\x08\x41\x64mitted\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0e\x63ompute_tokens\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\"\x85\x02\n\x05Ready\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x06 \x01(\rH\x00\x88\x01\x01\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefillTimes\x12$\n\x08logprobs\x18\x08 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x12.baton.v1.LogprobsB\x0e\n\x0c_first_token\"Y\n\x0cPrefillTimes\x12\x13\n\x0b\x62ootstrap_s\x18\x01 \x01(\x01\x12\x11\n\twaiting_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\"\'\n\x04\x44one\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"9\n\x08Released\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0c\n\x04held\x18\x02 \x01(\x08\"9\n\x06\x43\x61ncel\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x06\x46\x61iled\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"C\n\x04\x42\x65\x61t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\ropen_handoffs\x18\x02 \x01(\r\x12\x12\n\nconnecting\x18\x03 \x01(\x08\x32\x43\n\nKvTransfer\x12\x35\n\x04Pair\x12\x14.baton.v1.FromReader\x1a\x13.baton.v1.FromOwner(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,40 +35,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO_FINGERPRINTENTRY']._loaded_options = None
   _globals['_HELLO_FINGERPRINTENTRY']._serialized_options = b'8\001'
-  _globals['_FROMREADER']._serialized_start=61
-  _globals['_FROMREADER']._serialized_end=284
-  _globals['_FROMOWNER']._serialized_start=287
-  _globals['_FROMOWNER']._serialized_end=525
-  _globals['_HELLO']._serialized_start=528
-  _globals['_HELLO']._serialized_end=776
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=726
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=776
-  _globals['_DATAPATH']._serialized_start=778
-  _globals['_DATAPATH']._serialized_end=826
-  _globals['_REGION']._serialized_start=828
-  _globals['_REGION']._serialized_end=889
-  _globals['_HANDOFFID']._serialized_start=891
-  _globals['_HANDOFFID']._serialized_end=954
-  _globals['_OPEN']._serialized_start=957
-  _globals['_OPEN']._serialized_end=1211
-  _globals['_GRANT']._serialized_start=1213
-  _globals['_GRANT']._serialized_end=1276
-  _globals['_ADMITTED']._serialized_start=1278
-  _globals['_ADMITTED']._serialized_end=1368
-  _globals['_READY']._serialized_start=1371
-  _globals['_READY']._serialized_end=1549
-  _globals['_PREFILLTIMES']._serialized_start=1551
-  _globals['_PREFILLTIMES']._serialized_end=1640
-  _globals['_DONE']._serialized_start=1642
-  _globals['_DONE']._serialized_end=1681
-  _globals['_RELEASED']._serialized_start=1683
-  _globals['_RELEASED']._serialized_end=1740
-  _globals['_CANCEL']._serialized_start=1742
-  _globals['_CANCEL']._serialized_end=1799
-  _globals['_FAILED']._serialized_start=1801
-  _globals['_FAILED']._serialized_end=1900
-  _globals['_BEAT']._serialized_start=1902
-  _globals['_BEAT']._serialized_end=1969
-  _globals['_KVTRANSFER']._serialized_start=1971
-  _globals['_KVTRANSFER']._serialized_end=2038
+  _globals['_FROMREADER']._serialized_start=86
+  _globals['_FROMREADER']._serialized_end=309
+  _globals['_FROMOWNER']._serialized_start=312
+  _globals['_FROMOWNER']._serialized_end=593
+  _globals['_HELLO']._serialized_start=596
+  _globals['_HELLO']._serialized_end=844
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=794
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=844
+  _globals['_DATAPATH']._serialized_start=846
+  _globals['_DATAPATH']._serialized_end=894
+  _globals['_REGION']._serialized_start=896
+  _globals['_REGION']._serialized_end=957
+  _globals['_HANDOFFID']._serialized_start=959
+  _globals['_HANDOFFID']._serialized_end=1022
+  _globals['_OPEN']._serialized_start=1025
+  _globals['_OPEN']._serialized_end=1279
+  _globals['_GRANT']._serialized_start=1281
+  _globals['_GRANT']._serialized_end=1344
+  _globals['_ADMITTED']._serialized_start=1346
+  _globals['_ADMITTED']._serialized_end=1436
+  _globals['_READY']._serialized_start=1439
+  _globals['_READY']._serialized_end=1700
+  _globals['_PREFILLTIMES']._serialized_start=1702
+  _globals['_PREFILLTIMES']._serialized_end=1791
+  _globals['_DONE']._serialized_start=1793
+  _globals['_DONE']._serialized_end=1832
+  _globals['_RELEASED']._serialized_start=1834
+  _globals['_RELEASED']._serialized_end=1891
+  _globals['_CANCEL']._serialized_start=1893
+  _globals['_CANCEL']._serialized_end=1950
+  _globals['_FAILED']._serialized_start=1952
+  _globals['_FAILED']._serialized_end=2051
+  _globals['_BEAT']._serialized_start=2053
+  _globals['_BEAT']._serialized_end=2120
+  _globals['_KVTRANSFER']._serialized_start=2122
+  _globals['_KVTRANSFER']._serialized_end=2189
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from protos import last_words_pb2 as _last_words_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -24,20 +25,22 @@ class FromReader(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class FromOwner(_message.Message):
-    __slots__ = ("hello", "admitted", "ready", "released", "failed", "beat")
+    __slots__ = ("hello", "admitted", "ready", "released", "failed", "beat", "last_words")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    LAST_WORDS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     admitted: Admitted
     ready: Ready
     released: Released
     failed: Failed
     beat: Beat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    last_words: _last_words_pb2.LastWords
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., last_words: _Optional[_Union[_last_words_pb2.LastWords, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("instance_id", "protocol_version", "fingerprint", "paths", "regions", "address")
@@ -133,7 +136,7 @@ class Admitted(_message.Message):
     def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., compute_tokens: _Optional[int] = ..., queued_tokens: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("id", "start", "end", "pages", "last", "first_token", "times")
+    __slots__ = ("id", "start", "end", "pages", "last", "first_token", "times", "logprobs", "prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +144,8 @@ class Ready(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     start: int
     end: int
@@ -148,7 +153,9 @@ class Ready(_message.Message):
     last: bool
     first_token: int
     times: PrefillTimes
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token: _Optional[int] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ...) -> None: ...
+    logprobs: _sampling_pb2.Logprobs
+    prompt_logprobs: _sampling_pb2.Logprobs
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token: _Optional[int] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillTimes(_message.Message):
     __slots__ = ("bootstrap_s", "waiting_s", "prefill_s", "chunks")

@@ -3,10 +3,13 @@
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypedDict
 
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
+from common.requests.logprobs import TokenLogprobs
 from router.clients.client import Client
 from router.cluster.cluster import Chosen, Cluster
 from router.policy.backlogs import WHENEVER, Due
@@ -18,6 +21,7 @@ from router.requests.losses import Losses
 from router.requests.record import Records, RequestRecord
 from router.requests.served_model import ServedModel
 from router.requests.token_buffer import End
+from router.requests.told_tokens import Spell, ToldPrompt, ToldToken, told, told_prompt
 from router.requests.validation import Job
 from router.requests.wanted import Together, Wanted
 from router.requests.within import Within
@@ -114,10 +118,13 @@ class Generator:
     ) -> None:
         tokenizer = self._model.tokenizer
         answer = Answer(
-            Detokenizer(tokenizer, tokenizer.some_text),
+            Detokenizer(tokenizer.showing(job.shown), tokenizer.some_text),
             job.stop,
+            job.sampling.stop_token_ids,
             num_prompt_tokens=len(job.token_ids),
+            min_tokens=job.sampling.min_tokens,
             tells_cached_tokens=self._tells_cached_tokens,
+            **_tells(job, tokenizer.spelling),
         )
         chosen = await self._choose(job, due)
         record.accept(len(job.token_ids), chosen.decode.address)
@@ -169,7 +176,13 @@ class Generator:
         ):
 
             def take(token_ids: Sequence[int], end: End | None) -> Piece | LastPiece | None:
-                piece = answer.add(token_ids, end, tokens.cached_tokens)
+                piece = answer.add(
+                    token_ids,
+                    end,
+                    tokens.cached_tokens,
+                    tokens.take_logprobs(len(token_ids)),
+                    tokens.prompt_logprobs,
+                )
                 chosen.charge.first_token()
                 record.write(len(piece.token_ids))
                 written = not isinstance(piece, LastPiece) and offer(piece)
@@ -193,13 +206,37 @@ class Generator:
             raise lost from None
 
 
+class _Tells(TypedDict, total=False):
+    tells_tokens: Callable[[int, TokenLogprobs], ToldToken]
+    tells_prompt: Callable[[Sequence[TokenLogprobs]], ToldPrompt]
+    silent: bool
+
+
+def _tells(job: Job, spell: Spell) -> _Tells:
+    """What an answer tells besides its text."""
+    tells: _Tells = {"silent": job.silent}
+    num_top, num_prompt_top = job.sampling.logprobs, job.sampling.prompt_logprobs
+    if num_top >= 0:
+        tells["tells_tokens"] = partial(told, num_top=num_top, spell=spell)
+    if job.echo is not None or num_prompt_top >= 0:
+        text = job.echo or ""
+        tells["tells_prompt"] = partial(
+            told_prompt, text, job.token_ids, num_top=num_prompt_top, spell=spell
+        )
+    return tells
+
+
 def _continued(job: Job, token_ids: Sequence[int], engine_deaths: int) -> Job:
     """The rest of a job of which these tokens have been generated. Its seed makes them go on as
     they would have."""
     if not token_ids and not engine_deaths:
         return job
+    sampling = job.sampling
+    if token_ids:  # with the first of them came those of the prompt
+        sampling = replace(sampling, prompt_logprobs=-1)
     return replace(
         job,
+        sampling=sampling,
         token_ids=[*job.token_ids, *token_ids],
         num_generated=len(token_ids),
         engine_deaths=engine_deaths,

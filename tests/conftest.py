@@ -6,7 +6,8 @@ Set before anything that reads it is imported; programs that tests start inherit
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ os.environ.update(
 os.environ.pop("BATON_SECRET", None)  # a developer's own
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
+
+
+@pytest.fixture(autouse=True)
+def compiled_operations_end_with_their_test() -> Iterator[None]:
+    """An engine that a test builds switches them on for its process."""
+    yield
+    if (device := sys.modules.get("kernels.device")) is not None:
+        device.use_compiled(None)
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, object]:

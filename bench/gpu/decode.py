@@ -20,7 +20,8 @@ from bench.gpu.engine import PAGE_SIZE, DecodeEngine, Way, make_pool
 from bench.gpu.frame import Row, Tables, guarded, note
 from bench.gpu.models import SERVED, random_model
 from bench.gpu.setting import Setting
-from common.engine.memory.kv import KVLayout, KVPool
+from common.engine.memory.kv import KVPool
+from common.engine.memory.layout import KVLayout
 from common.engine.models import Model
 from kernels import early_launch
 

@@ -16,12 +16,15 @@ from torch import Tensor
 from bench.gpu.clock import Clock
 from bench.gpu.setting import Setting
 from common.config import SchedulerConfig
+from common.engine.features.composition import every_feature
 from common.engine.loop.loop import EventLoop
-from common.engine.memory.kv import HostPool, KVLayout, KVPool
+from common.engine.memory.kv import HostPool, KVPool
+from common.engine.memory.layout import KVLayout
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.models import Model
 from common.engine.rows.batch import BatchResult, Launched, Runner, ScheduleBatch
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.run.graphs import CudaRecorder, Graph, Recorder
@@ -37,7 +40,7 @@ FAR = 1e12
 def make_pool(model: Model, num_pages: int) -> KVPool:
     """Full of random numbers."""
     pool = KVPool(KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype), num_pages, model.device)
-    pool.tensor.normal_()
+    pool.tensor.view(model.dtype).normal_()
     return pool
 
 
@@ -90,7 +93,10 @@ class DecodeEngine:
         self._stream = TimedStream(open_stream(model.device), setting.clock)
         recorder = _recorder(setting) if way.graphs else None
         host_pool = HostPool(pool.layout, 0, model.device)
-        runner = ModelRunner(model, pool, host_pool, table, self._stream, recorder)
+        features = every_feature(
+            table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
+        )
+        runner = ModelRunner(model, pool, host_pool, table, features, self._stream, recorder)
         if way.graphs:
             runner.capture(batch)
         self._scheduler = Scheduler(
@@ -141,7 +147,7 @@ class DecodeEngine:
 
     def _join(self, request: Request) -> None:
         pages = self._scheduler.allocate(-(-len(request.token_ids) // PAGE_SIZE), Holder.REQUEST)
-        if pages is None or not self._scheduler.join(request, pages):
+        if pages is None or not self._scheduler.join(request, Holding.of(pages)):
             raise RuntimeError("the pool has no room for the batch")
 
 
@@ -191,6 +197,9 @@ class _TimedLaunched:
     @property
     def batch(self) -> ScheduleBatch:
         return self.launched.batch
+
+    def sample(self) -> None:
+        self.launched.sample()
 
     def result(self) -> BatchResult:
         began = time.perf_counter()

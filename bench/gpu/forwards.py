@@ -9,9 +9,11 @@ from torch import Tensor
 
 from bench.gpu.engine import PAGE_SIZE, make_request
 from common.engine.memory.kv import KVPool
+from common.engine.memory.layout import KVLayout
 from common.engine.models import Model
 from common.engine.rows.batch import ForwardMode, ScheduleBatch
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
+from common.engine.rows.holding import Holding
 from common.engine.rows.table import RequestTable
 
 
@@ -20,6 +22,9 @@ class Pages(Protocol):
 
     @property
     def layers(self) -> Sequence[Tensor]: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
 
     @property
     def num_pages(self) -> int: ...
@@ -40,7 +45,7 @@ class Forwards:
             slot = self._table.acquire(make_request(key, rng, length, model.spec.vocabulary_size))
             assert slot == key
             count = -(-length // PAGE_SIZE)
-            self._table.set_pages(slot, pages[:count])
+            self._table.set_pages(slot, Holding.of(pages[:count]))
             pages = pages[count:]
 
     def batch(self, starts: Sequence[int], ends: Sequence[int]) -> ForwardBatch:
@@ -54,7 +59,7 @@ class Forwards:
             ends=columns[1],
             samples=np.ones(len(starts), np.bool_),
         )
-        return self._builder.build(batch).to(self._model.device)
+        return self._builder.build(batch).to(self._model.device)[0]
 
     @torch.inference_mode()
     def logits(self, batch: ForwardBatch) -> Tensor:

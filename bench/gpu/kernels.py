@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from bench.gpu import elementwise, linear, logits, pages
+from bench.gpu import elementwise, experts, linear, logits, pages
 from bench.gpu.frame import Row, Tables
 from bench.gpu.ops import COLUMNS, Op
 from bench.gpu.ops import measure as measure_ops
@@ -13,6 +13,7 @@ OPS = {
     "logits": logits.ops,
     "elementwise": elementwise.ops,
     "linear": linear.ops,
+    "experts": experts.ops,
     "pages": pages.ops,
 }
 TABLES: Tables = dict.fromkeys(OPS, COLUMNS)
@@ -20,7 +21,7 @@ TABLES: Tables = dict.fromkeys(OPS, COLUMNS)
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     """Calls that need the same kernels as `measure`."""
-    for name in ("logits", "elementwise", "pages"):
+    for name in ("logits", "elementwise", "experts", "pages"):
         for make in OPS[name](setting):
             yield partial(_call_once, make)
 

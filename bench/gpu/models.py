@@ -2,19 +2,15 @@
 
 import json
 import tempfile
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from common.engine.models import read_spec
-from common.engine.models.decoder import DenseDecoder
-from common.engine.models.linear import Linear
-from common.engine.models.linear.dense import Dense
-from common.engine.models.spec import ModelSpec
-from common.engine.models.weights import LayerWeights, Weights
+from bench.gpu.weights import RandomWeights
+from common.engine.models.decoder import Decoder, DecoderSpec
+from common.engine.models.families import read_decoder
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -87,73 +83,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
 SERVED = "Qwen3-4B"  # by whole systems: large enough for a transfer to hide behind a prefill
 
 
-def spec_of(name: str) -> ModelSpec:
+def spec_of(name: str) -> DecoderSpec:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(CONFIGS[name]))
-        return read_spec(Path(directory))
+        return read_decoder(Path(directory))
 
 
-def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Weights:
-    """Such that activations keep their size from layer to layer."""
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-        made = torch.empty(rows, columns, dtype=dtype, device=device)
-        return made.normal_(0.0, scale * columns**-0.5)
-
-    def linear(rows: int, columns: int) -> Dense:
-        return Dense(matrix(rows, columns))
-
-    def norm(size: int) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device).normal_(1.0, 0.1)
-
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    attended = spec.num_heads * spec.head_dim
-    embedding = matrix(spec.vocabulary_size, hidden, scale=hidden**0.5)
-    layers = []
-    for _ in range(spec.num_layers):
-        tensors: dict[str, Any] = {field.name: None for field in fields(LayerWeights)}
-        tensors |= {
-            "input_norm": norm(hidden),
-            "qkv": linear(attended + 2 * spec.kv_heads * spec.head_dim, hidden),
-            "output": linear(hidden, attended),
-            "mlp_norm": norm(hidden),
-            "gate_up": linear(2 * inner, hidden),
-            "down": linear(hidden, inner),
-        }
-        if spec.qk_norm:
-            tensors |= {"q_norm": norm(spec.head_dim), "k_norm": norm(spec.head_dim)}
-        layers.append(LayerWeights(**tensors))
-    head = embedding if spec.tied_embeddings else matrix(spec.vocabulary_size, hidden)
-    return Weights(embedding, tuple(layers), norm(hidden), Dense(head))
-
-
-def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[DenseDecoder, int]:
+def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, int]:
     """The model, and the bytes of weights that every decode step must read: all but an input
     embedding that is not the head too."""
-    spec = spec_of(name)
-    weights = random_weights(spec, device, dtype)
-    parts: list[Tensor | Linear] = [weights.norm, weights.head]
-    for layer in weights.layers:
-        parts += _parts(layer).values()
-    return DenseDecoder(spec, weights), sum(part.nbytes for part in parts)
+    spec, source = spec_of(name), RandomWeights(device, dtype, dtype)
+    decoder = spec.build(source)
+    embedding = 0 if spec.tied_embeddings else decoder.embedding.nbytes
+    return decoder, source.made.num_bytes - embedding
 
 
-def shallow(spec: ModelSpec, layers: int) -> ModelSpec:
+def shallow(spec: DecoderSpec, layers: int) -> DecoderSpec:
     """The model's first layers only."""
-    return replace(spec, num_layers=layers, windows=spec.windows[:layers])
-
-
-def widened(weights: Weights) -> Weights:
-    """The same weights in float32."""
-    return Weights(
-        embedding=weights.embedding.float(),
-        layers=tuple(
-            replace(layer, **{key: part.float() for key, part in _parts(layer).items()})
-            for layer in weights.layers
-        ),
-        norm=weights.norm.float(),
-        head=cast(Dense, weights.head).float(),
-    )
+    model = replace(spec.model, layers=spec.model.layers[:layers])
+    return replace(spec, model=model, layers=spec.layers[:layers])
 
 
 def write_checkpoint(directory: Path, name: str, device: torch.device) -> Path:
@@ -164,7 +112,7 @@ def write_checkpoint(directory: Path, name: str, device: torch.device) -> Path:
 
     config = AutoConfig.for_model(**CONFIGS[name])
     with torch.device(device), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(config, dtype=spec_of(name).dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=spec_of(name).model.dtype)
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5)
@@ -173,9 +121,3 @@ def write_checkpoint(directory: Path, name: str, device: torch.device) -> Path:
     model.save_pretrained(directory)
     make_tokenizer(directory)
     return directory
-
-
-def _parts(layer: LayerWeights) -> dict[str, Any]:
-    """Norms and matrices, those that the architecture has."""
-    named = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return {name: part for name, part in named.items() if part is not None}

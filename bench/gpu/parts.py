@@ -6,7 +6,7 @@ PARTS = (
     Part("machine", "ceilings: bandwidth, matrix products, launches", 40),
     Part("compile", "kernels for all that follows, in parallel", 35),
     Part("attention", "decode and extend attention", 60),
-    Part("kernels", "the other kernels, and linear layers", 60),
+    Part("kernels", "the other kernels, linear layers and experts", 60),
     Part("decode", "whole decode steps", 100),
     Part("prefill", "whole prompts", 40),
     Part("layout", "page envelopes against one pool per layer", 30),

@@ -13,7 +13,7 @@ from bench.gpu.forwards import Forwards
 from bench.gpu.frame import Row, Tables, guarded
 from bench.gpu.models import random_model, spec_of
 from bench.gpu.setting import Setting, rate
-from common.engine.models.spec import ModelSpec
+from common.engine.models.decoder import DecoderSpec
 
 TABLES: Tables = {
     "prompts": {
@@ -78,13 +78,11 @@ def _prompt(
     }
 
 
-def _flops(spec: ModelSpec, tokens: int) -> tuple[float, float]:
+def _flops(spec: DecoderSpec, tokens: int) -> tuple[float, float]:
     """Of products with weights, and of attention."""
-    width = spec.num_heads * spec.head_dim
-    projections = spec.hidden_size * (2 * width + 2 * spec.kv_heads * spec.head_dim)
-    layer = projections + 3 * spec.hidden_size * spec.intermediate_size
-    products = (
-        2.0 * tokens * layer * spec.num_layers + 2.0 * spec.hidden_size * spec.vocabulary_size
-    )
+    model = spec.model
+    products = 2.0 * tokens * model.products_per_token
+    products += 2.0 * model.hidden_size * model.vocabulary_size
     seen = tokens * (tokens + 1) / 2
-    return products, 4.0 * seen * width * spec.num_layers
+    widths = sum(layer.mixer.heads * layer.mixer.head_dim for layer in spec.layers)
+    return products, 4.0 * seen * widths

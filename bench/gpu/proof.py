@@ -5,7 +5,7 @@ The pool is that of the whole model: layers then lie where they lie in serving.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 from bench.gpu.engine import PAGE_SIZE
 from bench.gpu.forwards import Forwards
 from bench.gpu.frame import Row, Tables
-from bench.gpu.models import random_weights, shallow, spec_of, widened
+from bench.gpu.models import shallow, spec_of
 from bench.gpu.ops import relative_error, worst
 from bench.gpu.setting import Setting
-from common.engine.memory.kv import KVLayout, KVPool
-from common.engine.models.decoder import DenseDecoder
+from bench.gpu.weights import RandomWeights
+from common.engine.memory.kv import KVPool
+from common.engine.memory.layout import KVLayout
+from common.engine.models.decoder import Decoder
 from kernels import device as kernel_device
 from kernels.sampling import sample
 
@@ -39,18 +41,17 @@ class _FirstLayers:
     """Of a pool, as much as a forward looks at."""
 
     layers: Sequence[Tensor]
+    layout: KVLayout
     num_pages: int
 
 
 def row(setting: Setting, name: str) -> Row:
     """The relative error of a model's logits, the worst of a prefill, of a chunk after it, and of a
     decode step."""
-    spec = shallow(spec_of(name), LAYERS)
-    weights = random_weights(spec, setting.device, setting.dtype)
     with _implemented(by_kernels=True):
-        found = _logits(setting, name, DenseDecoder(spec, weights))
+        found = _logits(setting, name, _model(setting, name, setting.dtype))
     with _implemented(by_kernels=False):
-        exact = _logits(setting, name, DenseDecoder(spec, widened(weights)))
+        exact = _logits(setting, name, _model(setting, name, torch.float32))
     error = worst(*map(relative_error, found, exact))
     right = error <= TOLERANCE  # NaN is not
     return {"table": "proof", "model": name, "error": error, "limit": TOLERANCE, "right": right}
@@ -58,20 +59,25 @@ def row(setting: Setting, name: str) -> Row:
 
 def forwards_by_kernels(setting: Setting, name: str) -> None:
     """Runs what `row` checks, and samples: it compiles all that serving needs."""
-    spec = shallow(spec_of(name), LAYERS)
-    model = DenseDecoder(spec, random_weights(spec, setting.device, setting.dtype))
-    for logits in _logits(setting, name, model):
+    for logits in _logits(setting, name, _model(setting, name, setting.dtype)):
         sample(logits, None)
 
 
-def _logits(setting: Setting, name: str, model: DenseDecoder) -> list[Tensor]:
+def _model(setting: Setting, name: str, held: torch.dtype) -> Decoder:
+    """Of the same numbers in whatever dtype they are held."""
+    torch.manual_seed(0)
+    return shallow(spec_of(name), LAYERS).build(RandomWeights(setting.device, setting.dtype, held))
+
+
+def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
     lengths = setting.sized((700, 77), (21, 9))
     cuts = [[0] * len(lengths), [n // 2 for n in lengths], [n - 1 for n in lengths], lengths]
     num_pages = sum(-(-length // PAGE_SIZE) for length in lengths)
-    layout = KVLayout.of(spec_of(name).layers, PAGE_SIZE, model.dtype)
+    layout = KVLayout.of(spec_of(name).model.layers, PAGE_SIZE, model.dtype)
+    first = replace(layout, places=layout.places[:LAYERS])
     whole = KVPool(layout, num_pages, model.device)
-    whole.tensor.fill_(torch.nan)
-    forwards = Forwards(model, _FirstLayers(whole.layers[:LAYERS], num_pages), lengths)
+    whole.tensor.fill_(0xFF)  # NaN
+    forwards = Forwards(model, _FirstLayers(whole.layers[:LAYERS], first, num_pages), lengths)
     return [forwards.logits(forwards.batch(*edges)) for edges in pairwise(cuts)]
 
 

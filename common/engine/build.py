@@ -5,29 +5,30 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from common.config import EngineConfig
 from common.cores import threads_at_hand
+from common.engine.features.composition import every_feature
+from common.engine.features.guides import Guides
 from common.engine.footprint import largest_forward, measure_footprint
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.models import (
     Model,
-    ModelSpec,
+    Servable,
     fingerprint,
-    load,
-    read_spec,
+    open_checkpoint,
     tokenizer_hash,
 )
 from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.linear import rounding_of
 from common.engine.models.precision import choose_precision
-from common.engine.models.weights import weight_bytes
+from common.engine.rows.holding import Holding
 from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import Ints, Request
+from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.run.cpu import use_cpu
 from common.engine.run.gpu import use_gpu
@@ -65,11 +66,12 @@ class Engine:
     stream: Stream
     runner: ModelRunner
     limits: RequestLimits
+    guides: Guides
     fingerprint: dict[str, str]
     tokenizer_hash: str
 
     def scheduler(
-        self, config: EngineConfig, on_admit: Callable[[Request, Ints], None]
+        self, config: EngineConfig, on_admit: Callable[[Request, Holding], None]
     ) -> Scheduler:
         """The scheduler of this engine; see Scheduler for `on_admit`."""
         spec = self.model.spec
@@ -98,27 +100,31 @@ def build(config: EngineConfig) -> Engine:
     else:
         use_gpu(device)  # in this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)
-    spec = read_spec(directory)
+    servable = open_checkpoint(directory, config.model_backend)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
-    model = _load(directory, spec, device, precision.dtype, config)
+    model = _load(servable, device, precision.dtype, config)
+    rounding = rounding_of(device, config.quantize, int8_stored=model.spec.int8_stored)
     shape = _shape(config, model)
     pool = KVPool(shape.layout, shape.num_pages, device)
     host_pool = HostPool(shape.layout, shape.host_pages, device)
-    page_size = shape.layout.page_size
-    table = RequestTable(config.scheduler.max_running, shape.context_length, page_size)
+    page_size, windows = shape.layout.page_size, shape.layout.windows
+    table = RequestTable(config.scheduler.max_running, shape.context_length, page_size, windows)
     pages = PageAllocator(shape.num_pages)
     stream = open_stream(device)
     recorder = CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
-    runner = ModelRunner(model, pool, host_pool, table, stream, recorder)
+    features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
+    runner = ModelRunner(model, pool, host_pool, table, features, stream, recorder)
     if device.type == "cuda":
         prepare(runner, largest_forward(shape, config.scheduler.max_running))
     log.info(
         "engine built %s",
         kv(
             device=str(device),
+            computed=servable.computed,
             dtype=str(precision),
             because=precision.because,
-            quantize=config.quantize,
+            quantize=rounding,
+            stored=model.spec.stored,
             pages=shape.num_pages,
             page_size=page_size,
             pool_mib=pool.num_bytes >> 20,
@@ -133,21 +139,22 @@ def build(config: EngineConfig) -> Engine:
         pool=pool,
         table=table,
         pages=pages,
-        cache=RadixCache(page_size, pages, enabled=config.cache.prefix_cache),
+        cache=RadixCache(page_size, pages, windows, enabled=config.cache.prefix_cache),
         stream=stream,
         runner=runner,
+        guides=Guides(directory, model.spec.vocabulary_size, model.spec.eos_token_ids),
         limits=RequestLimits(
             context_length=shape.context_length,
-            vocabulary_size=spec.vocabulary_size,
-            page_size=page_size,
+            vocabulary_size=model.spec.vocabulary_size,
+            tables=shape.layout.tables,
             num_pages=shape.num_pages,
         ),
         fingerprint={
-            **fingerprint(directory),
+            **fingerprint(directory, config.model_backend),
             "dtype": str(precision),
-            "quantize": config.quantize,
+            "quantize": rounding,
             "page_size": str(page_size),
-            "kv_layout": "head,layer,kv,token",
+            "kv_layout": shape.layout.describe(),
             "kv_token_bytes": str(shape.layout.token_bytes),
         },
         tokenizer_hash=tokenizer_hash(directory),
@@ -155,21 +162,17 @@ def build(config: EngineConfig) -> Engine:
 
 
 def _load(
-    directory: Path,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: EngineConfig,
+    servable: Servable, device: torch.device, dtype: torch.dtype, config: EngineConfig
 ) -> Model:
-    needed = weight_bytes(Checkpoint(directory), spec, device, dtype, config.quantize)
+    needed = servable.weight_bytes(device, dtype, config.quantize)
     free = free_bytes(device, config.cache.memory_fraction)
     if needed > free:
         raise ConfigError(
-            f"{directory}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB "
-            f"of {device} may be used (engine.cache.memory_fraction "
+            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
+            f"GiB of {device} may be used (engine.cache.memory_fraction "
             f"{config.cache.memory_fraction})"
         )
-    return load(directory, device, dtype, config.quantize)
+    return servable.load(device, dtype, config.quantize)
 
 
 def _shape(config: EngineConfig, model: Model) -> EngineShape:

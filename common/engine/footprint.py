@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from common.engine.features.composition import every_feature
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.models import Model
 from common.engine.rows.table import RequestTable
@@ -64,11 +65,13 @@ def measure_footprint(
     stream = open_stream(device)
 
     def make_runner() -> ModelRunner:
+        table = RequestTable(max_running, shape.context_length, layout.page_size, layout.windows)
         return ModelRunner(
             model,
             KVPool(layout, 1, device),
             HostPool(layout, 0, device),
-            RequestTable(max_running, shape.context_length, layout.page_size),
+            table,
+            every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device),
             stream,
             CudaRecorder() if graphs else None,
         )

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from common.config import EngineConfig, Quantize
-from common.engine.memory.kv import KVLayout
+from common.engine.memory.layout import KVLayout
 from common.engine.models import ModelSpec
-from common.engine.models.linear import form_of
+from common.engine.models.linear import form_of, rounding_of
 from common.engine.run.gpu import check_allocator, has_gpu
 from common.errors import ConfigError
 
@@ -158,7 +158,7 @@ def _host_pages(
 
 
 def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length: int) -> int:
-    pages_of_one = -(-context_length // layout.page_size)
+    pages_of_one = layout.tables.pages_to_compute(context_length)
     num_pages = min(room // layout.page_bytes, pages_of_one * config.scheduler.max_running)
     if num_pages < 2:
         raise ConfigError(
@@ -181,15 +181,10 @@ def _chunk_tokens(
     if wanted == 0:
         wanted = DEVICE_CHUNK_TOKENS
         if device.type == "cpu":
-            rate = _cpu_flops(dtype, config.quantize)
-            wanted = min(wanted, int(CPU_CHUNK_S * rate / _flops_per_token(spec)))
+            rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
+            rate = _cpu_flops(dtype, "none" if rounding == "none" else "int8")
+            wanted = min(wanted, int(CPU_CHUNK_S * rate / (2 * spec.products_per_token)))
     return max(page_size, wanted // page_size * page_size)
-
-
-def _flops_per_token(spec: ModelSpec) -> int:
-    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.kv_heads)
-    mlp = 3 * spec.hidden_size * spec.intermediate_size
-    return 2 * spec.num_layers * (attention + mlp)
 
 
 def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:

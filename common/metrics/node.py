@@ -23,6 +23,7 @@ Pairing = Literal["up", "refused", "failed"]
 STATES = ("starting", "ready", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
+    "guided",  # whose guide is being compiled
     *("bootstrap", "inflight"),  # of a prefill node alone
     *("unpaired", "prealloc", "transfer"),  # of a decode node alone
 )

@@ -12,6 +12,7 @@ import msgspec
 from common.distribution import Counted
 from common.node.stamps import HandoffStamps, RequestStamps
 from common.queueing.drain import Backlog
+from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import NOTHING, Timeline
@@ -113,6 +114,8 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     tokens: bytes  # little-endian uint32, same length
     ended: tuple[Ended, ...] = ()
     begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), once its prompt is computed
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()  # of all tokens of the requests that want them
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before its first token
 
 
 class OnTrial(msgspec.Struct, frozen=True, tag=True):

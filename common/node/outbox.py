@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from common.node.desk import Channel
 from common.node.messages import Ended, StepTokens
+from common.requests.logprobs import Logprobs
 
 
 class Outbox:
@@ -18,6 +19,8 @@ class Outbox:
         self._tokens: list[NDArray[np.uint32]] = []
         self._ended: dict[int, list[Ended]] = {}
         self._begun: dict[int, list[tuple[int, int]]] = {}
+        self._logprobs: dict[int, list[tuple[int, Logprobs]]] = {}  # by stream
+        self._prompts: dict[int, list[tuple[int, Logprobs]]] = {}
 
     def tokens(
         self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
@@ -31,6 +34,16 @@ class Outbox:
     def token(self, origin: tuple[int, int], token: int) -> None:
         stream, request = np.array([origin], np.uint64).T
         self.tokens(stream, request, np.array([token], np.int32))
+
+    def logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
+        """Of tokens of a request that are told before the next `flush`."""
+        stream, request = origin
+        self._logprobs.setdefault(stream, []).append((request, logprobs))
+
+    def prompt_logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
+        """With the first token of a request."""
+        stream, request = origin
+        self._prompts.setdefault(stream, []).append((request, logprobs))
 
     def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
         """With the first token of a request: how much of its prompt was in a cache."""
@@ -56,5 +69,6 @@ class Outbox:
 
     def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
         columns = requests.tobytes(), tokens.tobytes()
-        ended, begun = tuple(self._ended.pop(stream, ())), tuple(self._begun.pop(stream, ()))
-        self._channel.post(StepTokens(stream, *columns, ended, begun))
+        beside = (self._ended, self._begun, self._logprobs, self._prompts)
+        told = (tuple(each.pop(stream, ())) for each in beside)
+        self._channel.post(StepTokens(stream, *columns, *told))  # type: ignore[arg-type]

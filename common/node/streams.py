@@ -25,8 +25,18 @@ class Outgoing(Generic[M]):
     """Messages on their way to one peer. Event loop only; no call blocks but `converse`."""
 
     def __init__(
-        self, *, max_messages: int = MAX_UNSENT, max_bytes: int = MAX_UNSENT_BYTES
+        self,
+        *,
+        last_words: Callable[[ServingError], M] | None = None,
+        max_messages: int = MAX_UNSENT,
+        max_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
+        """
+        Args:
+            last_words: what tells the peer of an error that ends the stream. None: it is told in no
+                message.
+        """
+        self._last_words = last_words
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._unsent: deque[tuple[M, int]] = deque()
@@ -67,7 +77,7 @@ class Outgoing(Generic[M]):
             if self._over:
                 return None
             if self._last:
-                raise self._last
+                self.end(self._last)
             self._changed.clear()
             await self._changed.wait()
         message, num_bytes = self._unsent.popleft()
@@ -86,6 +96,7 @@ class Outgoing(Generic[M]):
         Returns when `incoming` ends: the peer has closed its direction.
         Raises:
             What `end` was given, what `take` raised, or what the stream did, whichever was first.
+            The peer has been told of a ServingError then, if it reads.
         """
 
         async def writing() -> None:
@@ -98,20 +109,24 @@ class Outgoing(Generic[M]):
 
         reader, writer = asyncio.ensure_future(reading()), asyncio.ensure_future(writing())
         tasks: tuple[asyncio.Future[Any], ...] = (reader, writer)
+        unsaid: list[M] = []
         try:
-            done, _ = await asyncio.wait((*tasks, self._end), return_when="FIRST_COMPLETED")
+            await asyncio.wait((*tasks, self._end), return_when="FIRST_COMPLETED")
+            # An end of our own says more than what the stream then did.
+            if self._end.done():
+                raise self._end.result()
+            for task in tasks:
+                if task.done():
+                    task.result()
+        except ServingError as error:
+            unsaid = [self._last_words(error)] if self._last_words else []
+            raise
         finally:
             self._over = True
-            self._unsent.clear()
+            self._unsent = deque((message, message.ByteSize()) for message in unsaid)
             self._changed.set()
             reader.cancel()
             # A stream cannot be given its status while a write to it is under way.
             await asyncio.wait({writer}, timeout=_LAST_WRITE_S)
             writer.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        # An end of our own says more than what the stream then did.
-        if self._end.done():
-            raise self._end.result()
-        for task in tasks:
-            if task in done:
-                task.result()

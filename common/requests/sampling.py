@@ -1,15 +1,24 @@
 """How a request's tokens are chosen: one immutable record from the router to the sampler."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import msgspec
 
 from common.errors import InvalidRequest
+from common.requests import guide
+from common.requests.guide import Guide
 from protos.sampling_pb2 import Sampling
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 16
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 64  # as text; each may be written in several ways
+MAX_BAD_WORD_IDS = 256
+MAX_BAD_WORD_TOKENS = 64
+STRONGEST_BIAS = 100.0
 MAX_TOKEN_ID = 2**31 - 1  # nodes keep them as int32
 
 # Of the 32 bits that carry numbers to the nodes.
@@ -27,6 +36,9 @@ _RANGES = (
     ("repetition_penalty", 1 / _STRONGEST, _STRONGEST, "from 1e-6 to 1e6"),
     ("frequency_penalty", -2.0, 2.0, "in [-2, 2]"),
     ("presence_penalty", -2.0, 2.0, "in [-2, 2]"),
+    ("min_tokens", 0, _LARGEST, "at least 0"),
+    ("logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
+    ("prompt_logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
 )
 
 
@@ -47,6 +59,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int = -1  # so many of the likeliest tokens are told beside each token; -1: none is
+    prompt_logprobs: int = -1
+    guide: Guide | None = None  # what form the answer has
 
     @property
     def greedy(self) -> bool:
@@ -83,6 +102,8 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
         InvalidRequest: a list is longer than is worth reading.
     """
     check_counts(proto.stop_token_ids, proto.stop)
+    words = [word.ids for word in proto.bad_word_ids[: MAX_BAD_WORD_IDS + 1]]
+    check_lengths(proto.logit_bias, proto.allowed_token_ids, words)
     return SamplingParams(
         max_tokens=proto.max_tokens if proto.HasField("max_tokens") else max_tokens,
         seed=proto.seed if proto.HasField("seed") else seed,
@@ -97,13 +118,27 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
         repetition_penalty=(
             proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0
         ),
+        min_tokens=proto.min_tokens,
+        logit_bias=tuple(sorted(proto.logit_bias.items())),
+        allowed_token_ids=tuple(proto.allowed_token_ids),
+        bad_word_ids=tuple(map(tuple, words)),
+        logprobs=proto.logprobs if proto.HasField("logprobs") else -1,
+        prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else -1,
+        guide=guide.from_proto(proto.guide) if proto.HasField("guide") else None,
     )
 
 
 def to_fields(params: SamplingParams) -> dict[str, Any]:
     """The fields of the wire form, for a message that has it as a part: given as a message, it
     would be copied there."""
-    return msgspec.structs.asdict(params)
+    fields = msgspec.structs.asdict(params)
+    fields["logit_bias"] = dict(params.logit_bias)
+    fields["bad_word_ids"] = [{"ids": word} for word in params.bad_word_ids]
+    for name in ("logprobs", "prompt_logprobs"):
+        if fields[name] < 0:
+            del fields[name]
+    fields["guide"] = None if params.guide is None else guide.to_fields(params.guide)
+    return fields
 
 
 def to_proto(params: SamplingParams) -> Sampling:
@@ -125,6 +160,43 @@ def check(params: SamplingParams) -> None:
             raise InvalidRequest(
                 f"sampling.stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token}"
             )
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequest(
+            f"sampling.min_tokens is {params.min_tokens}, more than max_tokens, {params.max_tokens}"
+        )
+    if params.guide is not None:
+        guide.check(params.guide)
+    check_lengths(params.logit_bias, params.allowed_token_ids, params.bad_word_ids)
+    for token, bias in params.logit_bias:
+        if not abs(bias) <= STRONGEST_BIAS:  # nor is NaN
+            raise InvalidRequest(
+                f"sampling.logit_bias must be in [-100, 100], got {bias} for token {token}"
+            )
+
+
+def check_lengths(
+    logit_bias: Sized, allowed_token_ids: Sized, bad_word_ids: Sequence[Sized]
+) -> None:
+    """Raises InvalidRequest as `check` does, and looks at no token."""
+    _at_most("logit_bias", "tokens", logit_bias, MAX_BIASES)
+    _at_most("allowed_token_ids", "ids", allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+    _at_most("bad_word_ids", "words", bad_word_ids, MAX_BAD_WORD_IDS)
+    for word in bad_word_ids:
+        _at_most("bad_word_ids", "tokens in a word", word, MAX_BAD_WORD_TOKENS)
+        if not len(word):
+            raise InvalidRequest("sampling.bad_word_ids has an empty word")
+
+
+def check_bad_words(bad_words: Sequence[str]) -> None:
+    """Raises InvalidRequest as `check` does."""
+    _at_most("bad_words", "words", bad_words, MAX_BAD_WORDS)
+    if not all(bad_words):
+        raise InvalidRequest("sampling.bad_words has an empty string")
+
+
+def _at_most(field: str, items: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidRequest(f"sampling.{field} has {len(values)} {items}, {limit} allowed")
 
 
 def check_counts(stop_token_ids: Sequence[int], stop: Sequence[str]) -> None:

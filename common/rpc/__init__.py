@@ -6,6 +6,7 @@ channels.py     how a server is called: TLS, and who calls
 servers.py      servers, and the ports that they listen on
 services.py     what is served: errors, tolerant decoding, who may call
 wire_fields.py  how many fields a message has, before it is parsed
+last_words.py   why a stream has ended, told so that it is not lost
 health.py       for probes
 reflection.py   for clients without proto files
 """

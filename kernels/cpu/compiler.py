@@ -22,7 +22,7 @@ FLAGS = (
     "-O3",
     "-march=native",
     "-mprefer-vector-width=512",
-    "-fopenmp",
+    "-pthread",
     "-fPIC",
     "-Wno-psabi",
 )
@@ -106,18 +106,13 @@ def _said_by(program: Path, *arguments: str) -> str:
 
 
 def _compile(program: Path, target: Path) -> None:
-    """In two steps: linked without -fopenmp, symbols of its runtime are found in torch's own."""
     made = target.with_suffix(f".{os.getpid()}")
-    objects = []
+    sources = map(str, sorted(SOURCES.glob("*.cpp")))
     try:
-        for source in sorted(SOURCES.glob("*.cpp")):
-            objects.append(made.with_name(f"{made.name}.{source.stem}.o"))
-            _said_by(program, *FLAGS, "-c", str(source), "-o", str(objects[-1]))
-        _said_by(program, "-shared", *map(str, objects), "-o", str(made))
+        _said_by(program, *FLAGS, "-shared", *sources, "-o", str(made))
         made.replace(target)
     finally:
-        for path in (made, *objects):
-            path.unlink(missing_ok=True)
+        made.unlink(missing_ok=True)
 
 
 def _first_error(text: str) -> str:

@@ -1,7 +1,6 @@
-// Numbers, WIDTH at a time: memory of any dtype to and from float32, and the threads that share work.
+// Numbers, WIDTH at a time: memory of any dtype to and from float32.
 //
-// Knows nothing of torch or of operations. Built without a runtime for OpenMP of its own: symbols
-// resolve to torch's, and so the threads are torch's too.
+// Knows nothing of torch or of operations.
 
 #pragma once
 
@@ -12,7 +11,6 @@
 namespace {
 
 constexpr int WIDTH = 16;  // floats of a Lanes; narrower machines take it in parts
-constexpr int64_t SMALL = 1 << 16;  // bytes that one thread has read before another has woken
 
 typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
@@ -122,16 +120,6 @@ inline __attribute__((always_inline)) void spans(int64_t size, Work work) {
 }
 
 // ---- Dispatch
-
-template <class Work>
-void each(int64_t count, int64_t bytes, int threads, Work work) {
-    if (threads == 1 || count == 1 || bytes < SMALL) {
-        for (int64_t i = 0; i < count; i++) work(i);
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) work(i);
-}
 
 // Calls work with a null pointer of the dtype that `code` stands for; see operators.py.
 template <class Work>

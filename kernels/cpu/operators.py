@@ -8,34 +8,48 @@ import ctypes
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` has them
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 _FUNCTIONS = {
-    "add_rms_norm": "iiplplpppplldi",
-    "rope_and_store": "iiplppllllppppllllldi",
-    "act_and_mul": "iipplli",
-    "decode_attention": "iplpllllppppllllllddi",
-    "likeliest": "iplpllii",
-    "embed": "ppplplli",
+    "add_rms_norm": "iiplplpppplldp",
+    "rope_and_store": "iiplppllllppppllllldp",
+    "act_and_mul": "iippllp",
+    "decode_attention": "iplpllllppppllllllddpp",
+    "extend_attention": "iplpllllpppppllllllddpp",
+    "likeliest": "iplpllip",
+    "embed": "ppplpllp",
+    "pack_panels": "ipllpp",
+    "float_product": "ipplpplllp",
+    "int8_product": "ipplpppplllp",
 }
+_PANEL = 64  # outputs, as products.cpp has them
+_PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` tells them
 
 
 class Operators:
     """The functions of a compiled library, for tensors in host memory. Any thread.
 
+    Args:
+        threads: that share the work, for the rest of the process; they sleep between forwards.
     Raises:
         OSError: the library cannot be loaded here.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: int) -> None:
         library = ctypes.CDLL(str(path))
         for name, kinds in _FUNCTIONS.items():
             function = getattr(library, name)
             function.argtypes = [_KINDS[kind] for kind in kinds]
             function.restype = None
+        library.team_open.argtypes = [ctypes.c_int]
+        library.team_open.restype = ctypes.c_void_p
+        library.products.restype = ctypes.c_int
+        self._products: int = library.products()
+        self._team = library.team_open(threads)
         self._library = library
 
     def add_rms_norm(
@@ -60,7 +74,7 @@ class Operators:
             num_rows,
             hidden,
             eps,
-            torch.get_num_threads(),
+            self._team,
         )
         return normed, total
 
@@ -95,7 +109,7 @@ class Operators:
             page_size,
             head_dim,
             eps,
-            torch.get_num_threads(),
+            self._team,
         )
         return q
 
@@ -109,7 +123,7 @@ class Operators:
             out.data_ptr(),
             num_rows,
             size,
-            torch.get_num_threads(),
+            self._team,
         )
         return out
 
@@ -125,9 +139,11 @@ class Operators:
         window: int | None,
         scale: float,
         soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         """Rows of one query each: q [n, heads, head_dim] into contiguous out [n, heads * head_dim];
         int32 page_starts and lengths [n]."""
+        sinks = None if sinks is None else sinks.float()  # held until the call is over
         _, kv_heads, _, page_size, head_dim = kv.shape
         self._library.decode_attention(
             _DTYPES[q.dtype],
@@ -147,7 +163,50 @@ class Operators:
             window or 0,
             scale,
             soft_cap or 0.0,
-            torch.get_num_threads(),
+            None if sinks is None else sinks.data_ptr(),
+            self._team,
+        )
+
+    def extend_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        page_ids: Tensor,
+        page_starts: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+        out: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Rows of any number of queries: q [n, heads, head_dim] into contiguous
+        out [n, heads * head_dim]; int32 page_starts and lengths [rows], query_starts [rows + 1]."""
+        sinks = None if sinks is None else sinks.float()  # held until the call is over
+        _, kv_heads, _, page_size, head_dim = kv.shape
+        self._library.extend_attention(
+            _DTYPES[q.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            kv.data_ptr(),
+            *kv.stride()[:4],
+            page_ids.data_ptr(),
+            page_starts.data_ptr(),
+            lengths.data_ptr(),
+            query_starts.data_ptr(),
+            out.data_ptr(),
+            lengths.shape[0],
+            kv_heads,
+            q.shape[1] // kv_heads,
+            page_size,
+            head_dim,
+            window or 0,
+            scale,
+            soft_cap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+            self._team,
         )
 
     def likeliest(self, logits: Tensor, not_finite: int) -> Tensor:
@@ -161,7 +220,7 @@ class Operators:
             num_rows,
             vocabulary,
             not_finite,
-            torch.get_num_threads(),
+            self._team,
         )
         return tokens
 
@@ -175,6 +234,80 @@ class Operators:
             out.data_ptr(),
             out.shape[0],
             out.shape[1] * out.itemsize,
-            torch.get_num_threads(),
+            self._team,
+        )
+        return out
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether this processor has `pack_panels` and the product for matrices of a dtype."""
+        return bool(self._products & _PRODUCTS.get(dtype, 0))
+
+    def pack_panels(self, matrix: Tensor) -> Tensor:
+        """[out, in] as the products read it; dtype as they take it, any strides.
+
+        Returns:
+            [out / 64, in / group, 64, group], rounded up and filled with 0; a group is 4 bytes.
+        """
+        matrix = matrix.contiguous()
+        (outputs, inputs), group = matrix.shape, 4 // matrix.itemsize
+        shape = (-(-outputs // _PANEL), -(-inputs // group), _PANEL, group)
+        panels = matrix.new_empty(shape)
+        self._library.pack_panels(
+            matrix.itemsize, matrix.data_ptr(), outputs, inputs, panels.data_ptr(), self._team
+        )
+        return panels
+
+    def float_product(self, x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+        """x [n, in] by a matrix of x's dtype with so many outputs, plus bias: [n, out].
+
+        Inputs are added up one after the other, in float32, so no row depends on the others.
+        """
+        _, words, _, group = panels.shape
+        if x.shape[1] != words * group or x.stride(1) != 1 or x.stride(0) % group:
+            x = F.pad(x, (0, words * group - x.shape[1])).contiguous()
+        out = x.new_empty(x.shape[0], outputs)
+        self._library.float_product(
+            _DTYPES[x.dtype],
+            panels.data_ptr(),
+            x.data_ptr(),
+            x.stride(0) // group,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            words,
+            outputs,
+            self._team,
+        )
+        return out
+
+    def int8_product(
+        self, x: Tensor, panels: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """x [n, in] by a matrix in 8 bits with scales [out], plus bias of x's dtype: [n, out].
+
+        Each row is rounded to 8 bits by the scale s = 1e-30 + its largest magnitude / 127: its
+        bytes are floor(x / s + 128.5). (bytes W^T - zeros) * scales * s is computed from exact
+        sums; a row with a number that is not finite gives NaN.
+
+        Args:
+            scales: float32 [out].
+            zeros: int32 [out]: 128 times the sums of W's rows.
+        """
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty(x.shape[0], scales.shape[0])
+        self._library.int8_product(
+            _DTYPES[x.dtype],
+            panels.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            scales.data_ptr(),
+            zeros.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            scales.shape[0],
+            self._team,
         )
         return out

@@ -1,14 +1,15 @@
 // What is computed row by row: norms, rotation and the store of K and V, activations, embedding, the
 // likeliest token. One pass over memory each.
 //
-// The caller (operators.py) has checked shapes, and passes addresses, strides in elements and a
-// number of threads. Arithmetic is float32, with the roundings that the operations' Python files
+// The caller (operators.py) has checked shapes, and passes addresses, strides in elements and the
+// team of threads. Arithmetic is float32, with the roundings that the operations' Python files
 // name.
 
 #include <cmath>
 #include <limits>
 
 #include "lanes.h"
+#include "team.h"
 
 namespace {
 
@@ -96,13 +97,13 @@ extern "C" {
 void add_rms_norm(
     int dtype, int weight_dtype, const void* x, int64_t x_stride, const void* residual,
     int64_t residual_stride, const void* weight, const int64_t* rows, void* normed, void* total,
-    int64_t num_rows, int64_t size, double eps, int threads
+    int64_t num_rows, int64_t size, double eps, Team* team
 ) {
     typed(dtype, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
         auto run = [&](auto* kind) {
             using W = std::remove_pointer_t<decltype(kind)>;
-            each(num_rows, num_rows * size * sizeof(T), threads, [&](int64_t i) {
+            each(num_rows, num_rows * size * sizeof(T), team, [&](int64_t i) {
                 int64_t row = rows ? rows[i] : i;
                 norm_row(
                     (const T*)x + row * x_stride,
@@ -121,14 +122,14 @@ void rope_and_store(
     int dtype, int norm_dtype, const void* qkv, int64_t qkv_stride, const float* angles, void* kv,
     int64_t page_stride, int64_t head_stride, int64_t kv_stride, int64_t token_stride,
     const int64_t* locations, const void* q_norm, const void* k_norm, void* q, int64_t num_tokens,
-    int64_t heads, int64_t kv_heads, int64_t page_size, int64_t size, double eps, int threads
+    int64_t heads, int64_t kv_heads, int64_t page_size, int64_t size, double eps, Team* team
 ) {
     typed(dtype, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
         int64_t columns = (heads + 2 * kv_heads) * size;
         auto run = [&](auto* kind) {
             using W = std::remove_pointer_t<decltype(kind)>;
-            each(num_tokens, num_tokens * columns * sizeof(T), threads, [&](int64_t token) {
+            each(num_tokens, num_tokens * columns * sizeof(T), team, [&](int64_t token) {
                 const T* x = (const T*)qkv + token * qkv_stride;
                 const float* cos = angles + token * (size / 2);
                 const float* sin = cos + num_tokens * (size / 2);
@@ -151,11 +152,11 @@ void rope_and_store(
 
 // See kernels/act_and_mul.py.
 void act_and_mul(
-    int dtype, int activation, const void* x, void* out, int64_t num_rows, int64_t size, int threads
+    int dtype, int activation, const void* x, void* out, int64_t num_rows, int64_t size, Team* team
 ) {
     typed(dtype, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
-        each(num_rows, num_rows * size * 2 * sizeof(T), threads, [&](int64_t row) {
+        each(num_rows, num_rows * size * 2 * sizeof(T), team, [&](int64_t row) {
             const T* gate = (const T*)x + row * 2 * size;
             for (int64_t i = 0; i < size; i += WIDTH) {
                 Lanes up = load(gate + size + i, size - i);
@@ -169,11 +170,11 @@ void act_and_mul(
 // See kernels/sampling.py: the likeliest token of every row, or not_finite.
 void likeliest(
     int dtype, const void* logits, int64_t stride, int32_t* tokens, int64_t num_rows, int64_t size,
-    int32_t not_finite, int threads
+    int32_t not_finite, Team* team
 ) {
     typed(dtype, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
-        each(num_rows, num_rows * size * sizeof(T), threads, [&](int64_t row) {
+        each(num_rows, num_rows * size * sizeof(T), team, [&](int64_t row) {
             const T* own = (const T*)logits + row * stride;
             const Lanes zero = {};
             Lanes best = zero - std::numeric_limits<float>::infinity(), wrong = zero;
@@ -205,9 +206,9 @@ void likeliest(
 // See kernels/embedding.py. Rows of `bytes` bytes, stride_bytes apart.
 void embed(
     const int32_t* token_ids, const int32_t* future, const char* weight, int64_t stride_bytes,
-    char* out, int64_t num_tokens, int64_t bytes, int threads
+    char* out, int64_t num_tokens, int64_t bytes, Team* team
 ) {
-    each(num_tokens, num_tokens * bytes, threads, [&](int64_t i) {
+    each(num_tokens, num_tokens * bytes, team, [&](int64_t i) {
         int64_t token = token_ids[i] < 0 ? future[-token_ids[i] - 1] : token_ids[i];
         std::memcpy(out + i * bytes, weight + token * stride_bytes, bytes);
     });

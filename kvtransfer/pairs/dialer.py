@@ -9,8 +9,9 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -28,6 +29,7 @@ from common.errors import (
 )
 from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics
+from common.rpc import last_words
 from kvtransfer.pairing import Hello
 from kvtransfer.pairs import wire
 from kvtransfer.pairs.streams import PairStreams
@@ -138,14 +140,14 @@ class PairDialer:
             stub = kvtransfer_pb2_grpc.KvTransferStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Pair()
             try:
-                theirs = await self._hello(call, ours)
+                incoming = _incoming(call)
+                theirs = await self._hello(call, incoming, ours)
                 up_at = time.monotonic()
                 self._metrics.pairing("up")
                 # By the name that the router uses for it, whatever the owner calls itself.
                 peer = msgspec.structs.replace(theirs, address=address)
                 with self._streams.opened(peer, as_reader=True) as stream:
-                    async with _own_words(call):
-                        await stream.outgoing.converse(call.write, _incoming(call), stream.take)
+                    await stream.outgoing.converse(partial(_write, call), incoming, stream.take)
             except ServingError as ended:
                 error = ended
             except Exception:
@@ -160,47 +162,36 @@ class PairDialer:
         lived_s = 0.0 if up_at is None else time.monotonic() - up_at
         return _Over(str(error), refused, lived_s)
 
-    async def _hello(self, call: Any, ours: Hello) -> Hello:
-        async with _own_words(call):
-            try:
-                async with asyncio.timeout(self._times.hello_s):
-                    await call.write(wire.to_proto(ours, as_reader=True))
-                    first = await _read(call)
-            except TimeoutError:
-                raise NodeUnavailable(f"no Hello within {self._times.hello_s:g} s") from None
-        theirs = wire.parse(first) if first is not grpc.aio.EOF else None
+    async def _hello(
+        self, call: Any, incoming: AsyncIterator[kvtransfer_pb2.FromOwner], ours: Hello
+    ) -> Hello:
+        try:
+            async with asyncio.timeout(self._times.hello_s):
+                await _write(call, wire.to_proto(ours, as_reader=True))
+                first = await anext(incoming, None)
+        except TimeoutError:
+            raise NodeUnavailable(f"no Hello within {self._times.hello_s:g} s") from None
+        theirs = wire.parse(first) if first is not None else None
         if not isinstance(theirs, Hello):
             raise ProtocolViolation("the first message of the owner is not Hello")
         return theirs
 
 
-async def _read(call: Any) -> Any:
-    message = await call.read()
-    if message is None:  # what grpcio makes of bytes that it cannot parse
-        raise ProtocolViolation("the owner has sent bytes that are no message")
-    return message
+async def _write(call: Any, message: wire.Proto) -> None:
+    """A stream that is over takes nothing any more: whoever reads it learns why."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(message)
 
 
 async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromOwner]:
-    while (message := await _read(call)) is not grpc.aio.EOF:
-        yield message
-
-
-@asynccontextmanager
-async def _own_words(call: Any) -> AsyncIterator[None]:
-    """Turns the end of a call into a ServingError with the owner's own sentence."""
+    """Raises the end of the call as a ServingError, with the owner's own sentence."""
     try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _ended(error.code(), error.details()) from error
-    except asyncio.InvalidStateError as error:
-        # A write on a call that is over says only that: the call itself knows why.
-        raise _ended(await call.code(), await call.details()) from error
-
-
-def _ended(code: grpc.StatusCode, details: str | None) -> ServingError:
-    died = code is EngineDied.status
-    return (EngineDied if died else _REFUSALS.get(code, NodeUnavailable))(details or code.name)
+        async for message in last_words.heard(call):
+            yield message
+    except last_words.StreamEnded as end:
+        died = end.code is EngineDied.status
+        kind = EngineDied if died else _REFUSALS.get(end.code, NodeUnavailable)
+        raise kind(end.sentence or end.code.name) from end
 
 
 async def _cancelled(*tasks: "asyncio.Task[Any]") -> None:

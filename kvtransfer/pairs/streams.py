@@ -61,7 +61,9 @@ class PairStream:
     ) -> None:
         self.number = number
         self.as_reader = as_reader
-        self.outgoing: Outgoing[Outward] = Outgoing()
+        self.outgoing: Outgoing[Outward] = Outgoing(
+            last_words=None if as_reader else wire.last_words
+        )
         self.reason = "the peer has closed the stream"  # why it is over
         self.engine_died = False  # the peer's, which is why
         self._forward = forward

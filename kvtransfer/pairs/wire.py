@@ -7,13 +7,15 @@ What a range of tokens may be, or whether an id is known, only the machines can 
 import math
 from typing import TypeAlias
 
-from common.errors import InvalidRequest, ProtocolViolation
+from common.errors import InvalidRequest, ProtocolViolation, ServingError
+from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import check_namespace
 from common.requests.sampling import MAX_TOKEN_ID
 from common.requests.sampling import from_proto as sampling_from_proto
 from common.requests.sampling import to_proto as sampling_to_proto
 from common.requests.timeline import PrefillTimes
 from common.requests.trial import MAX_DEATHS
+from common.rpc.last_words import said
 from common.tracing.context import checked
 from kvtransfer.messages import (
     Admitted,
@@ -109,6 +111,11 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
         case Beat(sequence, open_handoffs, connecting):
             beat = pb.Beat(sequence=sequence, open_handoffs=open_handoffs, connecting=connecting)
             return wrap(beat=beat)
+
+
+def last_words(error: ServingError) -> pb.FromOwner:
+    """The owner's, which no record of a hand-off stands for."""
+    return pb.FromOwner(last_words=said(error))
 
 
 # Parts ------------------------------------------------------------------------------------------
@@ -243,6 +250,10 @@ def _ready(body: pb.Ready) -> Ready:
         last=body.last,
         first_token=first_token,
         times=_times(body.times) if body.last and body.HasField("times") else None,
+        logprobs=from_proto(body.logprobs) if body.HasField("logprobs") else None,
+        prompt_logprobs=(
+            from_proto(body.prompt_logprobs) if body.HasField("prompt_logprobs") else None
+        ),
     )
 
 
@@ -271,6 +282,8 @@ def _ready_proto(record: Ready) -> pb.Ready:
         last=record.last,
         first_token=record.first_token,
         times=_times_proto(record.times) if record.times else None,
+        logprobs=to_fields(record.logprobs),
+        prompt_logprobs=to_fields(record.prompt_logprobs),
     )
 
 

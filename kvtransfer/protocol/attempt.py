@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
+from common.page_tables import PageTables, num_pages_of
 from kvtransfer.messages import Admitted, HandoffId, Ready
 from kvtransfer.ports import GrantHandoff, Ints
 from kvtransfer.protocol.link_reads import Read
-from kvtransfer.protocol.ranges import Ranges, check_prefix, pages_of
+from kvtransfer.protocol.ranges import Ranges, check_prefix
 from kvtransfer.protocol.states import KVPoll, advance
 
 
@@ -18,7 +19,7 @@ class Attempt:
     id: HandoffId
     stream: int
     num_tokens: int
-    page_size: int
+    tables: PageTables
     state: KVPoll = KVPoll.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     ranges: Ranges | None = None  # from Grant on
@@ -33,16 +34,16 @@ class Attempt:
         """Takes the destination pages. Raises EngineFault if they are not the right number."""
         prefix = command.prefix_tokens
         try:
-            check_prefix(prefix, self.num_tokens, self.page_size)
+            check_prefix(prefix, self.num_tokens, self.tables.page_size)
         except ProtocolViolation as error:
             raise EngineFault(f"cannot grant {self.id}: {error}") from error
-        num_pages = pages_of(prefix, self.num_tokens, self.page_size)
+        num_pages = num_pages_of(self.tables.handed_over(self.num_tokens, prefix))
         if len(command.destination_pages) != num_pages:
             raise EngineFault(
                 f"{self.id} was granted {len(command.destination_pages)} pages, not {num_pages}"
             )
         self.destination = command.destination_pages
-        self.ranges = Ranges(self.page_size, self.num_tokens, prefix, prefix)
+        self.ranges = Ranges(self.tables, self.num_tokens, prefix, prefix)
         self.to(KVPoll.WAITING_FOR_INPUT)
 
     def admit(self, message: Admitted, now: float) -> None:
@@ -79,9 +80,19 @@ class Attempt:
         if not pages:
             return None
         self.unread += 1
-        first = pages_of(self.ranges.start, message.start, self.page_size)
-        destination = self.destination[first : first + len(pages)]
+        destination = self.destination[self._places(self.ranges.start, message)]
         return Read(self.id, np.array(pages, dtype=np.int32), destination)
+
+    def _places(self, prefix: int, message: Ready) -> Ints:
+        """Which of the destination pages a range's pages go to, in their order."""
+        firsts, place = [], 0
+        for table in self.tables.handed_over(self.num_tokens, prefix):
+            firsts.append(place - table.first)
+            place += table.num_pages
+        spans = self.tables.spans(self.num_tokens, prefix, message.start, message.end)
+        return np.concatenate(
+            [np.arange(first, past, dtype=np.int32) + firsts[t] for t, first, past in spans]
+        )
 
     @property
     def tokens_left(self) -> int:

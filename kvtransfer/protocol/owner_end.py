@@ -11,6 +11,7 @@ import numpy as np
 
 from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
+from common.page_tables import PageTables
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -66,10 +67,10 @@ class OwnerEnd:
     """Hand-offs that this node gives."""
 
     def __init__(
-        self, config: TransferConfig, *, page_size: int, max_handoffs: int = 16384
+        self, config: TransferConfig, tables: PageTables, *, max_handoffs: int = 16384
     ) -> None:
         """max_handoffs: open at once; a further Open is answered by Failed, retryable."""
-        self._page_size = page_size
+        self._tables = tables
         self._max_handoffs = max_handoffs
         self._streams: dict[int, _Stream] = {}
         self._handoffs: dict[HandoffId, _Handoff] = {}
@@ -219,8 +220,8 @@ class OwnerEnd:
         if handoff.ranges is not None:
             raise ProtocolViolation(f"a second Grant of {message.id}")
         prefix = message.prefix_tokens
-        check_prefix(prefix, handoff.num_tokens, self._page_size)
-        handoff.ranges = Ranges(self._page_size, handoff.num_tokens, prefix, prefix)
+        check_prefix(prefix, handoff.num_tokens, self._tables.page_size)
+        handoff.ranges = Ranges(self._tables, handoff.num_tokens, prefix, prefix)
         handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
         self._actions.append(Granted(handoff.serial, prefix))
         for command in handoff.ungranted:
@@ -280,6 +281,8 @@ class OwnerEnd:
             command.last,
             command.first_token,
             command.times,
+            command.logprobs,
+            command.prompt_logprobs,
         )
         self._actions.append(Send(handoff.stream, ready))
 

@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 
 from common.errors import ProtocolViolation
-
-
-def pages_of(start: int, end: int, page_size: int) -> int:
-    """Pages that hold token indices [start, end), where start is page aligned or equals end."""
-    return -(-(end - start) // page_size)
+from common.page_tables import PageTables, num_pages_of
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
@@ -22,7 +18,7 @@ class Ranges:
     """The ranges of one hand-off. All but the last end at a page's edge; the last ends with the
     tokens, and is the only one that may be empty."""
 
-    page_size: int
+    tables: PageTables
     num_tokens: int
     start: int  # the prefix that the reader has
     next: int  # where the next range begins
@@ -43,8 +39,9 @@ class Ranges:
             return f"it does not follow the one before, which ended at {self.next}"
         if last and end != self.num_tokens:
             return "it is the last but not the end"
-        if not last and (end <= start or end > self.num_tokens or end % self.page_size):
+        if not last and (end <= start or end > self.num_tokens or end % self.tables.page_size):
             return "it must end at a later page's edge"
-        if num_pages != pages_of(start, end, self.page_size):
+        spans = self.tables.spans(self.num_tokens, self.start, start, end)
+        if num_pages != num_pages_of(spans):
             return f"it comes with {num_pages} pages"
         return None

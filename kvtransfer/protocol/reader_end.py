@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
+from common.page_tables import PageTables
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -82,8 +83,8 @@ class _Stream:
 class ReaderEnd:
     """Hand-offs that this node takes."""
 
-    def __init__(self, config: TransferConfig, *, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, config: TransferConfig, tables: PageTables) -> None:
+        self._tables = tables
         self._progress_s = config.progress_s
         self._released_s = config.released_s
         self._streams: dict[int, _Stream] = {}
@@ -262,7 +263,7 @@ class ReaderEnd:
                 )
 
     def _note_admitted(self, attempt: Attempt, message: Admitted, now: float) -> None:
-        most = self._streams[attempt.stream].num_pages * self._page_size
+        most = self._streams[attempt.stream].num_pages * self._tables.page_size
         if message.queued_tokens > most:
             raise ProtocolViolation(
                 f"{message.queued_tokens} tokens queued, {most} fit into the owner's pool"
@@ -281,7 +282,14 @@ class ReaderEnd:
             self._deadlines.drop(_Key(attempt.id, _Wait.PROGRESS))
             self._learn_pace(attempt, now)
             self._actions.append(
-                FirstToken(attempt.id, message.first_token, attempt.first_ready, message.times)
+                FirstToken(
+                    attempt.id,
+                    message.first_token,
+                    attempt.first_ready,
+                    message.times,
+                    message.logprobs,
+                    message.prompt_logprobs,
+                )
             )
         if read is not None:
             self._links[attempt.stream].waiting.append(read)
@@ -353,7 +361,7 @@ class ReaderEnd:
             self._actions.append(Lost(command.id, reason, retryable=True, may_return=True))
             return
         self._attempts[command.id] = Attempt(
-            command.id, stream, len(command.token_ids), self._page_size
+            command.id, stream, len(command.token_ids), self._tables
         )
         self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.budget_s)
         message = Open(

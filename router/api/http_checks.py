@@ -44,7 +44,7 @@ class HttpChecks:
             Unauthenticated: its key has gone since.
             RateLimited, InvalidRequest: as Usage.begin.
         """
-        client = self._guard.client(request.header("authorization"), request.peer.host)
+        client = self._guard.client(_authorization(request), request.peer.host)
         self._guard.begin(client, num_requests)
         return client
 
@@ -78,7 +78,7 @@ class HttpChecks:
         operators = path in _FOR_OPERATORS or path.startswith(_FOR_OPERATORS_BELOW)
         ask = self._guard.operator if operators else self._guard.client
         try:
-            client = ask(request.header("authorization"), request.peer.host)
+            client = ask(_authorization(request), request.peer.host)
             self._admit(client, request.peer)
             if request.method == "POST":
                 self._guard.begin(client, 0)
@@ -93,3 +93,9 @@ class HttpChecks:
         except RateLimited:
             self._metrics.rejected("limited")
             raise
+
+
+def _authorization(request: Request) -> str:
+    """What says who asks. Anthropic's clients send their key alone, in a header of its own."""
+    key = request.header("x-api-key")
+    return request.header("authorization") or (f"Bearer {key}" if key else "")

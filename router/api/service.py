@@ -1,20 +1,27 @@
 """The `Router` service: translates between messages and the parts that do the work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any, TypeAlias
 
-from common.errors import Overloaded
+from msgspec.structs import replace
+
+from common.errors import InvalidRequest, Overloaded
 from common.tracing.context import HEADER
-from protos import router_pb2, router_pb2_grpc
+from protos import router_pb2, router_pb2_grpc, sampling_pb2
 from router.api.cluster_report import ClusterReport
+from router.api.grpc_voice import GrpcVoice
 from router.clients.client import Client
 from router.clients.guard import Guard
 from router.generation import Generator
+from router.parsers.listener import Listener
+from router.parsers.speech import NONE
 from router.requests.answer import LastPiece, Piece
+from router.requests.over_grpc import from_prompt, from_request
 from router.requests.served_model import ServedModel
-from router.requests.wanted import from_prompt, from_request
+from router.requests.told_tokens import ToldToken
+from router.requests.wanted import Messages, SharedPrompt
 from router.requests.within import Within
 from router.text.limits import check_context, check_vocabulary
 
@@ -46,11 +53,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
         """Streams the answer to one prompt; a cancelled call cancels it on every node."""
 
-        async def write(request_id: str, piece: Piece | LastPiece) -> None:
-            await context.write(_response(request_id, piece))
-
         with self._begun(context) as client:
             wanted = from_request(request)
+            voice: GrpcVoice | None = None
+            match wanted.prompt.prompt:
+                case Messages(tools=tools):
+                    wanted = replace(wanted, shown=self._model.shown(bool(tools)))
+                    voice = self._voice(wanted.prompt, tools)
+
+            async def write(request_id: str, piece: Piece | LastPiece) -> None:
+                response = _response(request_id, piece)
+                if voice is not None:
+                    voice.tell(piece, response)
+                await context.write(response)
+
             await self._generator.generate(wanted, client, write, _traceparent(context))
 
     async def Tokenize(
@@ -87,6 +103,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.GetClusterResponse:
         return await self._report.make()
 
+    def _voice(self, prompt: SharedPrompt, tools: Sequence[Any]) -> GrpcVoice:
+        """
+        Raises:
+            InvalidRequest: nobody could tell a call of these tools from content.
+        """
+        if tools and self._model.speech.tools == NONE:
+            raise InvalidRequest("messages.tools: how this model calls them is not known here")
+        names = [tool["function"]["name"] for tool in tools] or None
+
+        def listener() -> Listener:
+            """Once there is a prompt."""
+            return Listener(self._model.speech.parser(prompt.rendered_end, names, reasons=True))
+
+        return GrpcVoice(listener)
+
     @contextmanager
     def _begun(self, context: Context) -> Iterator[Client]:
         """Gives the client of a request, which counts from here on; tells it when to come again."""
@@ -108,10 +139,15 @@ def _traceparent(context: Context) -> str:
 def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateResponse:
     match piece:
         case LastPiece():
+            reason = piece.stop_reason
             return router_pb2.GenerateResponse(
                 request_id=request_id,
                 text=piece.text,
                 token_ids=piece.token_ids,
+                logprobs=_logprobs(piece.tokens),
+                prompt_logprobs=_prompt_logprobs(piece),
+                stop_string=reason if isinstance(reason, str) else None,
+                stop_token_id=reason if isinstance(reason, int) else None,
                 finish_reason=piece.finish_reason,
                 usage=router_pb2.Usage(
                     prompt_tokens=piece.usage.prompt_tokens,
@@ -121,5 +157,25 @@ def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateR
             )
         case _:
             return router_pb2.GenerateResponse(
-                request_id=request_id, text=piece.text, token_ids=piece.token_ids
+                request_id=request_id,
+                text=piece.text,
+                token_ids=piece.token_ids,
+                logprobs=_logprobs(piece.tokens),
+                prompt_logprobs=_prompt_logprobs(piece),
             )
+
+
+def _prompt_logprobs(piece: Piece) -> sampling_pb2.Logprobs | None:
+    """Of all its tokens but the first, which follows none."""
+    return _logprobs(piece.prompt.tokens[1:]) if piece.prompt is not None else None
+
+
+def _logprobs(tokens: Sequence[ToldToken]) -> sampling_pb2.Logprobs | None:
+    if not tokens:
+        return None
+    return sampling_pb2.Logprobs(
+        logprob=[token.logprob or 0.0 for token in tokens],
+        num_top=len(tokens[0].top),
+        top_token=[other.token for token in tokens for other in token.top],
+        top_logprob=[other.logprob or 0.0 for token in tokens for other in token.top],
+    )

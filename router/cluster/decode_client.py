@@ -17,7 +17,9 @@ import grpc.aio
 from common import rpc, serve_protocol
 from common.errors import EngineDied, NodeUnavailable, ProtocolViolation
 from common.logs import kv
+from common.requests.logprobs import from_proto
 from common.requests.sampling import to_fields
+from common.rpc import last_words
 from protos import decode_pb2, decode_pb2_grpc
 from router.cluster.engine_pulse import EnginePulse, Patience
 from router.cluster.node_ends import end_of
@@ -147,7 +149,10 @@ class DecodeClient:
             raise NodeUnavailable(f"decode node {self.address} is not connected")
         number = self._next_number
         self._next_number += 1
-        buffer = self._live[number] = TokenBuffer(job.sampling.max_tokens - job.num_generated)
+        buffer = self._live[number] = TokenBuffer(
+            job.sampling.max_tokens - job.num_generated,
+            wants_logprobs=job.sampling.logprobs >= 0,
+        )
         submit = decode_pb2.Submit(
             request=number,
             request_id=job.request_id,
@@ -188,9 +193,7 @@ class DecodeClient:
         watching = asyncio.create_task(self._end_if_dead(pulse, call))
         first = True
         try:
-            async for message in call:
-                if message is None:  # what grpcio makes of bytes that it cannot parse
-                    raise ProtocolViolation("the node has sent bytes that are no message")
+            async for message in last_words.heard(call):
                 if first:
                     first = False
                     difference = serve_protocol.difference(
@@ -205,11 +208,11 @@ class DecodeClient:
         except asyncio.CancelledError:
             rpc.raise_if_cancelled()
             return _Over(f"its engine has not moved for {self._patience.dead_s:g} s")
-        except grpc.aio.AioRpcError as error:
+        except last_words.StreamEnded as end:
             return _Over(
-                f"{error.code().name}: {error.details()}",
-                refused=error.code() is grpc.StatusCode.FAILED_PRECONDITION,
-                engine_died=error.code() is EngineDied.status,
+                str(end),
+                refused=end.code is grpc.StatusCode.FAILED_PRECONDITION,
+                engine_died=end.code is EngineDied.status,
             )
         finally:
             watching.cancel()
@@ -268,7 +271,8 @@ class DecodeClient:
     def _take_step(self, step: decode_pb2.Step) -> None:
         timelines = step.timeline or step.ended
         retries = step.retry_after_s or [0.0] * len(step.ended)
-        longest = max(len(step.request), len(step.ended), len(step.begun))
+        rows = (step.request, step.ended, step.begun, step.logprobs, step.prompt_logprobs)
+        longest = max(map(len, rows))
         if longest > serve_protocol.MAX_ROWS:
             raise ProtocolViolation(f"the node sent a step with {longest} rows")
         ends = (step.ended, step.reason, step.error, step.error_code, timelines, retries)
@@ -280,12 +284,22 @@ class DecodeClient:
         for number, cached_tokens in zip(step.begun, step.cached_tokens, strict=True):
             if (buffer := live.get(number)) is not None:
                 buffer.cached_tokens = cached_tokens
+        for row in step.logprobs:
+            if (buffer := live.get(row.request)) is not None:
+                buffer.tell_logprobs(from_proto(row.logprobs).tokens())
+        for row in step.prompt_logprobs:
+            if (buffer := live.get(row.request)) is not None:
+                buffer.prompt_logprobs = from_proto(row.logprobs).tokens()
         for number, token in zip(step.request, step.token, strict=True):
             if (buffer := live.get(number)) is None:
                 continue
             told.append(buffer)
             if not buffer.append(token):
-                buffer.end(NodeUnavailable(f"decode node {self.address} sent too many tokens"))
+                buffer.end(
+                    NodeUnavailable(
+                        f"decode node {self.address} sent more tokens, or less of them, than asked"
+                    )
+                )
                 self._cancel(number)
         for index, number in enumerate(step.ended):
             untold = self._untold.pop(number, None)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
 from protos.decode_pb2 import Peers, Submit, ToNode
 
+_TOKEN_BYTES = 5  # at most
+
 
 class Unsent:
     """Bounded as the live requests are: never more than one entry for each of them, and a number
@@ -67,7 +69,7 @@ class Unsent:
         taken: list[Submit] = []
         num_tokens = 0
         for submit in self._submits.values():
-            num_tokens += len(submit.token_ids)
+            num_tokens += len(submit.token_ids) + submit.sampling.ByteSize() // _TOKEN_BYTES
             if taken and (num_tokens > MAX_TOKENS or len(taken) == MAX_SUBMITS):
                 break
             taken.append(submit)

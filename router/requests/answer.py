@@ -1,10 +1,13 @@
 """One request's answer: tokens in, pieces of text and usage out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
+from common.requests.logprobs import TokenLogprobs
 from router.requests.token_buffer import End
+from router.requests.told_tokens import ToldPrompt, ToldToken
 from router.text.detokenizer import Detokenizer
 from router.text.stops import StopStrings
 
@@ -15,7 +18,12 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int | None  # None: the client is not told
 
 
-class Piece(msgspec.Struct, frozen=True):
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: Sequence[ToldToken] = ()  # where log-probabilities are asked for: of all its tokens
+    prompt: ToldPrompt | None = None  # in the first piece, where it is asked for
+
+
+class Piece(_Told, frozen=True):
     """What one message adds."""
 
     text: str
@@ -26,6 +34,7 @@ class LastPiece(Piece, frozen=True):
     """The end of an answer."""
 
     finish_reason: str  # "stop" | "length"
+    stop_reason: str | int | None  # the stop string, or the one of its stop tokens, that ended it
     usage: Usage
     cached_tokens: int  # of the prompt, for the router's own books
 
@@ -38,24 +47,63 @@ class Answer:
         self,
         detokenizer: Detokenizer,
         stop: Sequence[str],
+        stop_token_ids: Collection[int] = (),
         *,
         num_prompt_tokens: int,
+        min_tokens: int = 0,
         tells_cached_tokens: bool = True,
+        tells_tokens: Callable[[int, TokenLogprobs], ToldToken] | None = None,
+        tells_prompt: Callable[[Sequence[TokenLogprobs]], ToldPrompt] | None = None,
+        silent: bool = False,
     ) -> None:
+        """
+        Args:
+            min_tokens: text of so many first tokens completes no stop string.
+            silent: there is to be no token; the one that comes does not exist.
+        """
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop) if stop else None
+        self._stop_token_ids = stop_token_ids
         self._num_prompt_tokens = num_prompt_tokens
+        self._min_tokens = min_tokens
         self._tells_cached_tokens = tells_cached_tokens
+        self._tells_tokens = tells_tokens
+        self._tells_prompt = tells_prompt  # until it is told
+        self._silent = silent
         self.token_ids: list[int] = []  # all of it so far
 
     def add(
-        self, token_ids: Sequence[int], end: End | None, cached_tokens: int = 0
+        self,
+        token_ids: Sequence[int],
+        end: End | None,
+        cached_tokens: int = 0,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> Piece | LastPiece:
         """Must not be called again after a LastPiece.
 
         Args:
             cached_tokens: of the prompt, as far as is known; for the LastPiece.
+            logprobs: of these tokens, where they are told.
+            prompt_logprobs: of the prompt's tokens but the first one, where they are told.
         """
+        prompt, tells = None, self._tells_prompt
+        if tells is not None:
+            prompt, self._tells_prompt = tells(prompt_logprobs), None
+        if self._silent:
+            token_ids = ()
+            end = end and End("length")
+        piece = self._piece(token_ids, end, cached_tokens)
+        tokens: Sequence[ToldToken] = ()
+        if self._tells_tokens is not None:
+            tokens = [
+                self._tells_tokens(*each) for each in zip(piece.token_ids, logprobs, strict=False)
+            ]
+        return replace(piece, tokens=tokens, prompt=prompt) if tokens or prompt else piece
+
+    def _piece(
+        self, token_ids: Sequence[int], end: End | None, cached_tokens: int
+    ) -> Piece | LastPiece:
         text, num_taken, stopped = self._text_of(token_ids)
         if not stopped and end is not None:
             rest, stopped = self._rest()
@@ -63,10 +111,17 @@ class Answer:
         taken = token_ids[:num_taken]
         self.token_ids += taken
         if stopped:
-            return self._last(text, taken, "stop", cached_tokens)
+            assert self._stops is not None
+            return self._last(text, taken, "stop", self._stops.found, cached_tokens)
         if end is not None:
-            return self._last(text, taken, end.finish_reason, cached_tokens)
+            reason = self._stop_token() if end.finish_reason == "stop" else None
+            return self._last(text, taken, end.finish_reason, reason, cached_tokens)
         return Piece(text, taken)
+
+    def _stop_token(self) -> int | None:
+        """None: it was EOS, of which nobody has to be told."""
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if last in self._stop_token_ids else None
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
         """The text these tokens add, how many of them count, and whether a stop is complete."""
@@ -76,7 +131,9 @@ class Answer:
         text = ""
         # One at a time: usage must tell which token completed the stop.
         for number, token in enumerate(token_ids, start=1):
-            decided, stopped = self._stops.push(self._detokenizer.push((token,)))
+            decided, stopped = self._detokenizer.push((token,)), False
+            if len(self.token_ids) + number > self._min_tokens:
+                decided, stopped = self._stops.push(decided)
             text += decided
             if stopped:
                 return text, number, True
@@ -90,10 +147,15 @@ class Answer:
         return (decided, True) if stopped else (decided + self._stops.flush(), False)
 
     def _last(
-        self, text: str, token_ids: Sequence[int], finish_reason: str, cached_tokens: int
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        finish_reason: str,
+        stop_reason: str | int | None,
+        cached_tokens: int,
     ) -> LastPiece:
         # A node that continues an answer may have found some of that in its cache too.
         cached_tokens = min(cached_tokens, self._num_prompt_tokens)
         told = cached_tokens if self._tells_cached_tokens else None
         usage = Usage(self._num_prompt_tokens, len(self.token_ids), told)
-        return LastPiece(text, token_ids, finish_reason, usage, cached_tokens)
+        return LastPiece(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)

@@ -7,22 +7,17 @@ before tokens are counted, and a number of tokens before one of them is.
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from router.requests.wanted import (
-    Messages,
-    Nothing,
-    Prompt,
-    SharedPrompt,
-    Text,
-    TokenIds,
-    Turn,
-)
+from router.requests import conversation
+from router.requests.wanted import Messages, Nothing, Prompt, SharedPrompt, Text, TokenIds
 from router.text.chat_template import ChatTemplate
-from router.text.limits import MAX_MESSAGES, Limits, check_length, check_prompt
+from router.text.limits import Limits, check_length, check_prompt
 from router.text.tokenizer import RouterTokenizer, num_bytes
 
 # Of text for each token of the context. What has more is rarely short enough; encoded whole it
 # could take a hundred times its bytes.
 _DOUBTFUL_BYTES_PER_TOKEN = 4
+# Of a rendered conversation: enough for what templates begin an answer with.
+_END_CHARACTERS = 256
 
 
 class Prompts:
@@ -46,31 +41,74 @@ class Prompts:
             case SharedPrompt():
                 async with prompt.turn:
                     if prompt.token_ids is None:
-                        prompt.token_ids = await self.checked(prompt.prompt)
+                        prompt.token_ids = await self._shared(prompt)
                 return prompt.token_ids
             case _:
                 token_ids = await self.encode(prompt)
                 check_prompt(token_ids, self._limits, prompt.field)
                 return token_ids
 
+    async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
+        """The text of a prompt that has these tokens.
+
+        Raises:
+            Overloaded: too much text waits to be made of tokens.
+        """
+        match prompt:
+            case Text():
+                return prompt.text
+            case _:
+                return await self._tokenizer.decode_any(list(token_ids))
+
+    async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The ways in which an answer may write each word: at its start, and after a space.
+
+        Raises:
+            Overloaded: too much text waits to be tokenised.
+        """
+        written: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
+                written[tuple(token_ids)] = None
+        written.pop((), None)
+        return tuple(written)
+
     async def encode(self, prompt: Prompt) -> Sequence[int]:
         """Token ids, perhaps none or some that the model does not know. Raises as `checked`."""
         match prompt:
             case Text():
-                return await self._encode(prompt.text, prompt.field, add_special_tokens=True)
+                return await self._encode(
+                    prompt.text, prompt.field, add_special_tokens=prompt.add_special_tokens
+                )
             case TokenIds():
                 check_length(prompt.token_ids, self._limits, prompt.field)
                 return list(prompt.token_ids)
             case Messages():
-                text = self._render(prompt)
-                return await self._encode(text, prompt.field, add_special_tokens=False)
+                return await self._encode(
+                    self._render(prompt), prompt.field, add_special_tokens=False
+                )
             case Nothing():
                 raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
+
+    async def _shared(self, shared: SharedPrompt) -> Sequence[int]:
+        match shared.prompt:
+            case Messages() as messages:
+                text = self._render(messages)
+                shared.rendered_end = text[-_END_CHARACTERS:]
+                token_ids = await self._encode(text, messages.field, add_special_tokens=False)
+                check_prompt(token_ids, self._limits, messages.field)
+                return token_ids
+            case prompt:
+                return await self.checked(prompt)
 
     async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> Sequence[int]:
         context, size = self._limits.context_length, num_bytes(text)
         if size > self._limits.text_bytes:
-            raise self._too_long(field, size)
+            raise InvalidRequest(
+                f"{field} has {size} bytes of text; the context of {context} tokens takes "
+                f"at most {self._limits.text_bytes}"
+            )
         if size > context * _DOUBTFUL_BYTES_PER_TOKEN and await self._tokenizer.surely_exceeds(
             text, context
         ):
@@ -85,28 +123,5 @@ class Prompts:
     def _render(self, messages: Messages) -> str:
         if self._chat_template is None:
             raise InvalidRequest("messages: this model has no chat template; send text instead")
-        if not messages.turns:
-            raise InvalidRequest("messages must have at least one message")
-        if len(messages.turns) > MAX_MESSAGES:
-            raise InvalidRequest(
-                f"messages has {len(messages.turns)} messages, {MAX_MESSAGES} allowed"
-            )
-        turns = [_as_templates_know_it(turn) for turn in messages.turns]
-        size = sum(num_bytes(text) for turn in turns for text in turn.values())
-        if size > self._limits.text_bytes:
-            raise self._too_long(messages.field, size)
-        for number, turn in enumerate(turns):
-            if not turn["role"]:
-                raise InvalidRequest(f"messages[{number}].role is empty")
-        return self._chat_template.render(turns, max_characters=self._limits.text_bytes)
-
-    def _too_long(self, field: str, size: int) -> InvalidRequest:
-        return InvalidRequest(
-            f"{field} has {size} bytes of text; the context of {self._limits.context_length} "
-            f"tokens takes at most {self._limits.text_bytes}"
-        )
-
-
-def _as_templates_know_it(turn: Turn) -> dict[str, str]:
-    told = {"role": turn.role, "content": turn.content}
-    return told if turn.name is None else told | {"name": turn.name}
+        conversation.check(messages, self._chat_template, self._limits.text_bytes)
+        return conversation.rendered(messages, self._chat_template, self._limits.text_bytes)

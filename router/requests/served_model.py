@@ -5,6 +5,7 @@ Knows nothing of requests.
 
 from dataclasses import dataclass
 
+from router.parsers.speech import Speech, speech_of
 from router.requests.prompts import Prompts
 from router.text.chat_template import ChatTemplate
 from router.text.limits import Limits
@@ -18,10 +19,19 @@ class ServedModel:
     tokenizer: RouterTokenizer
     limits: Limits
     prompts: Prompts
+    speech: Speech
+
+    def shown(self, calls: bool) -> frozenset[int]:
+        """Special tokens that the parts of an answer are marked with, which may have calls."""
+        return self.tokenizer.special(self.speech.markers(calls=calls))
 
 
-def served_model(files: ModelFiles) -> ServedModel:
+def served_model(
+    files: ModelFiles, reasoning_parser: str = "auto", tool_parser: str = "auto"
+) -> ServedModel:
     """
+    Args:
+        reasoning_parser, tool_parser: as of RouterConfig.
     Raises:
         ConfigError: the tokenizer or chat template cannot be used.
     """
@@ -30,4 +40,6 @@ def served_model(files: ModelFiles) -> ServedModel:
         ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
     )
     limits = Limits(files.context_length, files.vocabulary_size, tokenizer.longest_token_bytes)
-    return ServedModel(files, tokenizer, limits, Prompts(tokenizer, template, limits))
+    prompts = Prompts(tokenizer, template, limits)
+    speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
+    return ServedModel(files, tokenizer, limits, prompts, speech)

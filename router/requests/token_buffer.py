@@ -5,12 +5,13 @@ so a slow client makes fewer, larger messages and never a longer queue.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from common.errors import ServingError
+from common.requests.logprobs import TokenLogprobs
 
 T = TypeVar("T")
 
@@ -27,8 +28,15 @@ class TokenBuffer:
     Bounded by the request's own max_tokens: a node that sends more breaks the protocol.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, wants_logprobs: bool = False) -> None:
+        """
+        Args:
+            wants_logprobs: each token comes with them.
+        """
         self.cached_tokens = 0  # of the prompt, as the node said with the first token
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # likewise; of all tokens but the first
+        self._wants_logprobs = wants_logprobs
+        self._logprobs: list[TokenLogprobs] = []  # of tokens that are not taken, or about to come
         self._room = max_tokens
         self._tokens: list[int] = []
         self._end: End | ServingError | None = None
@@ -37,12 +45,23 @@ class TokenBuffer:
         self._writer = None
 
     def append(self, token: int) -> bool:
-        """Returns False, and keeps nothing, when the node has sent all it was asked for."""
-        if not self._room:
+        """Returns False, and keeps nothing, when the node has sent all it was asked for, or has not
+        sent what is to come with it."""
+        if not self._room or (self._wants_logprobs and len(self._logprobs) <= len(self._tokens)):
             return False
         self._room -= 1
         self._tokens.append(token)
         return True
+
+    def tell_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Of the tokens that are `append`ed next."""
+        if self._wants_logprobs:
+            self._logprobs += logprobs[: self._room]
+
+    def take_logprobs(self, num_tokens: int) -> Sequence[TokenLogprobs]:
+        """Of so many tokens, which have just been taken; nothing where none are wanted."""
+        taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
+        return taken
 
     def end(self, end: End | ServingError) -> None:
         """The first end counts."""

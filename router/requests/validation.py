@@ -19,6 +19,7 @@ from router.requests.wanted import Wanted
 from router.text.limits import Limits, check_vocabulary
 
 MAX_STOP_CHARACTERS = 1024
+MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on their way through the nodes
 MAX_LABEL_CHARACTERS = 256
 MAX_SESSION_ID_CHARACTERS = 512
 
@@ -34,6 +35,9 @@ class Job(msgspec.Struct, frozen=True):
     engine_deaths: int = 0  # of nodes that had it, see common/requests/trial.py
     session_id: str = ""
     namespace: Namespace = SHARED  # of prefix caches
+    shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
+    echo: str | None = None  # the prompt's text, which the answer begins with
+    silent: bool = False  # see Wanted
 
 
 async def parse(
@@ -51,11 +55,20 @@ async def parse(
         check_stop(wanted.stop)
     check_session_id(wanted.session_id)
     namespace = namespaces.decide(wanted, owner)
-    check_vocabulary(params.stop_token_ids, limits, "sampling.stop_token_ids")
+    check_tokens(params, limits)
+    if wanted.bad_words:
+        words = await prompts.words(check_bad_words(wanted.bad_words))
+        params = replace(params, bad_word_ids=params.bad_word_ids + words)
+        sampling.check(params)
     token_ids = await prompts.checked(wanted.prompt)
+    check_prompt_logprobs(params, len(token_ids))
     context_left = limits.context_length - len(token_ids)
     if params.max_tokens > context_left:
-        params = replace(params, max_tokens=context_left)
+        params = replace(
+            params,
+            max_tokens=context_left,
+            min_tokens=min(params.min_tokens, context_left),
+        )
     return Job(
         request_id=request_id,
         token_ids=token_ids,
@@ -63,7 +76,45 @@ async def parse(
         stop=wanted.stop,
         session_id=wanted.session_id,
         namespace=namespace,
+        shown=wanted.shown,
+        echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
+        silent=wanted.silent,
     )
+
+
+def check_tokens(params: SamplingParams, limits: Limits) -> None:
+    """Raises InvalidRequest for one that the model has no row for."""
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids,
+    }
+    for field, tokens in named.items():
+        check_vocabulary(tokens, limits, f"sampling.{field}")
+    for word in params.bad_word_ids:
+        check_vocabulary(word, limits, "sampling.bad_word_ids")
+
+
+def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
+    """Raises InvalidRequest for more numbers than a message should have."""
+    num_numbers = num_tokens * (1 + params.prompt_logprobs)
+    if num_numbers > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"sampling.prompt_logprobs: {num_numbers} log-probabilities of {num_tokens} tokens, "
+            f"{MAX_PROMPT_LOGPROBS} allowed"
+        )
+
+
+def check_bad_words(words: Sequence[str]) -> Sequence[str]:
+    """Raises InvalidRequest for words that would cost too much to look for."""
+    sampling.check_bad_words(words)
+    for number, word in enumerate(words):
+        if len(word) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"sampling.bad_words[{number}] has {len(word)} characters, "
+                f"{MAX_STOP_CHARACTERS} allowed"
+            )
+    return words
 
 
 def check_stop(stops: Sequence[str]) -> None:

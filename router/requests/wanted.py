@@ -3,13 +3,13 @@ the length of lists that would have to be copied."""
 
 import asyncio
 import random
-from collections.abc import Sequence
-from typing import ClassVar, Self, TypeAlias
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, ClassVar, Self, TypeAlias
 
 import msgspec
 
-from common.requests.sampling import SamplingParams, unchecked
-from protos.router_pb2 import GenerateRequest, TokenizeRequest
+from common.requests.sampling import SamplingParams
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request for as many tokens as the context leaves
 
@@ -18,18 +18,44 @@ class Text(msgspec.Struct, frozen=True):
     field: ClassVar[str] = "text"  # what errors call it
 
     text: str
+    add_special_tokens: bool = True  # those that the tokenizer begins or ends a text with
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """Made in an earlier turn."""
+
+    name: str
+    arguments: str  # a JSON object; "": without any
+    id: str = ""
 
 
 class Turn(msgspec.Struct, frozen=True):
     role: str
-    content: str
+    content: str | None  # None: nothing was said
     name: str | None = None  # of who speaks, for templates that heed it
+    reasoning: str | None = None  # likewise, before it spoke
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str | None = None  # of the call that this answers
+
+
+class Ending(Enum):
+    """What the prompt that a conversation becomes ends with."""
+
+    OPENED = "a new turn of the assistant's"
+    CONTINUED = "the last turn, which goes on"
+    CLOSED = "the last turn, which has ended"
 
 
 class Messages(msgspec.Struct, frozen=True):
+    """A conversation, for the model's chat template."""
+
     field: ClassVar[str] = "messages"
 
     turns: Sequence[Turn]
+    tools: Sequence[Any] = ()  # JSON objects, in OpenAI's form
+    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)  # the template's own
+    reasoning_effort: str | None = None  # likewise
+    ending: Ending = Ending.OPENED
 
 
 class TokenIds(msgspec.Struct, frozen=True):
@@ -54,6 +80,7 @@ class SharedPrompt(msgspec.Struct):
 
     prompt: Prompt
     token_ids: Sequence[int] | None = None  # None: not yet
+    rendered_end: str = ""  # of a conversation, once there are token ids: what the answer follows
     turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
 
@@ -78,42 +105,17 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     together: Together
     sampling: SamplingParams
     stop: Sequence[str] = ()
+    bad_words: Sequence[str] = ()
+    echo: bool = False  # the answer begins with its prompt
+    silent: bool = False  # the prompt is all that is wanted, and one token is asked for in vain
     request_id: str = ""  # this router's own, new for every request; "": to be made
     label: str = ""  # what its client calls it; others may be called so too
     session_id: str = ""  # "": of none
     cache_salt: str | None = None  # None: what is cached is shared with all who give none
     timeout_s: float | None = None  # None: the router's own limit
+    shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
 
 
 def any_seed() -> int:
     """For a request that names none: whoever continues it must sample alike."""
     return random.getrandbits(64)
-
-
-def from_request(request: GenerateRequest) -> Wanted:
-    """What is asked for over gRPC."""
-    together = Together.of([from_prompt(request)])
-    return Wanted(
-        prompt=together.prompts[0],
-        together=together,
-        sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
-        stop=tuple(request.sampling.stop),
-        label=request.request_id,
-        session_id=request.session_id,
-        cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
-        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
-    )
-
-
-def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return Text(request.text)
-        case "messages":
-            turns = [Turn(turn.role, turn.content) for turn in request.messages.messages]
-            return Messages(turns)
-        case "token_ids" if isinstance(request, GenerateRequest):
-            return TokenIds(request.token_ids.ids)
-        case _:
-            fields = request.DESCRIPTOR.oneofs_by_name["prompt"].fields
-            return Nothing(tuple(field.name for field in fields))

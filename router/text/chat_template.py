@@ -5,11 +5,12 @@ templates in the wild use. Knows no tokens.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -27,6 +28,9 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
+
+
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class _Generation(Extension):
@@ -52,15 +56,30 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            named = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"model: its chat template cannot be read: {error}") from error
         self._special_tokens = special_tokens
+        self.source = source
+        self.takes_tools = "tools" in named
+        self.settings = named - _GIVEN - environment.globals.keys() - special_tokens.keys()
 
-    def render(self, messages: Sequence[dict[str, str]], *, max_characters: int) -> str:
-        """The prompt for the assistant's next message. It has all special tokens as text.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        settings: Mapping[str, Any] | None = None,
+        opens: bool = True,
+        max_characters: int,
+    ) -> str:
+        """The prompt. It has all special tokens as text.
 
         Args:
-            messages: with "role" and "content", and perhaps "name".
+            messages: with "role" and "content", and what else Hugging Face's templates know.
+            tools: that the model may call, in OpenAI's form; only if it `takes_tools`.
+            settings: of `self.settings`, variables that are the template's own.
+            opens: whether the prompt ends with the beginning of the assistant's next message.
             max_characters: of the prompt; rendering ends where there are more.
         Raises:
             InvalidRequest: the template refuses these messages, or makes too much of them.
@@ -68,10 +87,11 @@ class ChatTemplate:
         try:
             pieces = self._template.generate(
                 messages=messages,
-                add_generation_prompt=True,
-                tools=None,
+                add_generation_prompt=opens,
+                tools=tools or None,
                 documents=None,
                 **self._special_tokens,
+                **(settings or {}),
             )
             return _joined(pieces, max_characters)
         except _TEMPLATE_ERRORS as error:

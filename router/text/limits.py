@@ -14,6 +14,9 @@ from common.rpc import MAX_MESSAGE_BYTES
 
 # Of one conversation. A template takes 3 us for each, and meanwhile no other request moves on.
 MAX_MESSAGES = 4096
+MAX_SETTINGS_BYTES = 16 << 10  # of a template's own settings, as JSON
+MAX_VALUES = 1 << 16  # of JSON that is written in a text
+MAX_TOOLS = 1024
 MAX_CHOICES = 128  # of one HTTP request
 MAX_FIELDS = 1 << 15  # of a gRPC message; a conversation has three for each of its messages
 

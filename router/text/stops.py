@@ -5,12 +5,17 @@ from collections.abc import Sequence
 
 class StopStrings:
     """Cuts one request's text at the stop string that is complete first; of two that end at the
-    same character, at the longer. The result does not depend on how the text is split."""
+    same character, at the longer. The result does not depend on how the text is split.
+
+    Attributes:
+        found: the one that it was cut at, if it was.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # characters of each stop that the text now ends with
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that is decided now, and whether a stop string is complete.
@@ -22,6 +27,7 @@ class StopStrings:
         for index, character in enumerate(text, start=start + 1):
             found = self._advance(character)
             if found:
+                self.found = self._held[index - found : index]
                 return self._held[: index - found], True
         undecided = max(self._matched, default=0)
         decided = len(self._held) - undecided

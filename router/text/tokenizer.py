@@ -9,13 +9,14 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
 from common.errors import ConfigError
+from common.spelling import Spelling
 from router.text.by_length import ByLength
 
 R = TypeVar("R")
@@ -48,7 +49,10 @@ class RouterTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.hash = hashlib.sha256(tokenizer_json).hexdigest()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: number for number, token in added.items() if token.special}
         self.some_text = tuple(self._tokenizer.encode("a", add_special_tokens=False).ids)
+        self.spelling = Spelling(self._tokenizer, self.some_text)
         self.longest_token_bytes = _longest_token_bytes(self._tokenizer)
         cores = cores or len(os.sched_getaffinity(0))
         # Two queues: long ones may not have all cores, since none of them can be interrupted.
@@ -99,6 +103,14 @@ class RouterTokenizer:
         """Text without special tokens; ids the tokenizer does not know give none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def special(self, texts: Iterable[str]) -> frozenset[int]:
+        """Of those that are special tokens, the ids."""
+        return frozenset(self._special[text] for text in texts if text in self._special)
+
+    def showing(self, shown: frozenset[int]) -> "RouterTokenizer | Showing":
+        """Decodes as this does, but for some special tokens that it does not leave out."""
+        return Showing(self._tokenizer, {*self._special.values()} - shown) if shown else self
+
     async def decode_any(self, token_ids: list[int]) -> str:
         """As `decode`, for any number of them.
 
@@ -113,6 +125,10 @@ class RouterTokenizer:
             lambda: self._tokenizer.async_decode_batch([token_ids], skip_special_tokens=True),
         )
         return texts[0]
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """As the vocabulary spells each; "" of what it does not have."""
+        return [self._tokenizer.id_to_token(token) or "" for token in token_ids]
 
     async def _encoding(
         self, text: str, total_bytes: int, arrived: float, *, add_special_tokens: bool
@@ -136,6 +152,19 @@ class RouterTokenizer:
         # A caller that gives up does not stop the library's thread: its core stays taken.
         running.add_done_callback(lambda _: queue.give_back())
         return await asyncio.shield(running)
+
+
+class Showing:
+    """Decodes special tokens as text, but for those that are hidden."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        told = [token for token in token_ids if token not in self._hidden]
+        text: str = self._tokenizer.decode(told, skip_special_tokens=False)
+        return text
 
 
 def num_bytes(text: str) -> int:

@@ -15,6 +15,8 @@ from cli.demo_model import write
 from common.identity.secret import new_secret
 from tests.support.certificates import Authority
 from tests.support.programs import ROOT
+from tests.support.quantised import FORMATS, requantised
+from tests.support.tiny_models import make_tiny, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +104,35 @@ def test_what_the_machine_or_the_model_cannot_give_fails(check, model, flags, wo
 def test_an_unsupported_architecture_names_the_supported_ones(check, model, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    code, table, _ = check(f"--model={tmp_path}", "--device=cpu", "--port=0")
+    code, table, _ = check(f"--model={tmp_path}", "--port=0", "--model-backend=native")
     assert code == 1
     for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
         assert name in table
+
+
+def test_it_tells_how_weights_are_stored_and_what_becomes_of_them(check, model, tmp_path):
+    quantised, _ = requantised(model, tmp_path, FORMATS["awq"])
+    for served, words in (
+        (model, "not quantised; as stored"),
+        (quantised, "AWQ int4, groups of 32; made floats when they are read"),
+    ):
+        code, table, _ = check(f"--model={served}", "--device=cpu", "--port=0")
+        assert code == 0 and words in table
+
+
+def test_which_way_a_model_is_computed_is_told_and_why(check, model, tmp_path):
+    _, table, _ = check(f"--model={model}", "--device=cpu", "--port=0")
+    assert "natively" in table
+    code, table, _ = check(f"--model={make_tiny(tmp_path, 'gpt2')}", "--device=cpu", "--port=0")
+    assert code == 0
+    assert "by transformers' GPT2LMHeadModel, gpt2 has no blocks here" in " ".join(table.split())
+
+
+def test_a_class_that_is_not_served_is_told_with_its_reason(check, tmp_path):
+    tiny_config("mamba").save_pretrained(tmp_path)
+    code, table, _ = check(f"--model={tmp_path}", "--device=cpu", "--port=0")
+    assert code == 1
+    assert "mamba is not served: layers of linear_attention" in " ".join(table.split())
 
 
 def test_a_wrong_configuration_is_one_line_and_code_2(check, model):

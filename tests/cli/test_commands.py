@@ -178,6 +178,18 @@ def test_generate_has_a_flag_for_every_field_of_sampling():
     assert (sampling.top_k, sampling.seed, sampling.ignore_eos) == (7, 9, True)
     assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["a", "b"], [1, 2])
     assert not sampling.HasField("top_p")
+    assert not sampling.HasField("guide")
+
+
+def test_generate_takes_biases_and_the_form_of_the_answer(capsys):
+    flags = ["--logit-bias=5=-2.5", "--logit-bias=7=1", "--regex=a+", "--min-tokens=2"]
+    sampling = generate.request_from(generate.parse(["hello", *flags])).sampling
+    assert dict(sampling.logit_bias) == {5: -2.5, 7: 1.0}
+    assert (sampling.guide.regex, sampling.min_tokens) == ("a+", 2)
+    for wrong in (["--logit-bias=5"], ["--regex=a", "--json-object"]):
+        with pytest.raises(SystemExit):
+            generate.parse(["hello", *wrong])
+        assert wrong[0].partition("=")[0] in capsys.readouterr().err
 
 
 def test_generate_can_send_a_chat_message():

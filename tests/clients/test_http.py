@@ -57,6 +57,16 @@ async def test_without_a_key_there_is_only_health_and_the_page(
         assert not any(message.submits for message in api.node.received)
 
 
+async def test_a_key_may_come_as_anthropic_s_clients_send_it(
+    model: Path, keys: ClientsConfig
+) -> None:
+    async with api_for(model, clients=keys) as api:
+        assert (await api.get("/v1/models", **{"x-api-key": KEYS["alice"]})).status == 200
+        assert (await api.get("/v1/models", **{"x-api-key": "bk-unknown"})).status == 401
+        refused = await api.get("/cluster", **{"x-api-key": KEYS["alice"]})
+        assert refused.error["code"] == "insufficient_permissions"
+
+
 async def test_a_client_has_the_api_and_an_operator_all(model: Path, keys: ClientsConfig) -> None:
     async with api_for(model, clients=keys) as api:
         for path in FOR_CLIENTS:

@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from kernels.cpu import compiler
 from tests.support.programs import ROOT
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -75,6 +76,11 @@ def test_images_have_the_whole_code_and_nothing_else_of_the_repository():
     ignore = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split("\n")
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
     assert "*" in ignore
+
+
+def test_the_node_image_has_a_compiler_for_the_operations_of_a_cpu():
+    installed = " ".join(rest for word, rest in _lineage("node") if word == "RUN").split()
+    assert set(compiler.COMPILERS) & set(installed)
 
 
 def test_only_the_node_image_takes_all_dependencies():

@@ -1,7 +1,7 @@
 import pytest
 
 from common.engine.schedule.adder import PrefillAdder
-from common.engine.schedule.growth import NewTokenRatio, growth_of_one, growth_of_running
+from common.engine.schedule.growth import NewTokenRatio, missing_pages, missing_pages_of_one
 from tests.support.engine_rig import ints
 
 
@@ -49,19 +49,19 @@ def test_a_further_prompt_must_fit_the_input_tokens():
 @pytest.mark.parametrize("room", [-1, 0, 3])
 def test_growth_of_many_is_the_growth_of_each(ratio, length, room):
     rows = [(length, length + more, length + room) for more in (0, 1, 2, 40, 10000)]
-    each = [growth_of_one(*row, ratio, 16) for row in rows]
+    each = [missing_pages_of_one(*row, ratio, 16) for row in rows]
     columns = [ints(column) for column in zip(*rows, strict=True)]
-    assert growth_of_running(*columns, ratio, 16) == sum(each)
+    assert missing_pages(*columns, ratio, 16).tolist() == each
 
 
 def test_a_request_that_goes_on_with_full_pages_counts_a_page_however_small_the_ratio():
-    assert growth_of_one(17, 18, 16, 0.001, 16) == 1
-    assert growth_of_one(17, 17, 16, 1.0, 16) == 0
+    assert missing_pages_of_one(17, 18, 16, 0.001, 16) == 1
+    assert missing_pages_of_one(17, 17, 16, 1.0, 16) == 0
 
 
 def test_growth_is_clipped_and_the_last_token_needs_no_room():
-    assert growth_of_one(16, 10**6, 16, 1.0, 16) == 4096 // 16
-    assert growth_of_one(16, 33, 16, 1.0, 16) == 1
+    assert missing_pages_of_one(16, 10**6, 16, 1.0, 16) == 4096 // 16
+    assert missing_pages_of_one(16, 33, 16, 1.0, 16) == 1
 
 
 def test_the_ratio_decays_to_its_end_jumps_after_a_retraction_and_starts_anew():

@@ -8,6 +8,7 @@ import pytest
 from common.engine.memory.cache_events import CacheChange, CacheEvents
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import Holding
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import PrefixHasher, as_bytes, page_names
 from tests.support.engine_rig import ints
@@ -77,7 +78,7 @@ class Watched:
 
     def _end(self, number: int) -> None:
         tokens, namespace, pages = self._live.pop(number)
-        self.cache.insert(ints(tokens), pages, namespace)
+        self.cache.insert(ints(tokens), Holding.of(pages), namespace)
         self.pages.drop(pages, Holder.REQUEST)
 
 
@@ -128,7 +129,7 @@ def test_a_page_that_comes_and_goes_between_two_takes_is_told_as_gone():
     watched.events.start()
     pages = watched.pages.allocate(1, Holder.REQUEST)
     assert pages is not None
-    watched.cache.insert(ints(range(SIZE)), pages)
+    watched.cache.insert(ints(range(SIZE)), Holding.of(pages))
     watched.pages.drop(pages, Holder.REQUEST)
     watched.cache.flush()
     gone = page_names(range(SIZE), SIZE)

@@ -23,7 +23,6 @@ def table_of(num_slots: int, context_length: int) -> RequestTable:
     table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
     table.tokens[:] = np.arange(table.tokens.size).reshape(table.tokens.shape)
     table.known[:] = context_length
-    table.greedy[:] = True
     return table
 
 
@@ -55,15 +54,16 @@ def test_every_row_finds_its_pages_and_the_places_of_its_tokens(
     slots = range(table.num_slots - 1, -1, -1)
     tokens, places = [], []
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=False)):
-        start, count = int(made.page_starts[row]), -(-length // PAGE_SIZE)
-        pages = table.page_table[slot, :count]
+        start, count = int(made.page_starts[0][row]), -(-length // PAGE_SIZE)
+        pages = table.page_table[slot, 0, :count]
         assert made.page_ids[start : start + count].tolist() == pages.tolist()
         for token in range(length - new[row], length):
             tokens.append(int(table.tokens[slot, token]))
             places.append(int(pages[token // PAGE_SIZE]) * PAGE_SIZE + token % PAGE_SIZE)
     assert made.lengths.tolist() == lengths
     assert made.token_ids.tolist() == tokens
-    assert made.locations.tolist() == places
+    (locations,) = made.locations
+    assert locations.tolist() == places
 
 
 def test_a_long_row_among_short_ones_costs_its_own_pages_only() -> None:

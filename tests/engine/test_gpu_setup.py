@@ -7,7 +7,9 @@ import torch
 
 from common.config import CacheConfig, EngineConfig, PrefillConfig
 from common.engine import sizing
-from common.engine.memory.kv import HostPool, KVLayout
+from common.engine.memory.kv import HostPool
+from common.engine.memory.layout import KVLayout
+from common.engine.memory.states import PagedKV
 from common.engine.models import read_spec
 from common.engine.run.gpu import use_gpu
 from common.engine.sizing import resolve_device, resolve_shape
@@ -16,7 +18,7 @@ from prefill_node import engine as prefill_engine
 from tests.support.checkpoints import make_checkpoint
 
 CUDA = torch.device("cuda", 0)
-LAYOUT = KVLayout(16, 2, 1, 8, torch.bfloat16)
+LAYOUT = KVLayout.of((PagedKV(1, 8),) * 2, 16, torch.bfloat16)
 
 
 def has(monkeypatch, *, complaint=None):

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
-from common.engine.memory.kv import KVLayout, KVPool
+from common.engine.memory.kv import KVPool
+from common.engine.memory.layout import KVLayout
 from common.engine.models import load
 from common.engine.rows.batch import ForwardMode, ScheduleBatch
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
@@ -28,6 +29,18 @@ LAYER = {
 }
 # After attention and after the MLP.
 GEMMA_LAYER = LAYER | {"_add_rms_norm_kernel": 4}
+# The router is a product too; the experts' are in kernels of their own.
+EXPERTS_LAYER = {
+    "product": 3,
+    "_add_rms_norm_kernel": 2,
+    "_rope_and_store_kernel": 1,
+    "_route_kernel": 1,
+    "group_kernel": 1,
+    "gate_up_kernel": 1,
+    "down_kernel": 1,
+    "add_pairs_kernel": 1,
+}
+LAYERS = {"gemma2": GEMMA_LAYER, "qwen3_moe": EXPERTS_LAYER}
 ONCE = {"_embed_kernel": 1, "_rope_angles_kernel": 1, "_add_rms_norm_kernel": 1}
 
 
@@ -45,12 +58,11 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def batch_of(rows: list[tuple[int, int]]) -> ForwardBatch:
+def batch_of(rows: list[tuple[int, int]], windows: tuple[int | None, ...]) -> ForwardBatch:
     """Rows of (new tokens, length)."""
     new, ends = np.array(rows, np.int32).T
-    table = RequestTable(len(rows), 128, PAGE_SIZE)
+    table = RequestTable(len(rows), 128, PAGE_SIZE, windows)
     table.known[:] = ends
-    table.greedy[:] = True
     decodes = bool((new == 1).all())
     batch = ScheduleBatch(
         step=1,
@@ -63,12 +75,15 @@ def batch_of(rows: list[tuple[int, int]]) -> ForwardBatch:
     return BatchBuilder(table).build(batch)
 
 
-def launched(directory, architecture: str, num_layers: int, batch: ForwardBatch) -> Counter[str]:
+def launched(
+    directory, architecture: str, num_layers: int, rows: list[tuple[int, int]]
+) -> Counter[str]:
     """By kernel or operation, of one forward; nothing is computed by kernels."""
     where = directory / f"{architecture}-{num_layers}"
     model = load(make_checkpoint(where, architecture, num_hidden_layers=num_layers), CPU,
                  torch.float32)  # fmt: skip
-    pool = KVPool(KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype), 1, CPU)
+    layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype)
+    pool, batch = KVPool(layout, 1, CPU), batch_of(rows, layout.windows)
     future = torch.zeros(batch.num_rows, dtype=torch.int32)
     counts: Counter[str] = Counter()
 
@@ -98,14 +113,13 @@ ROWS = {
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"])
 def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
     """Nine of a dense layer's decode step: its four products, attention, and four around them."""
     rows, attention, plan = ROWS[rows]
-    batch = batch_of(rows)
-    few, many = (launched(tmp_path, architecture, layers, batch) for layers in (2, 4))
+    few, many = (launched(tmp_path, architecture, layers, rows) for layers in (2, 4))
     gemma = architecture == "gemma2"
-    layer = (GEMMA_LAYER if gemma else LAYER) | attention
+    layer = LAYERS.get(architecture, LAYER) | attention
     assert many - few == Counter({name: 2 * count for name, count in layer.items()})
     once = Counter(ONCE) + Counter(plan)
     if gemma:  # a plan with a window and one without, and the embedding's scale

@@ -1,26 +1,43 @@
 """Every form of a matrix computes the product it stands for, within bounds stated here."""
 
+from dataclasses import fields, is_dataclass
+
 import pytest
 import torch
 
-from common.engine.models import read_spec
+from common.engine.models.blocks.rotation import Rotation
 from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.linear import form_of, onednn
+from common.engine.models.families import read_decoder
+from common.engine.models.linear import Matrix, StoredExpert, form_of, onednn
 from common.engine.models.linear.dense import DenseForm
-from common.engine.models.linear.int8 import Int8Form
+from common.engine.models.linear.int8 import Int8Form, rounded
 from common.engine.models.linear.packed import PackedForm
+from common.engine.models.linear.panels import Int8PanelForm, PanelForm
 from common.engine.models.weights import load_weights, weight_bytes
 from common.errors import ConfigError
-from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+from kernels import device as devices
+from kernels.routing import Routing, route
+from tests.support import compiled
+from tests.support.checkpoints import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
+from tests.support.compiled import operators_here
 
 CPU = torch.device("cpu")
 ROWS = (0, 1, 2, 8, 33, 256)
 # [out, in]: whole blocks of a layout, and less than one.
-SHAPES = ((384, 128), (320, 64), (64, 96), (1000, 72), (1, 16))
+SHAPES = ((384, 128), (320, 64), (64, 96), (1000, 72), (1, 16), (65, 601))
 
 packs = pytest.mark.skipif(not onednn.packs_bfloat16(), reason="no packed products here")
 multiplies_int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
+COMPILED = operators_here()
+
+
+def in_panels(dtype):
+    """A mark for tests of the products that are compiled for matrices of a dtype."""
+    there = COMPILED is not None and COMPILED.multiplies(dtype)
+    return pytest.mark.skipif(not there, reason="no such compiled product here")
+
+
 # With the dtype of inputs and outputs, and the bound of errors in units of an output's usual size.
 FORMS = [
     pytest.param(DenseForm(CPU, F32), F32, 3e-6, id="dense float32"),
@@ -28,6 +45,24 @@ FORMS = [
     pytest.param(PackedForm(BF16), BF16, 2e-2, id="packed bfloat16", marks=packs),
     pytest.param(Int8Form(), BF16, 6e-2, id="int8 of bfloat16", marks=multiplies_int8),
     pytest.param(Int8Form(), F32, 5e-2, id="int8 of float32", marks=multiplies_int8),
+    pytest.param(PanelForm(F32, COMPILED), F32, 3e-6, id="float32 panels", marks=in_panels(F32)),
+    pytest.param(
+        PanelForm(BF16, COMPILED), BF16, 2e-2, id="bfloat16 panels", marks=in_panels(BF16)
+    ),
+    pytest.param(
+        Int8PanelForm(COMPILED),
+        BF16,
+        6e-2,
+        id="int8 panels of bfloat16",
+        marks=in_panels(I8),
+    ),
+    pytest.param(
+        Int8PanelForm(COMPILED), F32, 5e-2, id="int8 panels of float32", marks=in_panels(I8)
+    ),
+]
+INT8 = [
+    pytest.param(Int8Form(), marks=multiplies_int8, id="oneDNN"),
+    pytest.param(Int8PanelForm(COMPILED), marks=in_panels(I8), id="panels"),
 ]
 
 
@@ -74,6 +109,33 @@ def test_the_bytes_that_are_told_are_those_that_are_taken(form, dtype, bound):
         assert form.hold(drawn(rows, columns), None).nbytes == form.num_bytes(rows, columns)
 
 
+@pytest.mark.parametrize("form, dtype, bound", FORMS)
+def test_experts_are_near_their_exact_sum_at_any_number_of_rows(form, dtype, bound):
+    """In stacks or each by itself; nobody may want an expert, or all the same one."""
+    count, hidden, inner, k = 5, 96, 64, 2
+    stored = [
+        (drawn(2 * inner, hidden, seed=2 * n) / 9, drawn(hidden, inner, seed=2 * n + 1) / 8)
+        for n in range(count)
+    ]
+    experts = (StoredExpert(*map(Matrix, pair)) for pair in stored)
+    net = form.experts(experts, count, "silu")
+    expected_bytes = form.num_bytes(2 * inner, hidden) + form.num_bytes(hidden, inner)
+    assert net.nbytes == count * expected_bytes
+    for rows in (1, 3, 40):
+        x = drawn(rows, hidden, seed=7).to(dtype)
+        weights, ids = route(drawn(rows, count, seed=rows), Routing(k, normalise=True))
+        ids[0] = torch.tensor([4, 1])
+        y = net.apply(x, weights, ids)
+        exact = torch.zeros(rows, hidden, dtype=torch.float64)
+        for row in range(rows):
+            for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
+                gate_up, down = (part.double() for part in stored[expert])
+                gate, up = (gate_up @ x[row].double()).chunk(2)
+                exact[row] += weight * (down @ (torch.nn.functional.silu(gate) * up))
+        assert y.dtype == dtype and y.shape == (rows, hidden)
+        assert ((y - exact).abs() <= 2 * bound).all()
+
+
 def test_bfloat16_is_packed_where_it_can_be_and_float32_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(onednn, "packs_bfloat16", lambda: True)
     assert isinstance(form_of(CPU, torch.bfloat16, "none"), PackedForm)
@@ -88,39 +150,88 @@ def test_a_torch_without_packed_products_computes_with_plain_ones(monkeypatch):
     assert form_of(CPU, torch.bfloat16, "none") == DenseForm(CPU, torch.bfloat16)
 
 
-@multiplies_int8
-def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it():
-    linear = Int8Form().hold(drawn(384, 128), drawn(384, seed=1))
+@pytest.mark.parametrize("form", INT8)
+def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(form):
+    linear = form.hold(drawn(384, 128), drawn(384, seed=1))
     x = drawn(40, 128, seed=2) * torch.logspace(-6, 6, 40)[:, None]
     together = linear.apply(x)
     assert torch.equal(together, torch.cat([linear.apply(row[None]) for row in x]))
     assert torch.equal(together[:3], linear.apply(x[:3]))
 
 
-@multiplies_int8
-def test_rows_and_channels_in_int8_have_scales_of_their_own():
+@pytest.mark.parametrize("form", INT8)
+def test_rows_and_channels_in_int8_have_scales_of_their_own(form):
     """Large ones take nothing from the precision of small ones beside them."""
     sizes = torch.logspace(-4, 4, 12)
     weight, x = drawn(12, 256) * sizes[:, None], drawn(12, 256, seed=2) * sizes[:, None]
     exact = x @ weight.T
-    error = (Int8Form().hold(weight, None).apply(x) - exact) / (sizes[:, None] * sizes)
+    error = (form.hold(weight, None).apply(x) - exact) / (sizes[:, None] * sizes)
     assert error.abs().max() <= 5e-2 * 256**0.5
 
 
-@multiplies_int8
-def test_a_row_of_zeros_in_int8_gives_the_bias():
+@pytest.mark.parametrize("form", INT8)
+def test_a_row_of_zeros_in_int8_gives_the_bias(form):
     bias = drawn(96, seed=1)
-    linear = Int8Form().hold(torch.cat([drawn(95, 64), torch.zeros(1, 64)]), bias)
+    linear = form.hold(torch.cat([drawn(95, 64), torch.zeros(1, 64)]), bias)
     assert torch.equal(linear.apply(torch.zeros(2, 64)), bias.expand(2, -1))
 
 
-@multiplies_int8
-def test_a_large_matrix_is_quantised_as_its_channels_are_alone():
+@pytest.mark.parametrize("form", INT8)
+def test_a_large_matrix_is_quantised_as_its_channels_are_alone(form):
     weight, x = drawn(3000, 2048), drawn(2, 2048, seed=2)
-    linear = Int8Form().hold(weight, None)
+    linear = form.hold(weight, None)
     for rows in (slice(0, 5), slice(2040, 2056), slice(2990, 3000)):
-        alone = Int8Form().hold(weight[rows], None)
+        alone = form.hold(weight[rows], None)
         assert torch.equal(linear.apply(x)[:, rows], alone.apply(x))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_row_in_panels_gives_the_same_to_the_bit_whatever_is_beside_it(dtype):
+    if COMPILED is None or not COMPILED.multiplies(dtype):
+        pytest.skip("no such compiled product here")
+    linear = PanelForm(dtype, COMPILED).hold(drawn(200, 1500), None)
+    x = drawn(500, 1500, seed=2).to(dtype)
+    together = linear.apply(x)
+    for start, end in ((0, 1), (5, 7), (383, 386), (100, 480)):
+        assert torch.equal(linear.apply(x[start:end]), together[start:end])
+
+
+@in_panels(I8)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_sums_in_int8_panels_are_those_of_integers(dtype):
+    weight, bias, x = (
+        drawn(130, 999),
+        drawn(130, seed=1).to(dtype),
+        drawn(37, 999, seed=2).to(dtype),
+    )
+    linear = Int8PanelForm(COMPILED).hold(weight, bias)
+    numbers, scales = rounded(weight)
+    steps = 1e-30 + x.float().abs().amax(-1, keepdim=True) * torch.tensor(1 / 127.0)
+    bytes = (x.float() / steps + 128.5).floor() - 128
+    sums = (bytes.double() @ numbers.double().T).float()
+    assert torch.equal(linear.apply(x), (sums * scales * steps + bias).to(dtype))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@in_panels(I8)
+def test_a_row_in_int8_that_is_not_finite_gives_nothing_finite(wrong):
+    x = drawn(3, 64)
+    x[1, 40] = wrong
+    y = Int8PanelForm(COMPILED).hold(drawn(96, 64), None).apply(x)
+    assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
+
+
+def test_products_compiled_for_this_cpu_go_before_all_others(monkeypatch):
+    class Everything:
+        def multiplies(self, dtype):
+            return dtype != torch.float16
+
+    compiled = Everything()
+    monkeypatch.setattr(devices, "compiled_for", lambda where: compiled)
+    for dtype in (F32, BF16):
+        assert form_of(CPU, dtype, "none") == PanelForm(dtype, compiled)
+    assert form_of(CPU, torch.float16, "none") == DenseForm(CPU, torch.float16)
+    assert form_of(CPU, BF16, "int8") == Int8PanelForm(compiled)
 
 
 def test_int8_is_refused_where_nothing_multiplies_it(monkeypatch):
@@ -131,25 +242,34 @@ def test_int8_is_refused_where_nothing_multiplies_it(monkeypatch):
         form_of(CPU, torch.bfloat16, "int8")
 
 
+def nbytes(part):
+    """Of all weights in a block or a tuple of them; frequencies are not weights."""
+    if isinstance(part, tuple):
+        return sum(map(nbytes, part))
+    if isinstance(part, torch.Tensor):
+        return part.nbytes
+    if isinstance(part, Rotation) or not is_dataclass(part):
+        return 0
+    if hasattr(part, "nbytes"):
+        return part.nbytes + nbytes(getattr(part, "bias", None))
+    return sum(nbytes(getattr(part, field.name)) for field in fields(part))
+
+
 @pytest.mark.parametrize(
     "dtype, quantize",
     [(F32, "none"), (BF16, "none"), pytest.param(BF16, "int8", marks=multiplies_int8)],
 )
+@pytest.mark.parametrize("products", ["torch", "compiled"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES])
 def test_weights_take_what_is_said_before_they_are_loaded(
-    tmp_path, architecture, tied, dtype, quantize
+    tmp_path, monkeypatch, architecture, tied, products, dtype, quantize
 ):
+    compiled.use(products, monkeypatch)
     directory = make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied)
-    checkpoint, spec = Checkpoint(directory), read_spec(directory)
-    weights = load_weights(checkpoint, spec, CPU, dtype, quantize)
-    taken = weights.embedding.nbytes + weights.norm.nbytes
-    shared = tied and form_of(CPU, dtype, quantize) == DenseForm(CPU, dtype)
-    taken += 0 if shared else weights.head.nbytes
-    for layer in weights.layers:
-        for name in layer.__slots__:
-            part = getattr(layer, name)
-            taken += 0 if part is None else part.nbytes
-            bias = getattr(part, "bias", None)
-            taken += 0 if bias is None else bias.nbytes
+    checkpoint, spec = Checkpoint(directory), read_decoder(directory)
+    decoder = load_weights(checkpoint, spec, CPU, dtype, quantize)
+    taken = decoder.embedding.nbytes + nbytes(decoder.norm) + nbytes(decoder.layers)
+    shared = tied and dtype == F32
+    taken += 0 if shared else nbytes(decoder.head)
     assert weight_bytes(checkpoint, spec, CPU, dtype, quantize) == taken

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.models import read_spec
 from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.families import read_decoder
 from common.engine.models.linear import onednn
 from common.engine.models.weights import weight_bytes
 from tests.support.checkpoints import make_checkpoint
@@ -53,7 +53,11 @@ def directory(tmp_path_factory):
 )
 def test_loading_takes_at_its_height_what_stays_and_a_little_more(directory, quantize):
     said = weight_bytes(
-        Checkpoint(directory), read_spec(directory), torch.device("cpu"), torch.bfloat16, quantize
+        Checkpoint(directory),
+        read_decoder(directory),
+        torch.device("cpu"),
+        torch.bfloat16,
+        quantize,
     )
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD, directory, quantize],

@@ -47,6 +47,9 @@ class ScriptedLaunch:
     batch: ScheduleBatch
     log: list[str]
 
+    def sample(self) -> None:
+        self.log.append(f"sample {self.batch.step}")
+
     def result(self) -> BatchResult:
         self.log.append(f"wait {self.batch.step}")
         return BatchResult(ints([0]))
@@ -62,11 +65,15 @@ def _log(batches: list[ScheduleBatch | None], turns: int, **options) -> list[str
 
 
 def test_with_overlap_the_next_step_is_launched_before_the_last_is_waited_for():
+    """And rows that wait for the last one's tokens are sampled after them. Seen failing with
+    `sample` before `_finish`."""
     assert _log([_batch(1), _batch(2)], turns=4) == [
         "launch 1",
+        "sample 1",
         "launch 2",
         "wait 1",
         "finish 1",
+        "sample 2",
         "wait 2",
         "finish 2",
         "idle",
@@ -76,9 +83,11 @@ def test_with_overlap_the_next_step_is_launched_before_the_last_is_waited_for():
 def test_without_overlap_every_step_is_finished_before_the_next():
     assert _log([_batch(1), _batch(2)], turns=3, overlap=False) == [
         "launch 1",
+        "sample 1",
         "wait 1",
         "finish 1",
         "launch 2",
+        "sample 2",
         "wait 2",
         "finish 2",
         "idle",
@@ -89,7 +98,7 @@ def test_every_turn_begins_with_a_poll():
     role = ScriptedRole([_batch(1)])
     loop = EventLoop(role, role)
     loop.step(loop.step(None))
-    assert role.log == ["poll", "launch 1", "poll", "wait 1", "finish 1"]
+    assert role.log == ["poll", "launch 1", "sample 1", "poll", "wait 1", "finish 1"]
 
 
 def test_a_stopped_loop_finishes_what_is_in_flight():
@@ -102,7 +111,7 @@ def test_a_stopped_loop_finishes_what_is_in_flight():
     loop = EventLoop(role, role)
     role.launch, launch = lambda batch: (loop.stop(), launch(batch))[1], role.launch
     loop.run()
-    assert role.log == ["poll", "launch 1", "wait 1", "finish 1"]
+    assert role.log == ["poll", "launch 1", "sample 1", "wait 1", "finish 1"]
 
 
 def test_a_loop_is_stopped_from_another_thread():

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from common.engine.models import Model, load
-from kernels import device
-from kernels.cpu.compiler import NotCompiled, cache_directory, library
-from kernels.cpu.operators import Operators
+from common.engine.models.families import read_decoder
+from tests.support import compiled
 from tests.support.checkpoints import (
     ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
     VOCABULARY_SIZE,
     greedy_tokens,
     make_checkpoint,
@@ -35,7 +35,7 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 VARIANTS = {
-    **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
+    **{name: (name, {}) for name in (*ARCHITECTURES, *EXPERT_ARCHITECTURES, "gemma3_text")},
     "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama one kv head, head_dim 24": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
@@ -73,6 +73,36 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "qwen3_moe normalised, biased": (
+        "qwen3_moe",
+        {"norm_topk_prob": True, "attention_bias": True},
+    ),
+    "qwen3_moe window in all layers": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 21},
+    ),
+    "qwen3_moe some layers dense": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ),
+    "qwen2_moe alternating windows, no bias": (
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+            "num_hidden_layers": 3,
+            "qkv_bias": False,
+        },
+    ),
+    "mixtral window, every expert": (
+        "mixtral",
+        {"sliding_window": 17, "num_experts_per_tok": 4},
+    ),
+    "dots1 window, not normalised": (
+        "dots1",
+        {"sliding_window": 17, "max_window_layers": 1, "norm_topk_prob": False},
+    ),
     # These models' scores and logits are small: a cap of 3 bends them, one of 30 hardly does.
     "gemma2 low caps": (
         "gemma2",
@@ -91,19 +121,23 @@ VARIANTS = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "gemma3_text capped, far tokens nearer where there is no window": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "final_logit_softcapping": 3.0,
+        },
+    ),
 }
 
 
 @pytest.fixture(params=["torch", "compiled"])
 def operations(request, monkeypatch):
-    """Whose operations stand beside the products of matrices."""
-    if request.param == "torch":
-        return
-    try:
-        operators = Operators(library(cache_directory(), lambda: None))
-    except NotCompiled as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(device, "compiled", lambda tensor: operators)
+    """Whose operations and products compute."""
+    compiled.use(request.param, monkeypatch)
 
 
 def prompt(length, seed=0):
@@ -148,7 +182,7 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, v
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, "gemma3_text"])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size, operations):
     directory = make_checkpoint(tmp_path, architecture)
     lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
@@ -188,16 +222,20 @@ def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variant", ["llama llama3", "qwen2 yarn", "mistral window", "qwen3", "gemma2"]
+    "variant",
+    [
+        *("llama llama3", "qwen2 yarn", "mistral window", "qwen3", "gemma2", "gemma3_text"),
+        *EXPERT_ARCHITECTURES,
+    ],
 )
 def test_a_transformers_4_config_gives_the_same_model(tmp_path, variant):
     architecture, overrides = VARIANTS[variant]
     directory = make_checkpoint(tmp_path, architecture, **overrides)
-    new = load(directory, CPU, torch.float32).spec
+    new = read_decoder(directory)
     to_transformers_4(directory)
     config = json.loads((directory / "config.json").read_text())
     assert "rope_theta" in config and "torch_dtype" in config and "rope_parameters" not in config
-    assert load(directory, CPU, torch.float32).spec == new
+    assert read_decoder(directory) == new
 
 
 def test_shards_give_the_same_weights_as_one_file(tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 from common.engine.models import Model, load
 from common.engine.models.linear import onednn
+from tests.support import compiled
 from tests.support.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import Steps
 
@@ -47,11 +48,13 @@ def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
     return torch.cat(recorder.seen)
 
 
+@pytest.mark.parametrize("products", ["torch", "compiled"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype, quantize, largest, usual", BOUNDS)
 def test_logits_of_the_same_tokens_stay_near_those_of_float32(
-    tmp_path, dtype, quantize, largest, usual, architecture
+    tmp_path, monkeypatch, dtype, quantize, largest, usual, architecture, products
 ):
+    compiled.use(products, monkeypatch)
     directory = make_checkpoint(tmp_path, architecture)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCABULARY_SIZE, (150,), generator=generator).tolist()

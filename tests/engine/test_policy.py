@@ -4,6 +4,7 @@ import pytest
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.schedule.policy import SchedulePolicy
 from common.requests.namespace import SHARED, Namespace, namespace_of
@@ -34,7 +35,7 @@ def _cache(*prompts: list[int]) -> RadixCache:
     cache = RadixCache(4, pages)
     for prompt in prompts:
         fresh = pages.allocate(len(prompt) // 4, Holder.REQUEST)
-        cache.insert(ints(prompt), fresh)
+        cache.insert(ints(prompt), Holding.of(fresh))
         pages.drop(fresh, Holder.REQUEST)
     return cache
 
@@ -66,7 +67,7 @@ def test_what_another_namespace_has_cached_makes_no_request_go_first(policy):
     pages = PageAllocator(8)
     cache = RadixCache(4, pages)
     fresh = pages.allocate(1, Holder.REQUEST)
-    cache.insert(ints([2] * 4), fresh, ONE)
+    cache.insert(ints([2] * 4), Holding.of(fresh), ONE)
     requests = [_request(1, [1] * 9, namespace=ONE), _request(2, [2] * 9, namespace=OTHER)]
     assert _order(policy, cache, requests) == [1, 2]
     assert _order(policy, cache, [*requests, _request(3, [2] * 9, namespace=ONE)]) == [3, 1, 2]

@@ -6,6 +6,7 @@ import pytest
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import Holding
 from common.requests.namespace import SHARED, namespace_of
 from tests.support.engine_rig import ints
 
@@ -29,7 +30,7 @@ class Books:
         return np.concatenate([prefix.pages, fresh])
 
     def end(self, tokens: list[int], pages, namespace=SHARED) -> None:
-        self.cache.insert(ints(tokens), pages, namespace)
+        self.cache.insert(ints(tokens), Holding.of(pages), namespace)
         self.pages.drop(pages, Holder.REQUEST)
         self.check()
 
@@ -78,7 +79,7 @@ def test_duplicates_of_what_is_cached_are_freed_when_their_request_ends():
 def test_pages_of_a_request_are_not_evicted():
     books = Books(num_pages=4)
     held = books.begin(list(range(8)))
-    books.cache.insert(ints(range(8)), held)
+    books.cache.insert(ints(range(8)), Holding.of(held))
     books.learn([50, 51, 52, 53])
     assert books.cache.evict(4) == 1
     assert books.cache.match(ints(range(8))).num_tokens == 8
@@ -114,7 +115,7 @@ def test_all_evictable_pages_can_be_had_even_above_one_that_is_in_use():
     prefix, longer = [1] * 8, [1] * 16
     late = books.begin(longer)
     books.end(prefix, books.begin(prefix))
-    books.cache.insert(ints(longer), late)
+    books.cache.insert(ints(longer), Holding.of(late))
     assert books.pages.num_evictable == 2
     assert books.cache.allocate(4, Holder.READ) is not None
     books.cache.check()
@@ -164,7 +165,7 @@ def test_a_conversation_of_a_thousand_turns_makes_a_tree_that_deep():
     tokens = [turn for turn in range(1200) for _ in range(SIZE)]
     pages = books.begin(tokens)
     for num_pages in range(1, 1201):
-        books.cache.insert(ints(tokens[: num_pages * SIZE]), pages)
+        books.cache.insert(ints(tokens[: num_pages * SIZE]), Holding.of(pages))
     books.end(tokens, pages)
     assert len(books.cache.lineage(ints(tokens))) == 1200
     assert books.cache.evict(100) == 100
@@ -210,7 +211,9 @@ def test_of_a_namespace_without_pages_nothing_stays():
             tracemalloc.start()
         books.pages.drop(books.begin([1] * 8, namespace_of(f"gone {number}")), Holder.REQUEST)
         tokens, namespace = [number] * 8, namespace_of(str(number))
-        books.cache.insert(ints(tokens), pages := books.begin(tokens, namespace), namespace)
+        books.cache.insert(
+            ints(tokens), Holding.of(pages := books.begin(tokens, namespace)), namespace
+        )
         books.pages.drop(pages, Holder.REQUEST)
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -247,7 +250,7 @@ def test_every_match_holds_the_tokens_that_were_asked_for(seed):
         while live and (fresh is None or rng.random() < 0.4):
             tokens, namespace, pages = live.pop(rng.randrange(len(live)))
             if rng.random() < 0.8:
-                books.cache.insert(ints(tokens), pages, namespace)
+                books.cache.insert(ints(tokens), Holding.of(pages), namespace)
             books.pages.drop(pages, Holder.REQUEST)
             if rng.random() < 0.5:
                 break

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("qwen3", "bfloat16", "eager", {"vocab_size": 331, "hidden_size": 72}),
         ("gemma2", "bfloat16", "graphs", {}),
         ("llama", "float32", "eager", {}),
+        ("qwen2_moe", "bfloat16", "graphs", {}),
+        ("dots1", "bfloat16", "eager", {}),
     ],
 )
 def test_traffic_launches_no_kernel_that_was_not_rehearsed(

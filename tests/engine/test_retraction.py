@@ -1,5 +1,7 @@
 """Running out of pages: who goes, what becomes of their KV, and how they come back."""
 
+import random
+
 import pytest
 
 from common.config import SchedulerConfig
@@ -204,3 +206,16 @@ def test_a_host_page_that_nobody_has_is_found_when_idle():
     rig.scheduler._retracted._take_host_pages(1)
     with pytest.raises(EngineFault, match="host pages: 5 free and 0 taken do not make 6"):
         rig.scheduler.check_idle()
+
+
+def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_same():
+    """Its chunk is told, and so the first token of its answer: seen failing without."""
+    hopeful = SchedulerConfig(chunk_tokens=48, new_token_ratio=0.01, min_new_token_ratio=0.01)
+    rng = random.Random(5)
+    rig = Rig(num_pages=14, host_pages=200, config=hopeful)
+    for _ in range(40):
+        rig.add(rng.choices(range(3, 90), k=rng.choice((15, 16, 31, 32, 40))), 40, ignore_eos=True)
+        rig.step(rng.randrange(3))
+    rig.run()
+    begun = {chunk.request.key for chunk in rig.chunks if chunk.first_token is not None}
+    assert begun == rig.tokens.keys()

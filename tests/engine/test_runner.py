@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.memory.kv import PagedKV
+from common.engine.memory.states import PagedKV
 from common.engine.models import Model, load
 from common.engine.rows import batch
 from common.engine.rows.batch import PageCopies
@@ -71,7 +71,7 @@ class Scripted:
     """A model whose logits are what a function of its batch says; no KV."""
 
     def __init__(self, logits):
-        self.spec = SimpleNamespace(vocabulary_size=8, layers=(PagedKV(1, 2),))
+        self.spec = SimpleNamespace(vocabulary_size=8, eos_token_ids=(7,), layers=(PagedKV(1, 2),))
         self.device, self.dtype = CPU, torch.float32
         self._logits = logits
 
@@ -128,19 +128,14 @@ def test_a_launched_step_reads_nothing_that_changes_later(make_steps):
 
     def forward(inputs, future_tokens):
         assert gate.wait(30)
-        columns = inputs.sampling
-        for part in (inputs, columns):
-            seen.extend(getattr(part, name) for name in part.__slots__ if name != "sampling")
+        seen.extend(getattr(inputs, name) for name in inputs.__slots__)
         return certain(3)
 
     steps = make_steps(model=Scripted(forward))
     slot = steps.add([1, 2, 3], PARAMS[3])
     steps.prefill(slot)
     table = steps.table
-    changed = (
-        table.tokens, table.page_table, table.known, table.temperature, table.top_k, table.top_p,
-        table.min_p, table.seed,
-    )  # fmt: skip
+    changed = (table.tokens, table.page_table, table.known)
     kept = [column[slot].copy() for column in changed]
     for column in changed:
         column[slot] = 99
@@ -152,6 +147,20 @@ def test_a_launched_step_reads_nothing_that_changes_later(make_steps):
     assert all(map(np.array_equal, arrays, expected))
     for column, value in zip(changed, kept, strict=True):
         column[slot] = value
+
+
+def test_what_a_step_asks_of_its_logits_changes_with_no_later_request(make_steps):
+    """Seen failing where the columns of a step are views of those by slot."""
+    steps = make_steps(num_slots=1)
+    slot = steps.add([1, 2, 3], PENALISED[2])
+    steps.prefill(slot)
+    asked = steps.features.build(steps.in_flight.batch).tensors()
+    before = [tensor.clone() for tensor in asked]
+    assert len(asked) > 10
+    steps.settle()
+    steps.remove(slot)
+    steps.add([5, 6], SamplingParams(max_tokens=9, seed=77, temperature=0.3, top_k=2, min_p=0.5))
+    assert all(map(torch.equal, asked, before))
 
 
 def test_rows_that_do_not_sample_are_told_apart(make_steps):

@@ -5,6 +5,7 @@ import pytest
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder
 from common.engine.rows.batch import BatchResult, ForwardMode
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.errors import EngineFault, InvalidRequest, NotIdle
 from tests.support.engine_rig import Rig, ints
@@ -511,7 +512,7 @@ def test_a_request_cannot_join_without_a_slot_and_nothing_changes():
     rig.step()
     request = rig.request([2] * 20, 5, generated=[3])
     pages = rig.scheduler.allocate(2, Holder.REQUEST)
-    assert not rig.scheduler.join(request, pages)
+    assert not rig.scheduler.join(request, Holding.of(pages))
     assert request.slot is None
     rig.pages.drop(pages, Holder.REQUEST)
     rig.run()
@@ -521,9 +522,9 @@ def test_a_request_that_is_over_cannot_join():
     rig = Rig()
     pages = rig.scheduler.allocate(1, Holder.REQUEST)
     with pytest.raises(EngineFault, match="all its"):
-        rig.scheduler.join(rig.request([2] * 5, 1, generated=[3]), pages)
+        rig.scheduler.join(rig.request([2] * 5, 1, generated=[3]), Holding.of(pages))
     with pytest.raises(EngineFault, match="pages"):
-        rig.scheduler.join(rig.request([2] * 20, 9, generated=[3]), pages)
+        rig.scheduler.join(rig.request([2] * 20, 9, generated=[3]), Holding.of(pages))
 
 
 def test_the_end_of_a_request_by_a_token_from_elsewhere_is_decided_alike():

@@ -1,5 +1,6 @@
 import pytest
 
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.errors import EngineFault
@@ -22,15 +23,13 @@ def _request(key: int = 1, *, tokens: int = 5, max_tokens: int = 8, **sampling: 
 
 def test_a_slot_shows_its_request():
     table = RequestTable(2, 32, 16)
-    request = _request(temperature=0.0, presence_penalty=0.5, top_k=3, stop_token_ids=(9,))
+    request = _request(stop_token_ids=(9,))
     slot = table.acquire(request, eos_token_ids=(4, 5))
     assert request.slot == slot is not None
     assert table.tokens_of(slot).tolist() == [0, 1, 2, 3, 4]
     assert table.known[slot] == table.length[slot] == 5
     assert table.max_length[slot] == 4 + 8
-    assert table.greedy[slot] and table.penalised[slot]
-    assert table.top_k[slot] == 3
-    assert table.seed[slot] == table.origin_stream[slot] == 2**64 - 1
+    assert table.origin_stream[slot] == 2**64 - 1
     assert set(table.stop_ids[slot].tolist()) == {9, 4, 5}
 
 
@@ -74,7 +73,7 @@ def test_the_next_request_sees_nothing_of_the_one_before():
     table = RequestTable(1, 64, 16)
     first = _request(stop_token_ids=(7, 8, 9), tokens=20)
     slot = table.acquire(first)
-    table.set_pages(slot, ints([3, 4]))
+    table.set_pages(slot, Holding.of(ints([3, 4])))
     table.release(first)
     assert table.acquire(_request(2)) == slot
     assert table.pages_of(slot).tolist() == []

@@ -41,7 +41,7 @@ def generate(model):
     return [steps.remove(slot) for slot in (first, second, third)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen2_moe"])
 def test_kernels_and_references_give_the_same_tokens(tmp_path, monkeypatch, architecture):
     directory = make_checkpoint(tmp_path, architecture)
     answers = []

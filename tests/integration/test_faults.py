@@ -5,11 +5,12 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.integration.oracle import Oracle
-from tests.support.cluster import Cluster, Node, held
+from tests.support.cluster import Cluster, Node, held, slowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -97,7 +98,8 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
 ):
     """In mid-answer, greedy and sampled with penalties, and before the first token."""
     flags = ("--policy=round_robin",)
-    async with make(num_decode=2, router_flags=flags, node_flags=(PATIENT,)) as cluster:
+    how: dict[str, Any] = {"router_flags": flags, "node_flags": (PATIENT,)}
+    async with make(num_decode=2, environment=slowed(0.006), **how) as cluster:
         doomed, other = cluster.decode
         prompts = _prompts(4, length=60)
         undisturbed = await asyncio.gather(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import oracle
-from tests.support.cluster import POISONED, RIGS, Cluster, Node, Rig
+from tests.support.cluster import RIGS, Cluster, Node, Rig, slowed
 from tests.support.noise_model import write
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -93,7 +93,7 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
     how: dict[str, Any] = {
         "router_flags": ("--policy=round_robin",),
         "decode_flags": ("--front.drain-s=0.1", "--engine.cache.num-pages=1024"),
-        "environment": {**POISONED, "STEP_S": "0.04"},  # longer than three restarts take
+        "environment": slowed(0.04),  # longer than three restarts take
     }
     async with Cluster(model, tmp_path, rig=rig, num_decode=3, **how) as cluster:
 

@@ -1,14 +1,18 @@
 """The OpenAI API through real processes says what gRPC says, to OpenAI's own client."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
+import torch
 
+from tests.support.checkpoints import reference_model
 from tests.support.cluster import RIGS, Cluster
 from tests.support.http_client import get, post
 from tests.support.noise_model import write
@@ -22,15 +26,22 @@ GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": NUM_TOKENS, "temperature"
 WHOLE: dict[str, Any] = {**GREEDY, "extra_body": {"ignore_eos": True}}
 
 
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "model"
+    write(directory)
+    return directory
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RIGS)
 async def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    model_directory: Path,
 ) -> AsyncIterator[Cluster]:
-    model = tmp_path_factory.mktemp("demo") / "model"
-    write(model)
     flags = (f"--served-model-name={NAME}",)
     logs = tmp_path_factory.mktemp("logs")
-    async with Cluster(model, logs, rig=request.param, router_flags=flags) as cluster:
+    async with Cluster(model_directory, logs, rig=request.param, router_flags=flags) as cluster:
         yield cluster
 
 
@@ -131,6 +142,118 @@ async def test_a_seed_repeats_an_answer_and_choices_differ(client: openai.AsyncO
     assert texts == [choice.text for choice in again.choices]
     assert alone.choices[0].text == texts[0]
     assert len(set(texts)) == 3
+
+
+async def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers(
+    cluster: Cluster, model_directory: Path
+) -> None:
+    """Its `local-completions`: the last token is the answer's, and is not looked at."""
+    reference = reference_model(model_directory)
+    asked = [(prompt[:-5], prompt[-5:]) for prompt in _prompts(6) if len(prompt) > 6]
+    for max_tokens in (1, 0):
+        body = {
+            "model": NAME,
+            "prompt": [[*context, *end] for context, end in asked],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "logprobs": 1,
+            "seed": 1234,
+            "echo": True,
+        }
+        answer = (await post(cluster.http_port, "/v1/completions", body)).json
+        last = -1 if max_tokens else None
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+            context, end = asked[choice["index"]]
+            with torch.inference_mode():
+                logits = reference(torch.tensor([[*context, *end]])).logits[0, len(context) - 1 :]
+            rows = logits[:-1].float().log_softmax(dim=-1)
+            told = choice["logprobs"]["token_logprobs"][len(context) : last]
+            top = choice["logprobs"]["top_logprobs"][len(context) : last]
+            expected = rows[range(5), end].tolist()
+            assert told == pytest.approx(expected, abs=1e-4)
+            greedy = [one == max(likely.values()) for one, likely in zip(told, top, strict=True)]
+            assert greedy == (rows.argmax(dim=-1) == torch.tensor(end)).tolist()
+            assert choice["logprobs"]["token_logprobs"][0] is None
+        assert answer["usage"]["completion_tokens"] == max_tokens * len(asked)
+
+
+async def test_logprobs_are_the_same_streamed_or_whole(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Hello?"}]
+    fields = {"logprobs": True, "top_logprobs": 2, **WHOLE}
+    whole = await client.chat.completions.create(messages=messages, **fields)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len(logprobs.content) == NUM_TOKENS
+    assert "".join(token.token for token in logprobs.content) == whole.choices[0].message.content
+    for token in logprobs.content:
+        assert token.logprob == token.top_logprobs[0].logprob  # greedy
+        assert bytes(token.bytes or ()).decode() == token.token
+        assert len(token.top_logprobs) == 2
+    streamed = []
+    async for chunk in await client.chat.completions.create(
+        messages=messages, stream=True, **fields
+    ):
+        told = chunk.choices[0].logprobs
+        streamed += told.content or [] if told else []
+    assert streamed == logprobs.content
+    echoed = await client.completions.create(prompt="Once upon", echo=True, logprobs=0, **WHOLE)
+    (choice,) = echoed.choices
+    assert choice.logprobs is not None and choice.logprobs.tokens is not None
+    assert choice.text.startswith("Once upon")
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset == list(range(len(choice.text)))  # each is a byte
+
+
+async def test_tokens_are_what_they_are_asked_to_be_and_what_ended_them_is_told(
+    client: openai.AsyncOpenAI, cluster: Cluster
+) -> None:
+    allowed = [65, 66, 67]
+    fields = {**GREEDY, "extra_body": {"ignore_eos": True, "allowed_token_ids": allowed}}
+    (only,) = (await client.completions.create(prompt="x", **fields)).choices
+    told = await cluster.generate("x", max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert only.text != told.text and len(set(only.text)) <= 3
+    biased = await client.completions.create(prompt="x", logit_bias={"66": 100}, **WHOLE)
+    assert len(set(biased.choices[0].text)) == 1
+    word = told.text[3:5]
+    body = {"ignore_eos": True, "bad_words": [word]}
+    without = await client.completions.create(prompt="x", **{**GREEDY, "extra_body": body})
+    assert word not in without.choices[0].text and len(without.choices[0].text) == NUM_TOKENS
+    body = {"ignore_eos": True, "stop_token_ids": [told.token_ids[4]], "min_tokens": 2}
+    ended = await client.completions.create(prompt="x", **{**GREEDY, "extra_body": body})
+    assert ended.choices[0].finish_reason == "stop"
+    assert ended.choices[0].stop_reason == told.token_ids[4]  # type: ignore[attr-defined]
+
+
+async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
+    client: openai.AsyncOpenAI,
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer"}, "word": {"enum": ["a", "b"]}},
+        "required": ["sum", "word"],
+        "additionalProperties": False,
+    }
+    messages: Any = [{"role": "user", "content": "Hello?"}]
+    fields = {**GREEDY, "max_tokens": 200}
+
+    async def told(form: dict[str, Any], **more: Any) -> Any:
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
+        answer = await client.chat.completions.create(
+            messages=messages, response_format=wanted, **{**fields, **more}
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return json.loads(answer.choices[0].message.content or "")
+
+    answers = await asyncio.gather(*(told(schema, temperature=1.0, seed=n) for n in range(6)))
+    for answer in answers:
+        assert isinstance(answer["sum"], int) and answer["word"] in ("a", "b")
+    choice = await client.completions.create(
+        prompt="x", **{**fields, "extra_body": {"guided_choice": ["yes", "no"]}}
+    )
+    assert choice.choices[0].text in ("yes", "no")
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await told({"type": "nonsense"})
+    assert "nonsense" in refusal.value.message
 
 
 async def test_64_streams_at_once_are_what_grpc_answers_one_by_one(

@@ -1,9 +1,4 @@
-"""A request that every engine dies of: what it may take with it, and what the others notice.
-
-Not part of `make test`: a reader that writes to an owner in the moment of its death is told of a
-failed write in place of the owner's last words (grpc.aio has room for one of them), does not know
-then that an engine has died, and asks a third owner. The rules themselves are tested in tests/pair.
-"""
+"""A request that every engine dies of: what it may take with it, and what the others notice."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +11,7 @@ from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, Cluster, Node
 from tests.support.poisoned.sitecustomize import POISON
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_TOKENS = 120
 PROMPT = 40  # tokens

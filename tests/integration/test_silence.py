@@ -3,12 +3,13 @@
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.integration.oracle import Oracle
-from tests.support.cluster import Cluster, Node
+from tests.support.cluster import Cluster, Node, slowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -40,7 +41,7 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
     """Seen failing with DecodeClient._end_if_dead doing nothing: the old ones never end."""
     flags = ("--policy=round_robin",)
     num_tokens = 400  # far from its end when five are out
-    async with make(num_decode=2, router_flags=flags) as cluster:
+    async with make(num_decode=2, router_flags=flags, environment=slowed(0.01)) as cluster:
         stopped, other = cluster.decode
         prompts = _prompts(4, 60)
         begun = [0] * len(prompts)
@@ -117,9 +118,13 @@ async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
     Seen failing with each loss dispatched at once, to the candidates that were left: 35 of the 36
     were prefilled locally."""
     num_tokens = 12
-    # Of its pages a third of the requests have room: the others wait in the prealloc queue.
-    flags = ("--engine.cache.num-pages=256", "--engine.scheduler.chunk-tokens=64")
-    async with make(num_prefill=2, node_flags=flags) as cluster:
+    # Of its pages a third of the requests have room: the others wait in the prealloc queue, for
+    # seconds, as the prefill nodes have 90 chunks each.
+    how: dict[str, Any] = {
+        "node_flags": ("--engine.cache.num-pages=256", "--engine.scheduler.chunk-tokens=64"),
+        "environment": slowed(0.05),
+    }
+    async with make(num_prefill=2, **how) as cluster:
         (decode,) = cluster.decode
         prompts = _prompts(36, 300)
         answers = [

@@ -81,6 +81,17 @@ def _with_ids(collector: Collector, ids: set[str]) -> dict[str, Span]:
     return {span.service.removeprefix("baton-"): span for span in mine}
 
 
+async def _until_told(cluster: Cluster, collector: Collector, num_services: int) -> None:
+    """Waits for so many parts of requests. At its end a program does not wait long for a collector
+    to take them."""
+
+    async def all_are_there() -> bool:
+        told = [span for span in collector.spans if "baton.request_id" in span.attributes]
+        return len(told) >= num_services
+
+    await cluster.wait_until(all_are_there, "the collector has all spans", 60.0)
+
+
 def _inside(collector: Collector, span: Span) -> dict[str, Span]:
     """Its phases."""
     parts = ("baton.decode", "baton.prefill")
@@ -111,7 +122,7 @@ async def test_a_request_is_one_trace_of_three_services_whose_spans_nest(
             await _generate(cluster, "nonsense", traceparent="00-zz-00-01")
             timeline = (await get(cluster.http_port, "/requests/by%20http")).json
             listed = (await get(cluster.http_port, "/requests")).json["requests"]
-        # All programs have ended: what waited has been sent at their ends.
+            await _until_told(cluster, collector, 4 * 3)  # not of the one that is not sampled
         for request_id in ("by http", "by grpc"):
             _check_trace(collector, request_id, TRACE, CLIENT_SPAN)
         for request_id in ("of its own", "nonsense"):
@@ -223,6 +234,7 @@ async def test_without_an_endpoint_a_trace_is_passed_on_and_nothing_is_sent(
             assert answer.json["trace_id"] == TRACE
             unknown = await get(cluster.http_port, "/requests/nobody")
             assert unknown.status == 404 and "nobody" in unknown.error["message"]
+            await _until_told(cluster, collector, 1)
         spans = _with_ids(collector, {answer.json["id"]})
         assert set(spans) == {"decode"} and spans["decode"].parent_id == CLIENT_SPAN
         assert not _of(collector, "not traced")

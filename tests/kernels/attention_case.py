@@ -67,13 +67,24 @@ class Case:
             "num_tokens": self.q.shape[0],
             "num_decodes": self.num_decodes,
         }
+        window = changes.get("window")
+        if window:
+            arguments["page_ids"] = self._without_unseen(window)
         return plan_attention(**arguments | changes)
 
-    def attend(self, window=None, soft_cap=None):
-        plan = self.plan(window=window)
-        return paged_attention(self.q, self.kv, plan, scale=SCALE, soft_cap=soft_cap)
+    def _without_unseen(self, window):
+        """Behind a window there are no pages any more."""
+        page_ids, page_size = self.page_ids.clone(), self.kv.shape[3]
+        for start, (queries, length) in zip(self.page_starts.tolist(), self.rows, strict=True):
+            first = max(0, length - queries - window + 1) // page_size
+            page_ids[start : start + first] = 10**9
+        return page_ids
 
-    def expected(self, window=None, soft_cap=None):
+    def attend(self, window=None, soft_cap=None, sinks=None):
+        plan = self.plan(window=window)
+        return paged_attention(self.q, self.kv, plan, scale=SCALE, soft_cap=soft_cap, sinks=sinks)
+
+    def expected(self, window=None, soft_cap=None, sinks=None):
         """In float64, every row by itself."""
         group = self.q.shape[1] // self.kv.shape[1]
         counts = [queries for queries, _ in self.rows]
@@ -88,14 +99,18 @@ class Case:
             hidden = keys > tokens
             if window is not None:
                 hidden |= keys <= tokens - window
-            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -math.inf)
+            if sinks is not None:  # a key without a value
+                beside = sinks.double()[:, None, None].expand(*scores.shape[:2], 1)
+                scores = torch.cat((scores, beside), dim=-1)
+            weights = scores.softmax(-1)[..., : len(k)]
             out.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
         return torch.cat(out)
 
-    def check(self, window=None, soft_cap=None, *, atol=2e-6, rtol=1e-5):
-        actual = self.attend(window, soft_cap)
+    def check(self, window=None, soft_cap=None, sinks=None, *, atol=2e-6, rtol=1e-5):
+        actual = self.attend(window, soft_cap, sinks)
         assert actual.dtype == self.q.dtype
-        expected = self.expected(window, soft_cap)
+        expected = self.expected(window, soft_cap, sinks)
         torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=rtol)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels import device
-from kernels.cpu.compiler import NotCompiled, cache_directory, library
 from kernels.cpu.operators import Operators
+from tests.support.compiled import operators_here
 
 # In Triton's interpreter where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,10 +25,7 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def operators() -> Operators:
     """Compiled for this machine, or found in the cache."""
-    try:
-        return Operators(library(cache_directory(), lambda: None))
-    except NotCompiled as error:
-        pytest.skip(str(error))
+    return operators_here() or pytest.skip("no C++ compiler")
 
 
 @pytest.fixture(params=["reference", "compiled", "triton"])
@@ -40,5 +37,5 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         if DEVICE.type != "cpu":
             pytest.skip("tensors are on a GPU")
         compiled = request.getfixturevalue("operators")
-        monkeypatch.setattr(device, "compiled", lambda tensor: compiled)
+        monkeypatch.setattr(device, "compiled_for", lambda where: compiled)
     return kind

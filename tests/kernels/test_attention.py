@@ -38,11 +38,46 @@ def test_half_precision_and_any_strides(implementation, head_dim, enveloped):
     case.check(atol=2e-3, rtol=2e-3)
 
 
+def test_queries_may_lie_head_after_head(implementation):
+    """As other libraries lay them: all tokens of a head together."""
+    case = Case([(17, 17), (1, 20), (1, 9)])
+    case.q = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    case.check()
+
+
+@pytest.mark.parametrize("head_dim, kv_heads", [(24, 4), (128, 1)])
+def test_bfloat16(implementation, head_dim, kv_heads):
+    if implementation == "triton":
+        pytest.skip("its interpreter computes bfloat16 wrongly")
+    rows = [(70, 75), (200, 200), (3, 3), (1, 90)]
+    case = Case(rows, head_dim=head_dim, kv_heads=kv_heads, dtype=torch.bfloat16)
+    case.check(atol=2e-2, rtol=2e-2)
+    case.check(60, atol=2e-2, rtol=2e-2)
+
+
 def test_scores_are_capped(implementation):
     case = Case([(1, 20), (17, 17), (4, 30), (1, 9)], page_size=16)
     case.q *= 10
     case.check(soft_cap=2.0)
     case.check(7, soft_cap=2.0)
+
+
+@pytest.mark.parametrize("window", [None, 7, 600])
+def test_a_sink_takes_its_share_of_every_query(implementation, window):
+    """Sinks that take next to nothing, some, and nearly all; of rows in one piece and in several,
+    alone in a chunk or one of many."""
+    case = Case([(17, 17), (2, 30), (1, 20), (1, 1300), (1, 1)], heads=6, page_size=16)
+    sinks = torch.tensor([-40.0, -1.0, 0.0, 1.5, 6.0, 40.0], device=case.q.device)
+    case.check(window, sinks=sinks, atol=1e-5, rtol=1e-4)
+    case.check(window, 2.0, sinks, atol=1e-5, rtol=1e-4)
+    half = sinks.to(torch.bfloat16)
+    case.check(window, sinks=half, atol=1e-5, rtol=1e-4)
+
+
+def test_padding_rows_with_sinks_are_zero(implementation):
+    sinks = torch.tensor([0.0, 9.0, -9.0, 1.0])
+    case = Case([(3, 3), (1, 0), (1, 4), (1, 0)])
+    assert not case.attend(sinks=sinks.to(case.q.device))[[3, 5]].any()
 
 
 def test_padding_rows_are_zero(implementation):
@@ -131,3 +166,5 @@ def test_wrong_arguments_are_refused(implementation):
         paged_attention(case.q, case.kv, plan, scale=0.0)
     with pytest.raises(ValueError, match="above 0"):
         paged_attention(case.q, case.kv, plan, scale=1.0, soft_cap=0.0)
+    with pytest.raises(ValueError, match="sinks"):
+        paged_attention(case.q, case.kv, plan, scale=1.0, sinks=torch.zeros(3))

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 
 from common.config import TransferConfig
+from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
@@ -75,6 +76,7 @@ class Plan:
     prefixes: tuple[int, ...]  # of those, what the reader has already
     reader_pages: int = 0  # 0: more than enough, each request from a part of its own
     owner_pages: int = 0
+    windows: tuple[int | None, ...] = (None,)  # of the tables of pages
     attempts: int = 2
     budget_s: float = 100.0
     admits: bool = False  # whether the owner sends Admitted
@@ -82,6 +84,25 @@ class Plan:
     late_owner: bool = False  # the same of the owner's, whose commands are late too
     beats: bool = False
     only_faults: tuple[str, ...] = ()  # empty: all
+
+    @property
+    def tables(self) -> PageTables:
+        return PageTables(PAGE_SIZE, self.windows)
+
+    def places(self, num_tokens: int, prefix: int) -> list[tuple[int, int]]:
+        """What is handed over: of each table the pages behind the prefix, or those that the next
+        token, or the last page's first one, sees through its window."""
+        past, edge = -(-num_tokens // PAGE_SIZE), num_tokens // PAGE_SIZE * PAGE_SIZE
+        return [
+            (table, page)
+            for table, window in enumerate(self.windows)
+            for page in range(
+                -(-prefix // PAGE_SIZE)
+                if window is None
+                else max(0, edge - window + 1) // PAGE_SIZE,
+                past,
+            )
+        ]
 
 
 # The reader and a decode node's engine -----------------------------------------------------------
@@ -143,7 +164,7 @@ def _timeless(event: Any) -> Any:
 
 class ReaderSide(Side[ReaderEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        super().__init__(ReaderEnd(config, page_size=PAGE_SIZE))
+        super().__init__(ReaderEnd(config, plan.tables))
         self.end.engine_moves(plan.beats)
         self.plan = plan
         self.config = config
@@ -317,7 +338,9 @@ class ReaderSide(Side[ReaderEnd]):
                 self.jobs[r] = job._replace(state="granted", pages=pages)
                 for page in pages:
                     self.cells[page] = "reserved"
-                return GrantHandoff(id, self._prefix(r), np.array(pages, dtype=np.int32))
+                return GrantHandoff(
+                    id, self._prefix(r, job.emitted), np.array(pages, dtype=np.int32)
+                )
             case "stop":
                 self._leave(r, ENDED)
                 return CancelHandoff(id, "going local, or its first token ended it")
@@ -367,11 +390,12 @@ class ReaderSide(Side[ReaderEnd]):
     def _join(self, r: int, id: HandoffId) -> None:
         job = self.jobs[r]
         require(job.state == "granted", "I1: Held without a grant")
-        first = -(-self._prefix(r) // PAGE_SIZE)
-        for place, page in enumerate(job.pages, start=first):
-            right = (id.instance, id.request, place)
-            require(self.cells[page] == right, f"I1: joined with {self.cells[page]} in {page}")
         require(job.emitted > 0, "I1: joined before its first token")
+        asked = job.emitted - 1  # of them, what the attempt began with
+        places = self.plan.places(self.plan.prompts[r] + asked, self._prefix(r, asked))
+        for (table, place), page in zip(places, job.pages, strict=True):
+            right = (id.instance, id.request, table, place)
+            require(self.cells[page] == right, f"I1: joined with {self.cells[page]} in {page}")
         self._leave(r, ENDED)
 
     def _retry(self, r: int, lost: Lost) -> None:
@@ -409,13 +433,13 @@ class ReaderSide(Side[ReaderEnd]):
         require(self.plan.asynchronous, f"I5: an event about {id}, which is over")
         return None
 
-    def _prefix(self, r: int) -> int:
+    def _prefix(self, r: int, emitted: int) -> int:
         whole = self.plan.prefixes[r] == self.plan.prompts[r]
-        return self.plan.prefixes[r] + (self.jobs[r].emitted if whole else 0)
+        return self.plan.prefixes[r] + (emitted if whole else 0)
 
     def _num_pages(self, r: int) -> int:
         num_tokens = self.plan.prompts[r] + self.jobs[r].emitted
-        return -(-(num_tokens - self._prefix(r)) // PAGE_SIZE)
+        return len(self.plan.places(num_tokens, self._prefix(r, self.jobs[r].emitted)))
 
     def _free(self, r: int) -> tuple[int, ...]:
         bank = range(r * BANK, (r + 1) * BANK)
@@ -440,7 +464,7 @@ class Prompt(NamedTuple):
     granted: bool
     admitted: bool
     done: int  # tokens published, or the reader's prefix
-    pages: tuple[int, ...]  # of [start, num_tokens)
+    pages: tuple[int, ...]  # of Plan.places, from the reader's prefix `start` on
     start: int
     last_sent: bool
     bank: int
@@ -448,7 +472,7 @@ class Prompt(NamedTuple):
 
 class OwnerSide(Side[OwnerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        super().__init__(OwnerEnd(config, page_size=PAGE_SIZE))
+        super().__init__(OwnerEnd(config, plan.tables))
         self.end.engine_moves(plan.beats)
         self.plan = plan
         self.config = config
@@ -610,7 +634,7 @@ class OwnerSide(Side[OwnerEnd]):
     def _admit(self) -> list[Output]:
         outputs: list[Output] = []
         for serial, prompt in list(self.prompts.items()):
-            num_pages = -(-(prompt.num_tokens - prompt.start) // PAGE_SIZE)
+            num_pages = len(self.plan.places(prompt.num_tokens, prompt.start))
             free = self._free(prompt)
             if prompt.granted and not prompt.admitted and len(free) >= num_pages:
                 pages = tuple(free[:num_pages])
@@ -630,10 +654,14 @@ class OwnerSide(Side[OwnerEnd]):
         """One page of the prompt is computed and published; the last comes with a token."""
         prompt = self.prompts[serial]
         end = min(prompt.num_tokens, (prompt.done // PAGE_SIZE + 1) * PAGE_SIZE)
-        first = -(-(prompt.done - prompt.start) // PAGE_SIZE)
-        pages = prompt.pages[first : first + (end > prompt.done)]
-        for page in pages:
-            self.cells[page] = (prompt.id.instance, prompt.id.request, prompt.done // PAGE_SIZE)
+        first = 0 if prompt.done == prompt.start else -(-prompt.done // PAGE_SIZE)
+        pages = []
+        for (table, place), page in zip(
+            self.plan.places(prompt.num_tokens, prompt.start), prompt.pages, strict=True
+        ):
+            if first <= place < -(-end // PAGE_SIZE):
+                pages.append(page)
+                self.cells[page] = (prompt.id.instance, prompt.id.request, table, place)
         last = end == prompt.num_tokens
         self.prompts[serial] = prompt._replace(done=end, last_sent=last)
         token = prompt.num_generated if last else None

@@ -10,6 +10,7 @@ import pytest
 from common.config import TransferConfig
 from common.errors import TransferError
 from common.node.ipc import FrameSocket, socket_pair
+from common.page_tables import PageTables
 from kvtransfer.backends.base import Ints, Owner, prepared
 from kvtransfer.front_messages import PairEnd, PairHello, PairInput, PairOutput
 from kvtransfer.pairing import Hello, Region
@@ -83,7 +84,7 @@ def rig() -> Iterator[Rig]:
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
     owners: dict[str, Owner] = {"slow": Slow(), "quick": Quick()}
     wakes: list[None] = []
-    end = OwnerEnd(TransferConfig(), page_size=4)
+    end = OwnerEnd(TransferConfig(), PageTables(4))
     publisher = Publisher(end, _hello(OWNER), owners, Outlet(frames), lambda: wakes.append(None))
     slow = owners["slow"]
     assert isinstance(slow, Slow)

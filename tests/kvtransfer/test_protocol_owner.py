@@ -7,6 +7,7 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import EngineFault
+from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from kvtransfer.messages import (
     Admitted,
@@ -51,7 +52,7 @@ def sent(actions: list[Any]) -> list[AnyMessage]:
 
 @pytest.fixture
 def end() -> OwnerEnd:
-    owner = OwnerEnd(TransferConfig(), page_size=PAGE_SIZE, max_handoffs=3)
+    owner = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE), max_handoffs=3)
     owner.stream_up(STREAM, READER, 0.0)
     return owner
 

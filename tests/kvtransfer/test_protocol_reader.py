@@ -7,6 +7,7 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import EngineFault
+from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from kvtransfer.messages import (
     Admitted,
@@ -74,7 +75,7 @@ def reads(actions: list[Any]) -> list[tuple[HandoffId, list[int], list[int]]]:
 
 @pytest.fixture
 def end() -> ReaderEnd:
-    reader = ReaderEnd(TransferConfig(), page_size=PAGE_SIZE)
+    reader = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
     reader.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     reader.link_up(STREAM, "tcp", 3.0)
     return reader
@@ -108,7 +109,7 @@ def neighbours(granted: ReaderEnd) -> ReaderEnd:
 
 
 def test_a_handoff_goes_from_open_to_held() -> None:
-    end = ReaderEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
     up = end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     assert up == [OpenLink(STREAM), Send(STREAM, Beat(1, 0, connecting=True))]
     proved = end.link_up(STREAM, "tcp", 3.0)
@@ -151,7 +152,7 @@ def test_an_owner_that_is_not_paired_loses_it_at_once(end: ReaderEnd) -> None:
 
 
 def test_an_owner_whose_link_is_not_proved_gets_no_handoff() -> None:
-    end = ReaderEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     assert isinstance(end.command(opening(), 0.0)[0], Lost)
 
@@ -401,7 +402,7 @@ class TestDeadlines:
 
     @pytest.fixture
     def end(self) -> ReaderEnd:
-        reader = ReaderEnd(TransferConfig(heartbeat_s=1e6), page_size=PAGE_SIZE)
+        reader = ReaderEnd(TransferConfig(heartbeat_s=1e6), PageTables(PAGE_SIZE))
         reader.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
         reader.link_up(STREAM, "tcp", 3.0)
         reader.command(opening(), 0.0)
@@ -467,7 +468,7 @@ def test_beats_stop_while_the_engine_does_not_move(end: ReaderEnd) -> None:
 
 
 def test_a_link_that_cannot_be_opened_ends_the_stream() -> None:
-    end = ReaderEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     (ended,) = end.link_closed(STREAM, "nixl: another host; tcp: refused", 1.0)
     assert isinstance(ended, EndStream) and "tcp: refused" in ended.reason

@@ -19,6 +19,7 @@ rule 9, a redo that forgets the token it has emitted: the first, "I4: token 0 is
     going local without a Cancel: the first, I3.
 rule 11, reads of a closed link are not posted again: the first, I3.
 Done before the last read has ended: the first, "I1: joined with torn".
+What windows reach before the prefix does not come with the first range: the ones with windows, I1.
 A link that outlives its stream: the first, I3.
 Rules 3, 7 and 10 and the checks of violations have tests of their own.
 """
@@ -62,6 +63,21 @@ def _without_collector() -> Iterator[None]:
             1,
             100_000,
             id="full-prefix-hit-and-tiny-pools",
+        ),
+        pytest.param(Plan((7,), (4,), windows=(None, 2, 5)), PATIENT, 1, 1_000, id="windows"),
+        pytest.param(
+            Plan((7, 1), (4, 0), windows=(None, 2, 5)),
+            PATIENT,
+            1,
+            150_000,
+            id="windows-and-a-prompt-of-one-token",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Plan((9,), (9,), windows=(None, 5)), PATIENT, 1, 1_000, id="windows-of-a-full-hit"
+        ),
+        pytest.param(
+            Plan((9,), (0,), windows=(3,)), PATIENT, 1, 1_000, id="windows-and-no-full-table"
         ),
         pytest.param(Plan((3,), (0,)), PATIENT, 2, 50_000, id="one-two-faults"),
         pytest.param(

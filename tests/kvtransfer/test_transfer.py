@@ -14,6 +14,7 @@ import pytest
 from common.config import TransferConfig
 from common.errors import EngineFault, TransferError
 from common.node.ipc import FrameSocket, socket_pair
+from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool, prepared
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
@@ -98,7 +99,7 @@ class Rig:
         self.reader.transfer = TransferThread(
             self.pump.join(as_reader=True),
             lambda outlet, wake: Reader(
-                ReaderEnd(config, page_size=PAGE_SIZE),
+                ReaderEnd(config, PageTables(PAGE_SIZE)),
                 _hello(READER, self.landing.pool, **hello),
                 self.landing.pool,
                 backends,
@@ -113,7 +114,7 @@ class Rig:
         self.owner.transfer = TransferThread(
             self.pump.join(as_reader=False),
             lambda outlet, wake: Publisher(
-                OwnerEnd(config, page_size=PAGE_SIZE),
+                OwnerEnd(config, PageTables(PAGE_SIZE)),
                 _hello(OWNER, self.source.pool),
                 self.owners,
                 outlet,
@@ -322,8 +323,8 @@ def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig: Rig) -> N
     rig.open()
     rig.grant()
     rig.publish_first()
+    rig.pump.cut(1)  # first, or its reads may end before the reader knows why
     rig.owner.transfer.stop(WAIT_S)
-    rig.pump.cut(1)
     rig.reader.next(OwnerDown)
     lost = rig.reader.next(Lost)
     assert lost.retryable and lost.may_return
@@ -465,7 +466,7 @@ def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_
     diary, pool = Diary(), Memory(NUM_PAGES, PAGE_BYTES).pool
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
-    end = OwnerEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, Outlet(frames), lambda: None)
     publisher.opened(7, _hello(READER, pool), 0.0)
     sampling = SamplingParams(max_tokens=8, seed=3)

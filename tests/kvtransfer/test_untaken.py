@@ -7,6 +7,7 @@ import pytest
 
 from common.config import TransferConfig
 from common.node.ipc import FrameSocket, socket_pair
+from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from kvtransfer.front_messages import PairInput, PairOutput, PairSend
 from kvtransfer.messages import Cancel, Failed, HandoffId, Open
@@ -51,7 +52,7 @@ def owner() -> Iterator[Owner]:
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
     outlet: Outlet[OwnerEvent] = Outlet(frames)
-    end = OwnerEnd(TransferConfig(), page_size=4)
+    end = OwnerEnd(TransferConfig(), PageTables(4))
     publisher = Publisher(
         end, _hello(OWNER), {}, outlet, lambda: None, max_untaken_tokens=MAX_TOKENS
     )

@@ -61,6 +61,13 @@ samplings = st.builds(
     frequency_penalty=some(-2, 2),
     presence_penalty=some(-2, 2),
     repetition_penalty=some(0.125, 8),
+    logit_bias=st.dictionaries(i31, some(-100, 100), max_size=4).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    allowed_token_ids=st.lists(i31, max_size=4).map(tuple),
+    bad_word_ids=st.lists(st.lists(i31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    logprobs=st.integers(-1, 20),
+    prompt_logprobs=st.integers(-1, 20),
 )
 beats = st.builds(Beat, u64, u32, st.booleans())
 hellos = st.builds(

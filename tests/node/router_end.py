@@ -50,6 +50,7 @@ class RouterEnd:
         self.num_beats = 0
         self.cached_tokens: dict[int, int] = {}
         self.retry_after_s: dict[int, float] = {}  # by request that has ended
+        self.last_words: tuple[int, str] | None = None
         self.error: grpc.RpcError | None = None
         self._changed = threading.Condition()
         self._over = False
@@ -102,6 +103,8 @@ class RouterEnd:
         self.version = self.version or message.protocol_version
         if message.HasField("status"):
             self.statuses.append(message.status)
+        if message.HasField("last_words"):
+            self.last_words = message.last_words.code, message.last_words.sentence
         self.num_beats += message.HasField("engine_beat")
         if message.HasField("trial"):
             self.trials.append(message.trial.request if message.trial.under_way else None)

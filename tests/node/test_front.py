@@ -59,6 +59,7 @@ def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):
         os.kill(describe(address).pids[1], signal.SIGKILL)
         assert router.wait_until_over() is ABORTED
         assert "killed by SIGKILL" in router.call.details()
+        assert router.last_words == (ABORTED.value[0], router.call.details())
     assert node.exit_code() == 1
     assert time.monotonic() - killed < 20.0  # without a word from a watchdog
     assert "the engine was killed by SIGKILL" in node.line_with(" ERROR ")

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from common import rpc
-from common.errors import EngineFault, InvalidRequest, NodeUnavailable
+from common.errors import EngineDied, EngineFault, InvalidRequest, NodeUnavailable
 from common.identity.by_token import ByToken
 from common.identity.caller import node_name
 from common.identity.guard import Guard
@@ -24,6 +24,7 @@ from common.identity.secret import new_secret, parse
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameConnection, socket_pair
 from common.requests.sampling import SamplingParams
+from common.rpc import last_words
 from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
@@ -184,10 +185,13 @@ async def bare_call(address: str):
 
 
 async def end_of(call) -> tuple[grpc.StatusCode, str]:
-    return (
-        await asyncio.wait_for(call.code(), 60),
-        await asyncio.wait_for(call.details(), 60),
-    )
+    try:
+        async with asyncio.timeout(60):
+            async for _ in last_words.heard(call):
+                pass
+    except last_words.StreamEnded as end:
+        return end.code, end.sentence
+    pytest.fail("the owner has ended the stream without an error")
 
 
 HELLO = wire.to_proto(READER, as_reader=True)
@@ -336,7 +340,8 @@ async def test_what_breaks_the_protocol_ends_the_stream_with_a_sentence(pair, ba
 
 async def test_bytes_that_are_no_message_end_the_stream(pair):
     async with rpc.make_channel(pair.address) as channel:
-        call = channel.stream_stream("/baton.v1.KvTransfer/Pair")()
+        parse = kvtransfer_pb2.FromOwner.FromString
+        call = channel.stream_stream("/baton.v1.KvTransfer/Pair", response_deserializer=parse)()
         await call.write(HELLO.SerializeToString())
         await pair.owner.hear(PairOpened)
         await call.write(b"\xff\xff\xff")
@@ -424,6 +429,37 @@ async def test_the_end_of_the_owner_reaches_its_readers_after_its_last_message(p
     pair.owner.streams.close_all(NodeUnavailable("this node has ended: drained"))
     closed = await pair.reader.hear(PairClosed)
     assert closed == PairClosed(at_reader, "this node has ended: drained")
+
+
+# Seen failing with the status alone to tell it ("Internal error from Core"), with `call.read` in
+# `last_words.heard`, and with a dialer that lets a failed write end the stream.
+async def test_a_reader_whose_write_failed_still_learns_that_the_owners_engine_has_died():
+    calls = []
+
+    def make_channel(address: str) -> grpc.aio.Channel:
+        channel = rpc.make_channel(address)
+        stream_stream = channel.stream_stream
+
+        def opened(*arguments, **options):
+            method = stream_stream(*arguments, **options)
+            return lambda: calls.append(method()) or calls[-1]
+
+        channel.stream_stream = opened
+        return channel
+
+    async with paired(make_channel=make_channel) as pair:
+        pair.connect()
+        at_owner, at_reader = await pair.up()
+        # What grpcio does about a write that fails: from now on the call has this status.
+        calls[-1]._cython_call.set_internal_error("a write has failed")
+        pair.reader.say(PairSend(at_reader, Beat(1, 0)))
+        for sequence in (1, 2):
+            pair.owner.say(PairSend(at_owner, Beat(sequence, 0)))
+            heard = await pair.reader.hear(PairMessage)
+            assert heard == PairMessage(at_reader, Beat(sequence, 0))
+        pair.owner.streams.close_all(EngineDied("this node has ended: killed by SIGKILL"))
+        closed = await pair.reader.hear(PairClosed)
+        assert closed == PairClosed(at_reader, "this node has ended: killed by SIGKILL", True)
 
 
 async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):

@@ -4,12 +4,13 @@ import asyncio
 
 import pytest
 
-from common.errors import NodeUnavailable, Overloaded, ProtocolViolation
+from common.errors import NodeUnavailable, Overloaded, ProtocolViolation, ServingError
 from common.logs import kv
 from common.node.ending import Ending
 from common.node.messages import EngineReady, Moving
 from common.node.streams import Outgoing
 from common.node.supervision import Supervision
+from common.rpc import last_words as words
 from protos import decode_pb2
 
 READY = EngineReady("m", {}, "t", 64, 8, 16)
@@ -90,6 +91,33 @@ async def test_a_close_comes_after_what_was_put_before_it_and_nothing_after():
     with pytest.raises(NodeUnavailable, match="drained"):
         await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 60)
     assert wire.written == messages
+
+
+def last_words(error: ServingError) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(last_words=words.said(error))
+
+
+# Each seen failing with its own way to the end left without last words.
+@pytest.mark.parametrize("how", ["end", "close", "take"])
+async def test_why_a_stream_is_ended_is_the_last_message_on_it(how: str):
+    wire, outgoing = Wire(), Outgoing(last_words=last_words)
+    error = ProtocolViolation("because")
+
+    async def take(said: str) -> None:
+        raise error
+
+    talk = asyncio.ensure_future(outgoing.converse(wire.write, wire.incoming(), take))
+    outgoing.put(message())
+    match how:
+        case "take":
+            wire.says.put_nowait("bad")
+        case _:
+            getattr(outgoing, how)(error)
+    wire.reads.set()
+    with pytest.raises(ProtocolViolation, match="because"):
+        await asyncio.wait_for(talk, 60)
+    assert wire.written[-1] == last_words(error)
+    assert how != "close" or wire.written[:-1] == [message()]
 
 
 async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():

@@ -18,6 +18,7 @@ from common.engine.rows.table import RequestTable
 from common.errors import ServingError
 from common.node.ipc import encode_frame
 from common.node.messages import SubmitRequest
+from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import from_proto, split_ttft
 from common.tracing.context import UNTRACED
@@ -82,7 +83,8 @@ def _fill(draw: st.DrawFn, message: Message, usual: dict[str, Any], path: str) -
             else:
                 setattr(message, field.name, value)
         elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name).update(draw(_MAPS))
+            named = field.message_type.fields_by_name["key"].type == field.TYPE_STRING
+            getattr(message, field.name).update(draw(_MAPS if named else _BIASES))
         elif field is not kind and not draw(_MOSTLY if field.message_type else st.booleans()):
             continue
         elif field.message_type is not None:
@@ -101,6 +103,9 @@ def _fill(draw: st.DrawFn, message: Message, usual: dict[str, Any], path: str) -
 
 _MOSTLY = st.sampled_from((True,) * 31 + (False,))
 _MAPS = st.dictionaries(st.sampled_from(("dtype", "x")), st.sampled_from(("", "y")), max_size=2)
+_BIASES = st.dictionaries(
+    st.integers(0, 2**32 - 1), st.floats(width=32) | st.floats(-100, 100, width=32), max_size=2
+)
 _ID = kvtransfer_pb2.HandoffId(instance=PEER, request=1, attempt=1)
 _BUDGET = {"budget_s": 60.0, "num_generated": 0, "token_ids": [1, 2, 3], "traceparent": ""}
 _SAMPLED = {"max_tokens": 4, "seed": 2**64 - 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -142,7 +147,7 @@ def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_p
 def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
     said: "list[kvtransfer_pb2.FromReader]",
 ) -> None:
-    end = OwnerEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(1, PEER, 0.0)
     for message in said:
         try:
@@ -165,7 +170,7 @@ def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
 def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
     said: "list[kvtransfer_pb2.FromOwner]",
 ) -> None:
-    end = ReaderEnd(TransferConfig(), page_size=PAGE_SIZE)
+    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(1, PEER, "h:1", 2**31, 0.0)
     end.link_up(1, "tcp", 1.0)
     end.command(OpenHandoff(ID, PEER, np.arange(20, dtype=np.int32), 0, SAMPLING, 60.0, ""), 0.0)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from common.engine.memory.layout import KVLayout
+from common.page_tables import PageTables
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.pair_node import Loaded
 
@@ -20,6 +22,10 @@ class Known:
     @property
     def vocabulary_size(self) -> int:
         return self.loaded.model.spec.vocabulary_size
+
+    def tables(self, page_size: int) -> PageTables:
+        model = self.loaded.model
+        return KVLayout.of(model.spec.layers, page_size, model.dtype).tables
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The first `count` tokens that transformers generates after `prompt`, EOS or not."""

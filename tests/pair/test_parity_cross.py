@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvtransfer.messages import Ready
-from tests.support.checkpoints import ARCHITECTURES
+from tests.support.checkpoints import ARCHITECTURES, EXPERT_ARCHITECTURES
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 
@@ -34,10 +34,20 @@ def _prompts(vocabulary_size: int, page_size: int) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_transformers(
     model, architecture, page_size, overlap, small_pool
 ):
-    known = model(architecture)
+    _check_greedy(model(architecture), page_size, overlap, small_pool)
+
+
+@pytest.mark.parametrize("architecture", EXPERT_ARCHITECTURES)
+def test_greedy_tokens_of_experts_are_those_of_transformers(model, architecture):
+    """A token's experts do not depend on the node that it is on, nor on who is beside it there."""
+    _check_greedy(model(architecture), page_size=16, overlap=True, small_pool=True)
+
+
+def _check_greedy(known, page_size: int, overlap: bool, small_pool: bool) -> None:
     prompts = _prompts(known.vocabulary_size, page_size)
     expected = [known.greedy(prompt, NUM_TOKENS) for prompt in prompts]
-    num_pages = -(-(3 * CHUNK_TOKENS + 5 + NUM_TOKENS) // page_size) if small_pool else 64
+    least = known.tables(page_size).pages_to_compute(3 * CHUNK_TOKENS + 5 + NUM_TOKENS)
+    num_pages = least if small_pool else 128
     with PairRig(
         known.loaded,
         prefill=[Size(num_slots=4)],
@@ -103,5 +113,6 @@ def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
 
     colocated = sampled(prefill=(), mode="colocated")
     assert sampled() == colocated
-    assert sampled(decode=[Size(num_pages=16)], scheduler=BOLD) == colocated  # with retractions
+    least = 16 * known.tables(16).num_tables
+    assert sampled(decode=[Size(num_pages=least)], scheduler=BOLD) == colocated  # with retractions
     assert colocated[0] != known.greedy(prompts[0], NUM_TOKENS)

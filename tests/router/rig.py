@@ -13,13 +13,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from common import rpc
 from common.config import ClientsConfig, FrontConfig, RouterConfig
-from protos import router_pb2, router_pb2_grpc
+from protos import decode_pb2, router_pb2, router_pb2_grpc
 from router.process.assembly import Running, running
 from router.text import model_files
+from tests.support.stub_decode_node import StubDecodeNode
 
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 320
 WAIT_S = 60.0
+# Of requests that are to run out of time at their node; a busy machine spends the first on the way.
+BUDGETS_S = [0.25 * 2**number for number in range(9)]
 ON_ANY_PORT = FrontConfig(port=0)
 AT_ONCE = ClientsConfig(longest_wait_s=0)  # no request waits for a slot
 CHAT_TEMPLATE = (
@@ -109,6 +112,18 @@ class Client:
             if response.status == wanted:
                 watch.cancel()
                 return
+
+
+async def submitted_or_over(
+    node: StubDecodeNode, over: "asyncio.Task[Any]"
+) -> decode_pb2.Submit | None:
+    """A request's Submit; None if the request is over and its node has had none."""
+    submitted = asyncio.create_task(node.submitted())
+    await asyncio.wait((submitted, over), return_when="FIRST_COMPLETED")
+    if submitted.done():
+        return submitted.result()
+    submitted.cancel()
+    return None
 
 
 async def rest(call: Any) -> list[router_pb2.GenerateResponse]:

@@ -1,5 +1,7 @@
 """An answer's text, ids and usage, for tokens and ends in any grouping."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +63,30 @@ def test_an_end_brings_the_text_that_was_held_back() -> None:
     last = subject.add([], LENGTH, 3)
     assert isinstance(last, LastPiece)
     assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)
+
+
+def test_what_ended_an_answer_is_told() -> None:
+    """EOS, and a length, are nobody's own."""
+    stop = End("stop")
+
+    def reason(text: str, end: End, **options: Any) -> str | int | None:
+        subject = Answer(Detokenizer(BYTE_LEVEL), ("STOP", "x"), num_prompt_tokens=5, **options)
+        last = subject.add(ids(text), end)
+        assert isinstance(last, LastPiece)
+        return last.stop_reason
+
+    token = ids("the")[-1]
+    assert reason("the STOP", stop) == "STOP"
+    assert reason("the", LENGTH) is None
+    assert reason("the", stop) is None
+    assert reason("the", stop, stop_token_ids=(token,)) == token
+    assert reason("the", LENGTH, stop_token_ids=(token,)) is None
+
+
+def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
+    """Seen failing where the stops look at every token."""
+    subject = Answer(Detokenizer(BYTE_LEVEL), ("a",), num_prompt_tokens=5, min_tokens=3)
+    tokens = [ids("a")[0]] * 5
+    first, last = subject.add(tokens[:2], None), subject.add(tokens[2:], None)
+    assert (first.text, last.text) == ("aa", "a")
+    assert isinstance(last, LastPiece) and last.usage.completion_tokens == 4

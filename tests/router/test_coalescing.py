@@ -22,11 +22,11 @@ from router.policy.prefix_index import PrefixIndex
 from router.policy.round_robin import RoundRobin
 from router.requests.admission import Admission
 from router.requests.answer import LastPiece, Piece
+from router.requests.over_grpc import from_request
 from router.requests.record import Records
 from router.requests.served_model import served_model
 from router.requests.timelines import Timelines
 from router.requests.token_buffer import End, TokenBuffer
-from router.requests.wanted import from_request
 from router.text.model_files import ModelFiles
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode

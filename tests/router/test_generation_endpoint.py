@@ -23,7 +23,7 @@ class OneTooSlow:
         self._all_ended = asyncio.Event()
 
     async def generate(self, wanted: Wanted, client: Client, write: Write, *_: object) -> None:
-        last = LastPiece("", (), "stop", Usage(1, 1, 0), 0)
+        last = LastPiece("", (), "stop", None, Usage(1, 1, 0), 0)
         if wanted.request_id.endswith("-0"):
             writing = asyncio.ensure_future(write(wanted.request_id, last))
             await self._all_ended.wait()

@@ -85,8 +85,8 @@ async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model: Path) -> 
     async with api_for(model, ignore_unknown_fields=True) as api:
         for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
             await _submitted(api, path, **prompt, nobody_knows_this=[1])
-            answer = await api.post(path, **prompt, nobody_knows_this=[1], guided_regex="a+")
-            assert (answer.status, answer.error["param"]) == (400, "guided_regex")
+            answer = await api.post(path, **prompt, nobody_knows_this=[1], stop_regex="a+")
+            assert (answer.status, answer.error["param"]) == (400, "stop_regex")
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,30 @@ async def test_unset_seeds_of_several_choices_differ(model: Path) -> None:
         assert len({submit.sampling.seed for submit in submits}) == 3
 
 
-async def test_min_tokens_is_taken_where_nothing_but_the_length_ends_an_answer(model: Path) -> None:
+async def test_what_tokens_may_not_be_reaches_the_node(model: Path) -> None:
     async with api_for(model) as api:
-        await _submitted(api, COMPLETIONS, prompt="x", min_tokens=5, ignore_eos=True)
-        answer = await api.post(
-            COMPLETIONS, prompt="x", min_tokens=5, ignore_eos=True, stop_token_ids=[3]
+        submit = await _submitted(
+            api,
+            COMPLETIONS,
+            prompt="x",
+            max_tokens=9,
+            min_tokens=5,
+            logit_bias={"7": -100, "3": 1.5},
+            allowed_token_ids=[3, 7],
+            bad_words=["ab"],
         )
-        assert (answer.status, answer.error["param"]) == (400, "min_tokens")
+        sent = submit.sampling
+        assert (sent.min_tokens, dict(sent.logit_bias)) == (5, {3: 1.5, 7: -100.0})
+        assert list(sent.allowed_token_ids) == [3, 7]
+        assert len(sent.bad_word_ids) == 2 and all(len(word.ids) for word in sent.bad_word_ids)
+
+
+async def test_more_min_tokens_than_the_context_leaves_are_as_many_as_it_leaves(
+    model: Path,
+) -> None:
+    async with api_for(model) as api:
+        submit = await _submitted(api, COMPLETIONS, prompt="x", max_tokens=10**6, min_tokens=10**5)
+        assert submit.sampling.min_tokens == submit.sampling.max_tokens < 10**5
 
 
 async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
@@ -228,16 +245,23 @@ async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
         ({"prompt": "x", "stop_token_ids": list(range(17))}, "stop_token_ids"),
         ({"prompt": "x", "stream": "yes"}, "stream"),
         ({"prompt": "x", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"prompt": "x", "min_tokens": 3}, "min_tokens"),
-        ({"prompt": "x", "logprobs": 0}, "logprobs"),
-        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"prompt": "x", "min_tokens": -1}, "min_tokens"),
+        ({"prompt": "x", "allowed_token_ids": [9999999]}, "allowed_token_ids"),
+        ({"prompt": "x", "bad_words": [""]}, "bad_words"),
+        ({"prompt": "x", "bad_words": ["x"] * 65}, "bad_words"),
+        ({"prompt": "x", "bad_words": ["x" * 1025]}, "bad_words"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "echo": 1}, "echo"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"9999999": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
         ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "x", "skip_special_tokens": False}, "skip_special_tokens"),
         ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
-        ({"prompt": "x", "guided_regex": "a+"}, "guided_regex"),
+        ({"prompt": "x", "stop_regex": "a+"}, "stop_regex"),
         ({"prompt": "x", "nobody_knows_this": 1}, "nobody_knows_this"),
         ({"prompt": "x", "stream_options": {"every": 1}}, "stream_options.every"),
     ],
@@ -272,8 +296,9 @@ async def test_a_wrong_field_of_a_completion_is_named(
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),  # the template says so
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": HELLO, "logprobs": True}, "logprobs"),
+        ({"messages": HELLO, "response_format": {"type": "x"}}, "response_format.type"),
+        ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
         ({"messages": HELLO, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         (
@@ -281,8 +306,20 @@ async def test_a_wrong_field_of_a_completion_is_named(
             "max_completion_tokens",
         ),
         (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                ]
+            },
+            "messages",  # for which this template has no place
+        ),
+        (
+            {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
         ),
     ],
     ids=str,

@@ -17,6 +17,7 @@ from router.api.cluster_report import ClusterReport
 from router.api.service import RouterService
 from router.clients.guard import Guard
 from router.generation import Generator
+from router.parsers.speech import Speech
 from router.requests.prompts import Prompts
 from router.requests.served_model import ServedModel
 from router.requests.wanted import Prompt
@@ -134,6 +135,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
             cast(RouterTokenizer, busy),
             Limits(64, 320, longest_token_bytes=16),
             cast(Prompts, busy),
+            Speech(),
         ),
         budget_s=10.0,
     )

@@ -17,6 +17,7 @@ from protos.sampling_pb2 import Sampling
 from router.cluster import cluster
 from router.process.assembly import Running
 from tests.router.rig import (
+    BUDGETS_S,
     Client,
     byte_level_tokenizer,
     collect,
@@ -24,6 +25,7 @@ from tests.router.rig import (
     failure,
     rest,
     router_for,
+    submitted_or_over,
 )
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -241,14 +243,16 @@ async def test_a_node_that_is_back_in_a_moment_is_waited_for(
 async def test_waiting_for_a_node_is_part_of_the_budget(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "GRACE_S", 10.0)
+    monkeypatch.setattr(cluster, "GRACE_S", 1000.0)
     async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address], budget_s=2.0) as (client, _):
+        async with router_for(model, decode=[node.address]) as (client, _):
             await client.wait_until_serving()
-            call = ask(client)
-            await node.submitted()
+            for budget_s in BUDGETS_S:
+                failing = asyncio.create_task(failure(client.generate("x", timeout_s=budget_s)))
+                if await submitted_or_over(node, failing) is not None:
+                    break
             await node.die()
-            assert (await failure(call)).code() is StatusCode.DEADLINE_EXCEEDED
+            assert (await failing).code() is StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_client_that_goes_away_after_a_replay_is_cancelled_where_it_is_now(

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from router.api.openai.asked import Reply
 from router.api.openai.completions import Completions
-from router.api.openai.replies import Origin, StreamedReply
+from router.api.openai.origin import Origin
 from router.requests.answer import Piece
 from tests.support.pipe import Client
 
@@ -16,21 +17,21 @@ async def client() -> Client:
 
 
 @pytest.fixture
-async def reply(client: Client) -> StreamedReply:
+async def reply(client: Client) -> Reply:
     dialect = Completions(ignore_unknown=False)
     asked = dialect.read(b'{"prompt": "x", "stream": true}')
-    return StreamedReply(dialect, asked, Origin("id", "m", 0), client.request(), ())
+    return asked.reply(Origin("id", "m", 0), client.request(), ())
 
 
 async def test_a_client_that_reads_gets_what_is_offered_at_once(
-    client: Client, reply: StreamedReply
+    client: Client, reply: Reply
 ) -> None:
     assert reply.offer(0, Piece("one", (1,)))
     assert b'"text":"one"' in client.written
 
 
 async def test_of_what_is_offered_to_a_slow_client_nothing_is_written(
-    client: Client, reply: StreamedReply
+    client: Client, reply: Reply
 ) -> None:
     client.pause_writing()
     assert not reply.offer(0, Piece("one", (1,)))
@@ -38,16 +39,14 @@ async def test_of_what_is_offered_to_a_slow_client_nothing_is_written(
 
 
 async def test_what_is_offered_to_a_client_that_has_gone_goes_nowhere(
-    client: Client, reply: StreamedReply
+    client: Client, reply: Reply
 ) -> None:
     client.connection_lost(None)
     assert reply.offer(0, Piece("one", (1,)))
     assert not client.written
 
 
-async def test_half_a_character_makes_no_event_but_the_first(
-    client: Client, reply: StreamedReply
-) -> None:
+async def test_half_a_character_makes_no_event_but_the_first(client: Client, reply: Reply) -> None:
     assert reply.offer(0, Piece("", (1,)))
     assert client.written.count(b"data: ") == 1
     assert reply.offer(0, Piece("", (2,)))
@@ -55,7 +54,7 @@ async def test_half_a_character_makes_no_event_but_the_first(
 
 
 async def test_who_writes_to_a_slow_client_waits_until_it_reads(
-    client: Client, reply: StreamedReply
+    client: Client, reply: Reply
 ) -> None:
     client.pause_writing()
     writing = asyncio.create_task(reply.write(0, "id", Piece("one", (1,))))

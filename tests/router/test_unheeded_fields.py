@@ -9,10 +9,11 @@ from router.api.openai.asked import Asked, Dialect
 from router.api.openai.chat import Chat
 from router.api.openai.completions import Completions
 from router.api.openai.problems import Refusal
+from router.parsers.speech import Speech
 from router.requests.wanted import Messages, Turn
 
 COMPLETIONS = Completions(ignore_unknown=False)
-CHATS = Chat(ignore_unknown=False)
+CHATS = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=False)
 PROMPT: dict[str, Any] = {"prompt": "x"}
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 DIALECTS = pytest.mark.parametrize(
@@ -27,18 +28,15 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "grammar": "root ::= x",
     "images": ["data:"],
     "length_penalty": 1.5,
-    "logit_bias": {"1": 0, "2": 1},
     "logprob_token_ids": [1],
     "lora_path": "a",
     "priority": 5,
-    "response_format": {"type": "text", "schema": {}},
     "return_hidden_states": True,
     "stop_regex": "a+",
     "stream_interval": 10,
     "structural_tag": {"a": 1},
     "thinking_token_budget": 10,
     "typical_p": 0.5,
-    "guided_json": {},
 }
 
 # Whatever is in them, without which the answer would be the same.
@@ -48,7 +46,6 @@ CHANGES_NOTHING: dict[str, Any] = {
     "frequency_penalty": 0,
     "images": [],
     "length_penalty": 1.0,
-    "logit_bias": {"1": 0, "2": 0.0},
     "metadata": {"a": ["b"]},
     "n": 1,
     "no_such_field": None,
@@ -236,9 +233,16 @@ def test_the_completions_of_clients_are_taken(client: str) -> None:
     "message, path",
     [
         ({"role": "user", "content": "x", "prefix": True}, "prefix"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls"),
-        ({"role": "assistant", "content": "x", "reasoning_content": "hm"}, "reasoning_content"),
-        ({"role": "tool", "content": "x", "tool_call_id": "a"}, "tool_call_id"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "function_call"),
+        ({"role": "assistant", "content": "x", "refusal": "no"}, "refusal"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "audio"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": "{}", "strict": True}}],
+            },
+            "tool_calls[0].function.strict",
+        ),
         (
             {
                 "role": "user",
@@ -262,11 +266,11 @@ def test_what_is_not_heeded_in_a_message_is_refused_by_its_path(
 
 def test_all_that_is_not_heeded_is_named_at_once() -> None:
     refusal = refused(
-        COMPLETIONS, **PROMPT, stream_options={"every": 5}, priority=1, echo=True, mirostat=2
+        COMPLETIONS, **PROMPT, stream_options={"every": 5}, priority=1, best_of=2, mirostat=2
     )
     assert refusal.param == "stream_options.every"
     assert str(refusal) == (
-        "stream_options.every, priority, echo and mirostat are not supported by this server"
+        "stream_options.every, priority, best_of and mirostat are not supported by this server"
     )
 
 
@@ -301,26 +305,27 @@ def test_a_field_that_asks_for_nothing_leaves_the_rest_as_it_is() -> None:
         {"role": "user", "content": "hi", "mood": None},
         {"role": "assistant", "content": [{"type": "text", "text": "ho", "mood": []}]},
     ]
-    asked = read(CHATS, messages=messages, max_tokens=7, nothing=None, stream=True)
+    asked = read(CHATS, messages=messages, max_tokens=7, nothing=None, user="ada")
     prompt = asked.requests[0].prompt.prompt
     assert isinstance(prompt, Messages)
     assert [turn.content for turn in prompt.turns] == ["hi", "ho"]
-    assert (asked.requests[0].sampling.max_tokens, asked.stream) == (7, True)
+    assert (asked.requests[0].sampling.max_tokens, asked.session_id) == (7, "ada")
     with pytest.raises(Refusal, match=r"^max_tokens: Expected `int") as caught:
         read(CHATS, messages=messages, max_tokens="7", nothing=None)
     assert caught.value.param == "max_tokens"
 
 
 def test_unknown_fields_can_be_ignored_but_not_those_that_are_known_to_change_an_answer() -> None:
-    lenient = Chat(ignore_unknown=True)
+    lenient = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=True)
     message = {"role": "user", "content": "hi", "mood": "good"}
-    asked = read(lenient, messages=[message], mirostat=2, stream_options={"every": 5}, stream=True)
-    assert asked.stream
+    asked = read(lenient, messages=[message], mirostat=2, stream_options={"every": 5}, user="ada")
+    assert asked.session_id == "ada"
     assert refused(lenient, messages=[message], mirostat=2, stop_regex="a").param == "stop_regex"
-    message["tool_calls"] = [{}]  # type: ignore[assignment]
-    assert refused(lenient, messages=[message]).param == "messages[0].tool_calls"
+    message["audio"] = {"id": "a"}  # type: ignore[assignment]
+    assert refused(lenient, messages=[message]).param == "messages[0].audio"
 
 
 def test_who_speaks_in_a_message_reaches_the_template() -> None:
     (asked,) = read(CHATS, messages=[{"role": "user", "content": "hi", "name": "ada"}]).requests
-    assert asked.prompt.prompt == Messages([Turn("user", "hi", "ada")])
+    assert isinstance(asked.prompt.prompt, Messages)
+    assert asked.prompt.prompt.turns == [Turn("user", "hi", "ada")]

@@ -10,9 +10,9 @@ from common.errors import ConfigError, InvalidRequest
 from kvtransfer.pairs.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
+from router.requests.over_grpc import from_prompt, from_request
 from router.requests.prompts import Prompts
 from router.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
-from router.requests.wanted import from_prompt, from_request
 from router.text.chat_template import ChatTemplate
 from router.text.limits import MAX_MESSAGES, Limits
 from router.text.tokenizer import RouterTokenizer

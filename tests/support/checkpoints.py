@@ -12,19 +12,27 @@ import transformers.utils.logging
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
     Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 transformers.utils.logging.disable_progress_bar()
 
-# What whole systems are tested with; `make_checkpoint` also makes gemma2.
+# What whole systems are tested with.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+EXPERT_ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "dots1", "gpt_oss")
+GEMMA_3_LAYERS = [*("sliding_attention",) * 2, "full_attention", "sliding_attention"]
 SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 END_TOKEN_ID = 256  # after the 256 bytes
 VOCABULARY_SIZE = 320  # with ids that the tokenizer does not have, as real checkpoints do
@@ -40,6 +48,29 @@ _CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "mixtral": MixtralConfig,
+    "dots1": Dots1Config,
+    "gpt_oss": GptOssConfig,
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+_DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
 }
 _SIZES = {
     "vocab_size": VOCABULARY_SIZE,
@@ -76,23 +107,40 @@ def make_checkpoint(
     sizes = dict(_SIZES)
     if architecture == "mistral":
         sizes["sliding_window"] = None
-    if architecture == "qwen3":
+    if architecture in ("qwen3", "qwen3_moe"):
         sizes["head_dim"] = 32
+    if architecture in ("qwen3_moe", "qwen2_moe"):
+        sizes |= _EXPERTS
+    if architecture == "gpt_oss":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}
+        sizes["head_dim"] = 32
+    if architecture == "dots1":
+        sizes |= _DEEPSEEK_EXPERTS
+    if architecture == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if architecture == "gemma2":
         sizes |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
+    if architecture == "gemma3_text":
+        sizes |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}
+        sizes |= {"num_hidden_layers": 4, "layer_types": GEMMA_3_LAYERS}
     config = _CONFIGS[architecture](**{**sizes, **overrides})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2 and not name.endswith("_bias"):
                 parameter.mul_(2.0)
             else:  # norms of exactly 1 and biases of exactly 0 would hide that they are not used
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if "q_proj" in name or "k_proj" in name:
                 parameter.mul_(4.0)
+            if ".experts." in name or name.endswith("mlp.gate.weight"):
+                parameter.mul_(4.0)  # the wrong expert shows, and so does the wrong weight
             if "q_norm" in name or "k_norm" in name:
                 parameter.mul_(2.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(directory)
     return directory
@@ -115,6 +163,9 @@ def to_transformers_4(directory: Path) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")

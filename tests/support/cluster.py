@@ -69,6 +69,12 @@ CANDIDATES = itertools.cycle(random.sample(FREE_PORTS, len(FREE_PORTS)))
 POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
 
 
+def slowed(step_s: float) -> dict[str, str]:
+    """An environment in which every forward takes so much longer: what a test does in the midst of
+    an answer must not depend on how fast engines are."""
+    return {**POISONED, "STEP_S": str(step_s)}
+
+
 @dataclass(frozen=True, slots=True)
 class Rig:
     """Which device each role runs on."""

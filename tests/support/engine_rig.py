@@ -16,9 +16,11 @@ from common.engine.loop.loop import EventLoop
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import BatchResult, Ints, Launched, ScheduleBatch
+from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
+from common.page_tables import num_pages_of
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from tests.support.fake_runner import FakeRunner, next_token
@@ -38,6 +40,7 @@ class Rig:
 
     num_pages: int = 64
     page_size: int = 16
+    windows: tuple[int | None, ...] = (None,)  # by table
     num_slots: int = 8
     context: int = 1024
     host_pages: int = 64
@@ -52,8 +55,8 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.pages = PageAllocator(self.num_pages, lifo=self.lifo)
-        self.cache = RadixCache(self.page_size, self.pages, enabled=self.prefix_cache)
-        self.table = RequestTable(self.num_slots, self.context, self.page_size)
+        self.cache = RadixCache(self.page_size, self.pages, self.windows, enabled=self.prefix_cache)
+        self.table = RequestTable(self.num_slots, self.context, self.page_size, self.windows)
         self.runner = FakeRunner(
             self.table,
             num_pages=self.num_pages,
@@ -82,7 +85,7 @@ class Rig:
         self.requests: dict[int, Request] = {}
         self.came_with: dict[int, Ints] = {}  # a recomputed request's own tokens have grown
         self.before_poll: list[Callable[[], None]] = []
-        self.landed: list[tuple[Request, Ints]] = []
+        self.landed: list[tuple[Request, Holding]] = []
         self.trials: list[int] = []  # keys, one for each step of a suspect alone
 
     def use(self, runner: FakeRunner) -> None:
@@ -143,25 +146,32 @@ class Rig:
         all its tokens but the last land in them at once, and keeps it until it can `join`."""
         if self.table.num_free <= len(self.landed):
             return False
-        size, token_ids = self.page_size, request.token_ids[:-1]
-        prefix = self.cache.match(token_ids, request.namespace)
-        self.pages.hold(prefix.pages, Holder.REQUEST)
-        num_pages = -(-len(token_ids) // size) - len(prefix.pages)
-        fresh = self.scheduler.allocate(num_pages, Holder.REQUEST)
+        size, token_ids, tables = self.page_size, request.token_ids[:-1], self.table.tables
+        cached = self.cache.match(token_ids, request.namespace).shared
+        prefix_tokens = cached.shape[1] * size
+        self.pages.hold(cached.ravel(), Holder.REQUEST)
+        spans = tables.handed_over(len(token_ids), prefix_tokens)
+        fresh = self.scheduler.allocate(num_pages_of(spans), Holder.REQUEST)
         if fresh is None:
-            self.pages.drop(prefix.pages, Holder.REQUEST)
+            self.pages.drop(cached.ravel(), Holder.REQUEST)
             return False
-        pages = np.concatenate([prefix.pages, fresh])
-        self._check_whose(request, pages)
-        at = np.arange(prefix.num_tokens, len(token_ids))
-        self.runner.kv[pages[at // size], at % size] = token_ids[prefix.num_tokens :]
-        self.landed.append((request, pages))
+        pages = np.full((tables.num_tables, tables.num_pages(len(token_ids))), NO_PAGE, np.int32)
+        pages[: tables.num_full, : cached.shape[1]] = cached
+        place = 0
+        for table, first, past in spans:
+            mine = pages[table, first:past] = fresh[place : place + past - first]
+            place += past - first
+            landing = token_ids[first * size : past * size]
+            self.runner.kv[mine, :] = np.resize(landing, (len(mine), size))
+        holding = Holding(pages)
+        self._check_whose(request, holding.flat())
+        self.landed.append((request, holding))
         self.scheduler.kept_slots = len(self.landed)
         return True
 
     def join_landed(self) -> None:
-        for request, pages in self.landed:
-            assert self.scheduler.join(request, pages)
+        for request, holding in self.landed:
+            assert self.scheduler.join(request, holding)
         self.landed.clear()
         self.scheduler.kept_slots = 0
 
@@ -172,7 +182,8 @@ class Rig:
                 pages = self.table.pages_of(request.slot).tolist()
                 self.written_in |= dict.fromkeys(pages, request.namespace)
 
-    def _on_admit(self, request: Request, pages: Ints) -> None:
+    def _on_admit(self, request: Request, holding: Holding) -> None:
+        pages = holding.flat()
         self._check_whose(request, pages)
         self.admitted.append((request.key, pages))
 
@@ -202,7 +213,7 @@ class Rig:
         limit = min(
             request.num_prompt + sampling.max_tokens,
             self.context,
-            self.num_pages * self.page_size + 1,
+            self.table.tables.max_tokens(self.num_pages) + 1,
         )
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos)}
         while True:
@@ -219,7 +230,7 @@ class Rig:
             holder: [np.flatnonzero(self.pages.holds(holder))]
             for holder in (Holder.READ, Holder.PUBLICATION)
         }
-        reserved = [pages for _, pages in self.landed]
+        reserved = [holding.flat() for _, holding in self.landed]
         self.scheduler.check_idle({**elsewhere, Holder.REQUEST: reserved})
 
     def step(self, times: int = 1) -> None:
@@ -303,9 +314,13 @@ class RigRole:
         rig, slot = self.rig, chunk.request.slot
         if slot is None:
             return  # it ended with its first token
-        at = np.arange(chunk.end)
-        kv = rig.runner.kv[rig.table.page_table[slot, at // rig.page_size], at % rig.page_size]
-        assert np.array_equal(kv, rig.table.tokens[slot, : chunk.end])
+        live, size = rig.table.holding_of(slot), rig.page_size
+        if not live.num_pages:
+            return  # it was retracted
+        for table, pages in enumerate(live.tables):
+            at = np.arange(rig.table.tables.live_from(table, chunk.end) * size, chunk.end)
+            kv = rig.runner.kv[pages[at // size], at % size]
+            assert np.array_equal(kv, rig.table.tokens[slot, at])
 
     def calm_down(self) -> None:
         rig = self.rig

@@ -1,7 +1,8 @@
 """A runner without a model. Its tokens are a pure function of the tokens before them, but it gets
 at those only through the pages it was given: wrong page handling gives wrong tokens.
 
-The "KV" of a token is the token itself; the next token is a hash of all KV of its request.
+The "KV" of a token is the token itself, in every table; the next token is a hash of all KV of its
+request. The first table is a full one.
 """
 
 import threading
@@ -35,6 +36,9 @@ class FakeLaunched:
     token_ids: list[Ints]  # per row; -1 where the CPU does not know it yet
     tokens: Ints | None = None
     done: threading.Event = field(default_factory=threading.Event)
+
+    def sample(self) -> None:
+        pass
 
     def result(self) -> BatchResult:
         self.runner.wait_for(self)
@@ -104,19 +108,34 @@ class FakeRunner:
         ):
             tokens = launched.token_ids[i]
             at = np.arange(start, end)
-            self.kv[launched.page_tables[i, at // size], at % size] = np.where(
-                tokens < 0, self._future[slot], tokens
-            )
+            for pages in launched.page_tables[i]:
+                self.kv[pages[at // size], at % size] = np.where(
+                    tokens < 0, self._future[slot], tokens
+                )
         sampled = np.full(len(batch.slots), NOT_SAMPLED, np.int32)
         for i, (slot, end) in enumerate(zip(batch.slots, batch.ends, strict=True)):
             self.num_tokens += int(end - batch.starts[i])
-            at = np.arange(end)
-            token = self._sample(self.kv[launched.page_tables[i, at // size], at % size])
+            token = self._sample(
+                self._seen(launched.page_tables[i], int(batch.starts[i]), int(end))
+            )
             if batch.samples[i] or token == NOT_FINITE:
                 sampled[i] = token
             if batch.samples[i]:
                 self._future[slot] = max(0, token)
         return sampled
+
+    def _seen(self, page_tables: Ints, start: int, end: int) -> Ints:
+        """KV of all tokens before `end`, as a full table has it; of no token at all where what the
+        row's tokens see through a window is not the same."""
+        size, tables = self._table.page_size, self._table.tables
+        at = np.arange(end)
+        kv = self.kv[page_tables[0, at // size], at % size]
+        for table, window in tables.sliding:
+            visible = at[max(0, start - window + 1) :]
+            pages = page_tables[table, visible // size]
+            if (pages < 0).any() or (self.kv[pages, visible % size] != kv[visible]).any():
+                return np.full_like(kv, -1)
+        return kv
 
     def _sample(self, kv: Ints) -> int:
         if self._poison is not None and (kv == self._poison).any():

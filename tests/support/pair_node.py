@@ -13,6 +13,8 @@ import torch
 
 from common.config import CacheConfig, DecodeConfig, EngineConfig, SchedulerConfig, TransferConfig
 from common.engine.build import Engine
+from common.engine.features.composition import every_feature
+from common.engine.features.guides import Guides
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.kv import HostPool, KVPool
@@ -38,6 +40,7 @@ from common.node.messages import (
     StepTokens,
 )
 from common.node.outbox import Outbox
+from common.requests.logprobs import TokenLogprobs
 from common.requests.sampling import SamplingParams
 from decode_node.role import DecodeRole
 from kvtransfer.backends.base import PagePool
@@ -103,6 +106,8 @@ class Asked:
     tokens: list[int] = field(default_factory=list)
     ended: Ended | None = None
     cached_tokens: int | None = None  # None: not told yet
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def reason(self) -> FinishReason | None:
@@ -144,6 +149,10 @@ class RouterEnd:
         tokens = np.frombuffer(step.tokens, np.uint32).tolist()
         for number, cached_tokens in step.begun:
             self.asked[number].cached_tokens = cached_tokens
+        for number, logprobs in step.logprobs:
+            self.asked[number].logprobs += logprobs.tokens()
+        for number, logprobs in step.prompt_logprobs:
+            self.asked[number].prompt_logprobs = logprobs.tokens()
         for number, token in zip(numbers, tokens, strict=True):
             assert self.asked[number].ended is None, "a token after the end"
             assert self.asked[number].cached_tokens is not None, "a token, and nothing has begun"
@@ -277,7 +286,7 @@ def prefill_node(
     transfer: TransferThread[Any, Any] = TransferThread(
         frames,
         lambda outlet, wake: Publisher(
-            OwnerEnd(common.transfer, page_size=common.page_size),
+            OwnerEnd(common.transfer, engine.shape.layout.tables),
             hello,
             {common.backend.name: owner},
             outlet,
@@ -291,13 +300,15 @@ def prefill_node(
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config, on_admit),
         pages=engine.pages,
-        page_size=common.page_size,
+        tables=engine.shape.layout.tables,
         limits=engine.limits,
         max_waiting=size.max_waiting,
         max_waiting_tokens=config.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,
+        guides=engine.guides,
     )
+    engine.guides.tell = news.tell
     overlap = config.scheduler.overlap
     node = Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
     return node, owner.faults
@@ -319,7 +330,7 @@ def decode_node(
     transfer: TransferThread[Any, Any] = TransferThread(
         frames,
         lambda outlet, wake: Reader(
-            ReaderEnd(common.transfer, page_size=common.page_size),
+            ReaderEnd(common.transfer, engine.shape.layout.tables),
             hello,
             _pool(engine),
             {common.backend.name: common.backend},
@@ -339,13 +350,15 @@ def decode_node(
         scheduler=engine.scheduler(engine_config, lambda request, pages: None),
         pages=engine.pages,
         cache=engine.cache,
-        page_size=common.page_size,
+        tables=engine.shape.layout.tables,
         page_bytes=engine.pool.page_bytes,
         limits=engine.limits,
         port=transfer,
         desk=desk,
         outbox=Outbox(router),
+        guides=engine.guides,
     )
+    engine.guides.tell = news.tell
     overlap = engine_config.scheduler.overlap
     return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
 
@@ -369,24 +382,31 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     )
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=1 << 40)
     pool = KVPool(shape.layout, shape.num_pages, shape.device)
-    pool.tensor.fill_(torch.nan)  # whoever reads what nobody wrote shall notice
+    pool.tensor.fill_(0xFF)  # NaN: whoever reads what nobody wrote shall notice
     host_pool = HostPool(shape.layout, shape.host_pages, shape.device)
-    table = RequestTable(size.num_slots, shape.context_length, page_size)
+    windows = shape.layout.windows
+    table = RequestTable(size.num_slots, shape.context_length, page_size, windows)
     pages = PageAllocator(shape.num_pages, lifo=True)
     stream = common.make_stream()
+    features = every_feature(
+        table, model.spec.vocabulary_size, model.spec.eos_token_ids, shape.device
+    )
     engine = Engine(
         shape=shape,
         model=model,
         pool=pool,
         table=table,
         pages=pages,
-        cache=RadixCache(page_size, pages, enabled=size.prefix_cache),
+        cache=RadixCache(page_size, pages, windows, enabled=size.prefix_cache),
         stream=stream,
-        runner=ModelRunner(model, pool, host_pool, table, stream),
+        runner=ModelRunner(model, pool, host_pool, table, features, stream),
+        guides=Guides(
+            common.loaded.directory, model.spec.vocabulary_size, model.spec.eos_token_ids
+        ),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
-            page_size=page_size,
+            tables=shape.layout.tables,
             num_pages=shape.num_pages,
         ),
         fingerprint={"model": str(common.loaded.directory)},

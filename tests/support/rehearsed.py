@@ -19,8 +19,8 @@ from torch import Tensor
 
 from bench._compile import Launch, recorded
 from common.engine.build import prepare
-from common.engine.features import penalties
 from common.engine.models import load
+from common.engine.models.linear import onednn
 from common.engine.rows import forward
 from common.engine.rows.upload import packed_bytes, upload
 from kvtransfer.backends.base import PagePool
@@ -68,13 +68,10 @@ def copy_pages(memory: StagedMemory) -> None:
 
 
 def main(checkpoint: str, dtype: str, graphs: str, seed: str) -> None:
-    model = load(Path(checkpoint), torch.device("cpu"), getattr(torch, dtype))
+    with mock.patch.object(onednn, "packs_bfloat16", return_value=False):  # matrices as on a GPU
+        model = load(Path(checkpoint), torch.device("cpu"), getattr(torch, dtype))
     launches: dict[Launch, None]
-    with (
-        recorded(ARCH) as launches,
-        mock.patch.object(forward, "upload", packed),
-        mock.patch.object(penalties, "upload", packed),
-    ):
+    with recorded(ARCH) as launches, mock.patch.object(forward, "upload", packed):
         steps = Steps(model, num_slots=NUM_SLOTS, recorder=record if graphs == "graphs" else None)
         prepare(steps.runner, CHUNK_TOKENS + NUM_SLOTS)
         kv = steps.pool

@@ -1,16 +1,19 @@
 """Drives a ModelRunner as a scheduler would, one decision at a time, with or without overlap."""
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from common.engine.memory.kv import HostPool, KVLayout, KVPool
+from common.engine.features.composition import every_feature
+from common.engine.memory.kv import HostPool, KVPool
+from common.engine.memory.layout import KVLayout
 from common.engine.models import Model
 from common.engine.rows.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.run.graphs import Recorder
@@ -38,15 +41,18 @@ class Steps:
         overlap: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
-        num_pages = num_slots * context_length // page_size
         layout = KVLayout.of(model.spec.layers, page_size, model.dtype)
+        num_pages = num_slots * layout.tables.pages_to_compute(context_length)
         self.pool = KVPool(layout, num_pages, model.device)
-        self.pool.tensor.fill_(torch.nan)
+        self.pool.tensor.fill_(0xFF)  # NaN
         self.host_pool = HostPool(layout, num_pages, model.device)
-        self.table = RequestTable(num_slots, context_length, page_size)
+        self.table = RequestTable(num_slots, context_length, page_size, layout.windows)
         self.stream = open_stream(model.device)
+        self.features = every_feature(
+            self.table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
+        )
         self.runner = ModelRunner(
-            model, self.pool, self.host_pool, self.table, self.stream, recorder
+            model, self.pool, self.host_pool, self.table, self.features, self.stream, recorder
         )
         self.overlap = overlap
         self.in_flight: LaunchedStep | None = None
@@ -74,9 +80,9 @@ class Steps:
         )
         slot = self.table.acquire(request)
         assert slot is not None
-        size = self.table.page_table.shape[1]
-        self.table.set_pages(slot, np.array(self._free[:size], np.int32))
-        del self._free[:size]
+        shape = self.table.page_table[slot].shape
+        pages = [self._free.pop(0) for _ in range(math.prod(shape))]
+        self.table.set_pages(slot, Holding(np.array(pages, np.int32).reshape(shape)))
         self._requests[slot] = request
         return slot
 
@@ -113,6 +119,7 @@ class Steps:
         before, self.in_flight = self.in_flight, launched
         if before is not None:
             self._finish(before)
+        launched.sample()
         if not self.overlap:
             self.settle()
 

@@ -15,7 +15,8 @@ import grpc.aio
 import uvloop
 
 from common import rpc, serve_protocol
-from common.errors import EngineDied
+from common.errors import EngineDied, RequestFailed
+from common.rpc.last_words import said
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 
 T = TypeVar("T")
@@ -132,7 +133,10 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         try:
             while (message := await outgoing.get()) is not None:
                 await context.write(message)
-            raise EngineDied("this node has ended: the engine has failed")
+            died = EngineDied("this node has ended: the engine has failed")
+            await context.write(decode_pb2.FromNode(last_words=said(died)))
+            # What grpcio makes of the status where the router writes in this very moment.
+            raise RequestFailed("Internal error from Core")
         finally:
             self.streams.remove(outgoing)
             beating.cancel()

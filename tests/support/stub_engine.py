@@ -15,6 +15,7 @@ from common.config import DecodeConfig
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import Holding
 from common.errors import ConfigError
 from common.node.cache_reports import CacheReports
 from common.node.engine_process import EngineChannel, EngineStart, run_engine
@@ -120,7 +121,7 @@ class EchoEngine:
         tokens = np.frombuffer(submit.token_ids, np.int32)
         pages = self._cache.allocate(len(tokens) // PAGE_SIZE, Holder.REQUEST)
         if pages is not None:
-            self._cache.insert(tokens, pages, submit.namespace)
+            self._cache.insert(tokens, Holding.of(pages), submit.namespace)
             self._pages.drop(pages, Holder.REQUEST)
 
     def _step(self) -> None:

@@ -9,6 +9,7 @@ All rows there can be are allocated at start: memory that the first penalised re
 is memory that pages have taken by then.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -16,14 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.features.seam import Part
 from common.engine.rows.batch import Ints
+from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
-from common.engine.rows.upload import upload
 from kernels.penalties import apply_penalties, count_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PenaltyBatch:
+class _Rows:
     """The penalised rows of one step.
 
     rows: int64 [m], places among the step's rows; slots: int64 [m], theirs, which are their rows
@@ -43,99 +45,103 @@ class PenaltyBatch:
     output_slots: Tensor
     output_tokens: Tensor
 
-    def to(self, device: torch.device) -> "PenaltyBatch":
-        """The batch on the device, see `upload`."""
-        uploaded = upload([getattr(self, name) for name in _TENSORS], device)
-        return PenaltyBatch(**dict(zip(_TENSORS, uploaded, strict=True)))
+
+_TENSORS = tuple(f.name for f in fields(_Rows))
 
 
-_TENSORS = tuple(f.name for f in fields(PenaltyBatch))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """counts: int32 [num_slots, vocabulary], on the device."""
+
+    counts: Tensor
+    rows: _Rows
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [getattr(self.rows, name) for name in _TENSORS]
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        """Brings counts up to date, penalises logits."""
+        rows = _Rows(*sent)
+        if len(rows.renewed):
+            self.counts.index_fill_(0, rows.renewed, 0)
+            count_tokens(self.counts, rows.prompt_slots, rows.prompt_tokens, prompt=True)
+            count_tokens(self.counts, rows.output_slots, rows.output_tokens, prompt=False)
+        apply_penalties(
+            logits,
+            rows.rows,
+            self.counts,
+            rows.slots,
+            repetition=rows.repetition,
+            frequency=rows.frequency,
+            presence=rows.presence,
+        )
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        """Counts the new tokens."""
+        rows = _Rows(*sent)
+        count_tokens(self.counts, rows.slots, tokens[rows.rows], prompt=False)
+        return {}
 
 
-class PenaltyCounts:
-    """Which rows are penalised (engine thread), and the counts (forward stream). Memory: int32
+class Penalties:
+    """Strengths by slot (engine thread), and the counts (forward stream). Memory: int32
     [num_slots, vocabulary], not filled, since a row is made anew for its first owner."""
 
     def __init__(self, table: RequestTable, vocabulary_size: int, device: torch.device) -> None:
         self._table = table
+        self._repetition = np.ones(table.num_slots, np.float32)
+        self._frequency = np.zeros(table.num_slots, np.float32)
+        self._presence = np.zeros(table.num_slots, np.float32)
         self._counts = torch.empty(
             table.num_slots, vocabulary_size, dtype=torch.int32, device=device
         )
 
-    def build(
-        self, slots: Ints, positions: Ints, samples: NDArray[np.bool_]
-    ) -> PenaltyBatch | None:
-        """On the engine thread, at launch; None where no row is penalised.
+    def acquire(self, slot: int, request: Request) -> Part:
+        sampling = request.sampling
+        self._repetition[slot] = sampling.repetition_penalty
+        self._frequency[slot] = sampling.frequency_penalty
+        self._presence[slot] = sampling.presence_penalty
+        return Part.TAKES if sampling.penalised else Part.NONE
 
-        Args:
-            slots: of the step's rows.
-            positions: absolute index of the token that each will sample.
-            samples: whether it will; others are not penalised.
-        """
-        rows = (self._table.penalised[slots] & samples).nonzero()[0]
-        if not len(rows):
-            return None
-        slots, positions = slots[rows], positions[rows]
+    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
         anew = self._table.known[slots] >= positions
         renewed, lengths = slots[anew], positions[anew]
         num_prompt = np.minimum(self._table.num_prompt[renewed], lengths)
         prompt_slots, prompt_tokens = self._tokens(renewed, np.zeros_like(lengths), num_prompt)
         output_slots, output_tokens = self._tokens(renewed, num_prompt, lengths)
-        return PenaltyBatch(
+        penalised = _Rows(
             rows=torch.from_numpy(rows),
             slots=torch.from_numpy(slots.astype(np.int64)),
-            repetition=torch.from_numpy(self._table.repetition_penalty[slots]),
-            frequency=torch.from_numpy(self._table.frequency_penalty[slots]),
-            presence=torch.from_numpy(self._table.presence_penalty[slots]),
+            repetition=torch.from_numpy(self._repetition[slots]),
+            frequency=torch.from_numpy(self._frequency[slots]),
+            presence=torch.from_numpy(self._presence[slots]),
             renewed=torch.from_numpy(renewed.astype(np.int64)),
             prompt_slots=prompt_slots,
             prompt_tokens=prompt_tokens,
             output_slots=output_slots,
             output_tokens=output_tokens,
         )
+        return _Work(self._counts, penalised)
 
-    def rehearsal(self) -> PenaltyBatch:
-        """Of nobody's tokens, in the first slot, whose counts are made anew for its first owner."""
-        zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1)
-        return PenaltyBatch(
-            rows=zero,
-            slots=zero,
-            repetition=one,
-            frequency=one,
-            presence=one,
-            renewed=zero,
-            prompt_slots=zero,
-            prompt_tokens=zero,
-            output_slots=zero,
-            output_tokens=zero,
+    def rehearsal(self, num_rows: int) -> _Work:
+        """All rows' counts are made anew, as they are for their first owners."""
+        rows, ones = torch.arange(num_rows), torch.ones(num_rows)
+        zeros = torch.zeros(num_rows, dtype=torch.int64)
+        nobody = _Rows(
+            rows=rows,
+            slots=rows,
+            repetition=ones,
+            frequency=ones,
+            presence=ones,
+            renewed=rows,
+            prompt_slots=rows,
+            prompt_tokens=zeros,
+            output_slots=rows,
+            output_tokens=zeros,
         )
+        return _Work(self._counts, nobody)
 
-    def apply(self, batch: PenaltyBatch, logits: Tensor) -> None:
-        """On the forward stream, before sampling: brings counts up to date, penalises logits.
-
-        Args:
-            batch: on the device.
-            logits: float32 [n, vocabulary].
-        """
-        if len(batch.renewed):
-            self._counts.index_fill_(0, batch.renewed, 0)
-            count_tokens(self._counts, batch.prompt_slots, batch.prompt_tokens, prompt=True)
-            count_tokens(self._counts, batch.output_slots, batch.output_tokens, prompt=False)
-        apply_penalties(
-            logits,
-            batch.rows,
-            self._counts,
-            batch.slots,
-            repetition=batch.repetition,
-            frequency=batch.frequency,
-            presence=batch.presence,
-        )
-
-    def add(self, batch: PenaltyBatch, tokens: Tensor) -> None:
-        """On the forward stream, after sampling: counts the new tokens (of all sampled rows)."""
-        count_tokens(self._counts, batch.slots, tokens[batch.rows], prompt=False)
-
-    def _tokens(self, slots: Ints, starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
+    def _tokens(self, slots: NDArray[np.intp], starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
         """Token indices [starts, ends) of the slots: each token's slot, and the tokens."""
         counts = ends - starts
         total = int(counts.sum())

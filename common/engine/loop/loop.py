@@ -89,6 +89,7 @@ class EventLoop:
         self.clock.launched(batch)
         if in_flight is not None:
             self._finish(in_flight)
+        launched.sample()
         if self._overlap:
             return launched
         self._finish(launched)

@@ -115,7 +115,7 @@ class PageAllocator:
     """The pages of one pool. Engine thread only.
 
     Every call that takes pages wants them distinct within that call. Holds of one kind add up:
-    two requests may hold one page. Evictable: held by the cache alone.
+    two requests may hold one page. Evictable: held by the cache alone, however often.
 
     Attributes:
         num_pages: pages in the pool, constant.
@@ -158,7 +158,7 @@ class PageAllocator:
         total = self._total[pages]
         if np.count_nonzero(total) < len(pages):
             raise EngineFault(f"{holder.name} wants to hold free pages {pages[total == 0]}")
-        if self.num_evictable:
+        if self.num_evictable and holder is not Holder.CACHE:
             self.num_evictable -= int(np.count_nonzero(total <= self._cached[pages]))
         self._of[holder][pages] += _ONE
         self._total[pages] = total + _ONE
@@ -230,10 +230,9 @@ class PageAllocator:
         free = self._free.all()
         listed = np.zeros(self.num_pages, np.bool_)
         listed[free] = True
-        evictable = int(np.count_nonzero((total == 1) & (self._cached == 1)))
+        evictable = int(np.count_nonzero((total > 0) & (total == self._cached)))
         for sentence, wrong in (
             ("negative holds", bool((self._holds < 0).any())),
-            ("the cache holds a page twice", bool((self._cached > 1).any())),
             ("total is not the sum of the holds", not np.array_equal(total, self._total)),
             ("a page is on the free list twice", np.count_nonzero(listed) != len(free)),
             ("a held page is on the free list", bool((total[listed] > 0).any())),

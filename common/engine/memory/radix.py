@@ -1,4 +1,8 @@
-"""The prefix cache: a radix tree over token ids, in whole pages.
+"""The prefix cache: a radix tree over token ids, in whole pages of every table (page_tables.py).
+
+Of a table with a window it keeps the pages that somebody may go on from: those before the end of
+what was learnt. So a prefix may be there in full tables and yet be nowhere to go on from; whoever
+gets windows from elsewhere has use for it all the same.
 
 Namespaces part at the root: a branch that begins there is found by its namespace and its first page
 of tokens. They share the clock, so that what was used longest ago goes first, whosesoever it is.
@@ -7,24 +11,37 @@ may be evicted. It learns of pages when their KV is final and knows nothing of r
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.engine.memory.cache_events import CacheJournal
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints
+from common.engine.rows.holding import NO_PAGE, Holding
 from common.errors import EngineFault
+from common.page_tables import PageTables
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
 
 
 class Match(NamedTuple):
-    """The longest cached prefix; `num_tokens` is len(pages) * page_size."""
+    """The longest cached prefix that one can go on from: its tokens, whole pages of them.
+
+    shared: [full tables, n], pages of the longest cached prefix there is in full tables.
+    """
 
     num_tokens: int
-    pages: Ints
+    holding: Holding
+    shared: Ints
+
+    @property
+    def pages(self) -> Ints:
+        """Those of `holding`, distinct."""
+        return self.holding.flat()
 
 
 class _Node:
@@ -38,7 +55,9 @@ class _Node:
         "number",
         "pages",
         "parent",
+        "passed",
         "queued",
+        "resumed",
         "tokens",
     )
 
@@ -49,12 +68,14 @@ class _Node:
         # Among its parent's children: its first page of tokens, and below the root, before that,
         # its namespace.
         self.key = key
-        self.tokens = tokens  # [len(pages) * page_size]
-        self.pages = pages
+        self.tokens = tokens  # [pages.shape[1] * page_size]
+        self.pages = pages  # [tables, any], NO_PAGE where a window is not kept
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.last_used = 0
         self.queued = False  # it has an entry in the heap of leaves
+        self.passed = False  # it is in the queue of nodes that have a child
+        self.resumed = False  # somebody went on from within it
         # Of its pages, as prefix_hash.py names them; kept while the tree has a journal.
         self.names: list[int] = []
 
@@ -65,12 +86,25 @@ class RadixCache:
     Source: RadixAttention, Zheng et al. 2024, section 3.
     """
 
-    def __init__(self, page_size: int, pages: PageAllocator, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        pages: PageAllocator,
+        windows: tuple[int | None, ...] = (None,),
+        *,
+        enabled: bool = True,
+    ) -> None:
+        """windows: see PageTables."""
         self.page_size = page_size
+        self._tables = PageTables(page_size, windows)
+        self._sliding = self._tables.sliding
+        self._full = [window is None for window in windows]
         self._pages = pages
         self.enabled = enabled
-        self._root = _Node(0, b"", np.empty(0, np.int32), np.empty(0, np.int32), None)
+        self._no_pages = np.empty((len(windows), 0), np.int32)
+        self._root = _Node(0, b"", np.empty(0, np.int32), self._no_pages, None)
         self._leaves: list[tuple[int, int, _Node]] = []  # heap by last use, as it was when pushed
+        self._passed: deque[_Node] = deque()
         self._clock = 0
         self._numbers = 0
         self._journal: CacheJournal | None = None
@@ -79,48 +113,58 @@ class RadixCache:
     def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> Match:
         """Finds the longest cached prefix of the namespace, in whole pages; it is used now.
 
-        The caller holds the pages before anything else may evict. Changes no node.
+        The caller holds the pages before anything else may evict. Changes no node's pages.
         O(len(token_ids)).
         """
         self._clock += 1
-        found: list[Ints] = []
+        found: list[Ints] = [self._no_pages]
+        path: list[tuple[_Node, int]] = []  # with where it begins, in pages
         num_pages = 0
         for node, common in self._path(token_ids, namespace):
             node.last_used = self._clock
-            found.append(node.pages[:common])
+            found.append(node.pages[:, :common])
+            path.append((node, num_pages))
             num_pages += common
-        pages = np.concatenate(found) if found else np.empty(0, np.int32)
-        return Match(num_pages * self.page_size, pages)
+        pages = np.concatenate(found, axis=1)
+        shared = pages[self._full]
+        if self._sliding:
+            num_pages = self._last_resumable(pages)
+            self._note_resumed(path, num_pages)
+            pages = self._within_windows(pages[:, :num_pages], num_pages)
+        return Match(num_pages * self.page_size, Holding(pages), shared)
 
     def lineage(self, token_ids: Ints, namespace: Namespace = SHARED) -> tuple[int, ...]:
         """Numbers of the tree's nodes along the longest cached prefix, the root's child first."""
         return tuple(node.number for node, _ in self._path(token_ids, namespace))
 
-    def insert(self, token_ids: Ints, pages: Ints, namespace: Namespace = SHARED) -> None:
-        """Learns the whole pages of `token_ids`; pages[i] holds token indices from i * page_size.
+    def insert(self, token_ids: Ints, holding: Holding, namespace: Namespace = SHARED) -> None:
+        """Learns the whole pages of `token_ids`: all of full tables, of others what their windows
+        see from the end.
 
         Holds each page that it adds for CACHE. What it has under other page numbers stays as it
-        is, and the caller's duplicates are ignored. Both arrays are copied.
+        is, and the caller's duplicates are ignored. Everything is copied.
         """
         num_pages = len(token_ids) // self.page_size
         if not self.enabled or not num_pages:
             return
-        if len(pages) < num_pages:
-            raise EngineFault(f"{len(token_ids)} tokens are not in {len(pages)} pages")
+        if holding.num_pages < num_pages:
+            raise EngineFault(f"{len(token_ids)} tokens are not in {holding.num_pages} pages")
+        # And from the page before: the same prompt once more goes on one token before its end.
+        pages = self._within_windows(holding.tables[:, :num_pages], num_pages - 1)
         self._clock += 1
         end = num_pages * self.page_size
         node, done = self._root, 0
         for child, common in self._path(token_ids[:end], namespace):
             child.last_used = self._clock
+            self._fill(child, pages[:, done : done + common])
             done += common
-            node = child if common == len(child.pages) else self._split(child, common)
+            node = child if common == child.pages.shape[1] else self._split(child, common)
         if done == num_pages:
             return
-        rest = pages[done:num_pages].copy()
-        self._pages.hold(rest, Holder.CACHE)
+        rest = pages[:, done:].copy()
+        self._hold(rest)
         fresh = token_ids[done * self.page_size : end].copy()
         added = self._add_child(node, (b"" if done else namespace) + self._key(fresh), fresh, rest)
-        self.num_pages += len(rest)
         if self._journal is not None:
             above = PrefixHasher(namespace + token_ids[: done * self.page_size].tobytes())
             added.names = above.extend(added.tokens.tobytes(), self.page_size)
@@ -129,11 +173,13 @@ class RadixCache:
     def evict(self, num_pages: int) -> int:
         """Frees at least `num_pages`, or all that are evictable; returns how many it freed.
 
-        Least recently used leaves first, from their ends. A page that only the tree holds may sit
+        Windows first that nobody has gone on from and that a longer prefix has left behind; then
+        least recently used leaves, from their ends. A page that only the tree holds may sit
         above one that is in use: when nothing else is left, it goes, and the tree forgets the part
         below it.
         """
-        freed = self._evict_leaves(num_pages)
+        freed = self._thin_passed(num_pages)
+        freed += self._evict_leaves(num_pages - freed)
         if freed < num_pages and self._pages.num_evictable:
             freed += self._cut_off()
         return freed
@@ -158,6 +204,7 @@ class RadixCache:
         for child in list(self._root.children.values()):
             self._forget(child)
         self._leaves.clear()
+        self._passed.clear()
         return self._pages.num_free - before
 
     def tell(self, journal: CacheJournal | None) -> None:
@@ -179,7 +226,7 @@ class RadixCache:
     def check(self) -> None:
         """Raises EngineFault where the tree and the page counts disagree. O(pages in the tree)."""
         nodes = list(self._below(self._root))
-        in_tree = [page for node in nodes for page in node.pages.tolist()]
+        in_tree = [page for node in nodes for page in _there(node.pages).tolist()]
         held = np.flatnonzero(self._pages.holds(Holder.CACHE)).tolist()
         if sorted(in_tree) != held or len(in_tree) != self.num_pages:
             raise EngineFault(
@@ -187,8 +234,11 @@ class RadixCache:
                 f"{len(held)} held"
             )
         for node in nodes:
-            if len(node.tokens) != len(node.pages) * self.page_size or not len(node.pages):
-                raise EngineFault(f"cache: node {node.number} has {len(node.pages)} pages")
+            num_pages = node.pages.shape[1]
+            if len(node.tokens) != num_pages * self.page_size or not num_pages:
+                raise EngineFault(f"cache: node {node.number} has {num_pages} pages")
+            if (node.pages[self._full] < 0).any():
+                raise EngineFault(f"cache: node {node.number} lacks a page of a full table")
         for node in (self._root, *nodes):
             for key, child in node.children.items():
                 found = child.parent is node and child.key == key
@@ -207,7 +257,7 @@ class RadixCache:
             differs = child.tokens[:length] != token_ids[at : at + length]
             first = int(differs.argmax())
             common = (first if differs[first] else length) // size
-            whole = common == len(child.pages)
+            whole = common == child.pages.shape[1]
             yield child, common  # the caller may split it
             if not whole:
                 return
@@ -223,17 +273,20 @@ class RadixCache:
         node.last_used = self._clock
         parent.children[key] = node
         self._queue(node)
+        self._note_passed(parent)
         return node
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Puts the first pages of `node` into a new node above it, which is returned."""
         assert node.parent is not None
         cut = num_pages * self.page_size
-        upper = self._add_child(node.parent, node.key, node.tokens[:cut], node.pages[:num_pages])
-        node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[num_pages:], upper
+        upper = self._add_child(node.parent, node.key, node.tokens[:cut], node.pages[:, :num_pages])
+        node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[:, num_pages:], upper
+        upper.resumed = node.resumed
         upper.names, node.names = node.names[:num_pages], node.names[num_pages:]
         node.key = self._key(node.tokens)
         upper.children[node.key] = node
+        self._note_passed(upper)
         return upper
 
     def _queue(self, node: _Node) -> None:
@@ -252,14 +305,14 @@ class RadixCache:
             if node.last_used != used:
                 self._queue(node)
                 continue
-            alone = self._pages.held_only_by(node.pages, Holder.CACHE)[::-1]
-            loose = len(alone) if alone.all() else int(alone.argmin())
+            loose = self._loose_at_end(node)
             if not loose:
                 in_use.append(node)
                 continue
-            count = min(loose, num_pages - freed)
-            self._trim(node, len(node.pages) - count)
-            freed += count
+            from_end = np.cumsum((node.pages >= 0).sum(axis=0)[::-1][:loose])
+            count = min(loose, int(np.searchsorted(from_end, num_pages - freed)) + 1)
+            self._trim(node, node.pages.shape[1] - count)
+            freed += int(from_end[count - 1])
         self._clock += 1
         for node in in_use:  # somebody holds its last page: it is being used now
             node.last_used = self._clock
@@ -270,16 +323,14 @@ class RadixCache:
         """Leaves the first `num_pages` of a leaf; a leaf without pages goes."""
         parent = leaf.parent
         assert parent is not None
-        gone = leaf.pages[num_pages:]
-        self.num_pages -= len(gone)
-        self._pages.drop(gone, Holder.CACHE)
+        self._let_go(leaf.pages[:, num_pages:])
         if self._journal is not None:
             self._journal.removed(leaf.names[num_pages:])
             del leaf.names[num_pages:]
         if num_pages:
             leaf.tokens, leaf.pages = (
                 leaf.tokens[: num_pages * self.page_size],
-                leaf.pages[:num_pages],
+                leaf.pages[:, :num_pages],
             )
             self._queue(leaf)
             return
@@ -294,14 +345,120 @@ class RadixCache:
         nodes = list(self._root.children.values())
         while nodes:
             node = nodes.pop()
-            alone = self._pages.held_only_by(node.pages, Holder.CACHE)
-            if alone.any():
+            alone = self._alone(node)
+            self._drop_windows(node, alone)
+            cut = alone[self._full].any(axis=0)
+            if cut.any():
                 for child in list(node.children.values()):
                     self._forget(child)
-                self._trim(node, int(alone.argmax()))
+                self._trim(node, int(cut.argmax()))
             else:
                 nodes.extend(node.children.values())
         return self._pages.num_free - before
+
+    # Windows --------------------------------------------------------------------------------------
+
+    def _last_resumable(self, pages: Ints) -> int:
+        """After how many of these pages, [tables, n], one can go on: at most n."""
+        ends = np.arange(pages.shape[1] + 1)
+        whole = np.ones(len(ends), np.bool_)
+        for table, window in self._sliding:
+            lacking = np.concatenate(([0], np.cumsum(pages[table] < 0)))
+            firsts = np.maximum(ends * self.page_size - window + 1, 0) // self.page_size
+            whole &= lacking == lacking[firsts]
+        return int(np.flatnonzero(whole)[-1])
+
+    def _within_windows(self, pages: Ints, num_pages: int) -> Ints:
+        """Of pages [tables, n] those that are looked at from the end of so many on. A copy."""
+        kept = pages.copy()
+        for table, _ in self._sliding:
+            kept[table, : self._tables.live_from(table, num_pages * self.page_size)] = NO_PAGE
+        return kept
+
+    def _note_resumed(self, path: list[tuple[_Node, int]], num_pages: int) -> None:
+        for node, start in path:
+            if start < num_pages <= start + node.pages.shape[1]:
+                node.resumed = True
+
+    def _note_passed(self, node: _Node) -> None:
+        if self._sliding and node is not self._root and not node.passed:
+            node.passed = True
+            self._passed.append(node)
+
+    def _fill(self, node: _Node, pages: Ints) -> None:
+        """Adds window pages that a node lacks among its first ones."""
+        if self._sliding:
+            mine = node.pages[:, : pages.shape[1]]
+            new = np.where(mine < 0, pages, NO_PAGE)
+            self._hold(new)
+            np.copyto(mine, new, where=new >= 0)
+
+    def _thin_passed(self, num_pages: int) -> int:
+        """Frees windows of nodes with a child that no end worth going on from needs."""
+        freed = 0
+        for _ in range(len(self._passed)):
+            if freed >= num_pages:
+                break
+            node = self._passed.popleft()
+            node.passed = False
+            if node.parent is not None and node.children:
+                freed += self._thin(node)
+        return freed
+
+    def _thin(self, node: _Node) -> int:
+        """Returns how many pages that freed. What somebody else holds is looked at again."""
+        below = self._tokens_to_next_end(node)
+        spare = np.zeros(node.pages.shape, np.bool_)
+        for table, window in self._sliding:
+            needed = max(0, window + self.page_size - below)
+            spare[table, : max(0, len(node.tokens) - needed) // self.page_size] = True
+        spare &= node.pages >= 0
+        alone = self._alone(node)
+        if (spare & ~alone).any():
+            self._note_passed(node)
+        return self._drop_windows(node, spare & alone)
+
+    def _tokens_to_next_end(self, node: _Node) -> int:
+        """From a node's end to the first one below that somebody went on from, or may: a branch, or
+        a leaf's end."""
+        num_tokens = 0
+        while len(node.children) == 1 and not node.resumed:
+            (node,) = node.children.values()
+            num_tokens += len(node.tokens)
+        return num_tokens
+
+    def _drop_windows(self, node: _Node, which: NDArray[np.bool_]) -> int:
+        """Lets go of a node's pages in tables with windows, where [tables, pages] is true."""
+        which = which & ~np.array(self._full)[:, None]
+        gone = node.pages[which]
+        if len(gone):
+            self._let_go(gone)
+            node.pages[which] = NO_PAGE
+        return len(gone)
+
+    # Pages ----------------------------------------------------------------------------------------
+
+    def _loose_at_end(self, node: _Node) -> int:
+        """How many of its last pages nobody else holds in any table."""
+        in_use = (~self._alone(node) & (node.pages >= 0)).any(axis=0)
+        held = np.flatnonzero(in_use)
+        num_pages: int = node.pages.shape[1]
+        return num_pages - (int(held[-1]) + 1 if len(held) else 0)
+
+    def _alone(self, node: _Node) -> NDArray[np.bool_]:
+        """[tables, n]: there is a page, and only the tree holds it."""
+        only = self._pages.held_only_by(node.pages.ravel(), Holder.CACHE)
+        return only.reshape(node.pages.shape) & (node.pages >= 0)
+
+    def _hold(self, pages: Ints) -> None:
+        there = _there(pages)
+        self._pages.hold(there, Holder.CACHE)
+        self.num_pages += len(there)
+
+    def _let_go(self, pages: Ints) -> None:
+        there = _there(pages)
+        self.num_pages -= len(there)
+        self._pages.drop(there, Holder.CACHE)
 
     def _forget(self, node: _Node) -> None:
         """Takes a node and all below it out of the tree."""
@@ -315,3 +472,7 @@ class RadixCache:
             below = nodes.pop()
             yield below
             nodes.extend(below.children.values())
+
+
+def _there(pages: Ints) -> Ints:
+    return pages[pages >= 0]

@@ -1,55 +1,45 @@
 """Models: from a directory to something that computes logits."""
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from common.config import Quantize
-from common.engine.memory.kv import KVPool
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.config import read_spec
-from common.engine.models.decoder import DenseDecoder
+from common.config import ModelBackend, Quantize
+from common.engine.models.choice import Model, Servable, open_checkpoint
 from common.engine.models.fingerprint import fingerprint, tokenizer_hash
 from common.engine.models.spec import ModelSpec
-from common.engine.models.weights import load_weights
-from common.engine.rows.forward import ForwardBatch
 
 __all__ = [
     "Model",
     "ModelSpec",
+    "Servable",
     "fingerprint",
     "load",
+    "open_checkpoint",
     "read_spec",
     "tokenizer_hash",
 ]
 
 
-class Model(Protocol):
-    """What the runner needs of a model."""
+def read_spec(directory: Path) -> ModelSpec:
+    """What the engine needs to know of a checkpoint before it is loaded.
 
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    Raises:
+        ConfigError: what is wrong with the configuration, or not supported.
+    """
+    return open_checkpoint(directory).spec
 
 
 def load(
-    directory: Path, device: torch.device, dtype: torch.dtype, quantize: Quantize = "none"
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
+    backend: ModelBackend = "auto",
 ) -> Model:
-    """Loads a checkpoint of any supported architecture.
+    """Loads a checkpoint of any model that is served.
 
     Raises:
         ConfigError: what is wrong with the directory, or not supported.
     """
-    spec = read_spec(directory)
-    return DenseDecoder(spec, load_weights(Checkpoint(directory), spec, device, dtype, quantize))
+    return open_checkpoint(directory, backend).load(device, dtype, quantize)

@@ -19,7 +19,17 @@ from common.errors import ConfigError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-_FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+FLOATS = ("F32", "F16", "BF16")
+_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that a model is made of: of one of these dtypes, and of one of these shapes."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
+    or_shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,11 @@ class Checkpoint:
         for path in _files(directory):
             self.tensors.update(_header(path))
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str]) -> None:
+    def has_floats(self, name: str) -> bool:
+        """Whether a tensor of that name is there, and not in fewer than 16 bits."""
+        return name in self.tensors and self.tensors[name].dtype in FLOATS
+
+    def check(self, expected: Mapping[str, Wanted], ignored: frozenset[str]) -> None:
         """Raises ConfigError unless the tensors are exactly those expected, of those shapes.
 
         Args:
@@ -72,17 +86,17 @@ class Checkpoint:
                     f"{self._directory}: the checkpoint {what} {len(names)} tensors: "
                     f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
                 )
-        for name, shape in expected.items():
+        for name, wanted in expected.items():
             stored = self.tensors[name]
-            if stored.shape != shape:
+            if stored.shape not in (wanted.shape, *wanted.or_shapes):
                 raise ConfigError(
                     f"{self._directory}: {name} has shape {stored.shape}, the configuration "
-                    f"asks for {shape}"
+                    f"asks for {wanted.shape}"
                 )
-            if stored.dtype not in _FLOATS:
+            if stored.dtype not in wanted.dtypes:
                 raise ConfigError(
                     f"{self._directory}: {name} is {stored.dtype}, supported are "
-                    f"{', '.join(_FLOATS)}"
+                    f"{', '.join(wanted.dtypes)}"
                 )
 
     def read(self, name: str) -> Tensor:
@@ -129,7 +143,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
     dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
     begin, end = map(int, entry["data_offsets"])
-    expected = math.prod(shape) * _FLOATS[dtype] if dtype in _FLOATS else end - begin
+    expected = math.prod(shape) * _SIZES[dtype] if dtype in _SIZES else end - begin
     if begin < 0 or expected < 0 or expected != end - begin:
         raise ValueError(f"bytes {begin} to {end} for {dtype} {shape}")
     return StoredTensor(path, dtype, shape, base + begin, end - begin)

@@ -1,35 +1,88 @@
-"""The forward of a dense decoder: Llama, Mistral, Qwen and Gemma differ in a few numbers."""
+"""A native decoder: embedding, layers of blocks, head. Knows nothing of what is in a block."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from common.engine.memory.kv import KVPool
+from common.engine.models.blocks.layer import Layer, LayerSpec
+from common.engine.models.blocks.norm import Norm, RmsNorm
+from common.engine.models.blocks.protocol import Kept, Site, Step
+from common.engine.models.blocks.source import Source
+from common.engine.models.linear import Linear
 from common.engine.models.spec import ModelSpec
-from common.engine.models.weights import LayerWeights, Weights
+from common.engine.models.stored.plain import PLAIN
+from common.engine.models.stored.protocol import Scheme
 from common.engine.rows.forward import ForwardBatch
-from kernels.act_and_mul import act_and_mul
-from kernels.attention import AttentionPlan, paged_attention, plan_attention
 from kernels.embedding import embed
-from kernels.rms_norm import add_rms_norm
-from kernels.rope import rope_angles
-from kernels.rope_and_store import rope_and_store
 
 
-class DenseDecoder:
-    """Weights and the one call that uses them. Stateless: KV is in the pool it is given."""
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder as its configuration says, layer by layer.
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
-        self.spec = spec
-        self.device = weights.embedding.device
-        self.dtype = weights.embedding.dtype
-        self._weights = weights
-        self._inverse_frequencies = torch.tensor(
-            spec.rope.inverse_frequencies, dtype=torch.float32, device=self.device
+    norm: the one before the head.
+    stored: how the checkpoint stores matrices, those that it does not store as they are.
+    embedding_scale: multiplies embeddings, rounded to the dtype that is computed in.
+    logit_soft_cap: logits are cap * tanh(logit / cap); None: as they are.
+    """
+
+    model: ModelSpec
+    layers: tuple[LayerSpec, ...]
+    norm: Norm
+    tied_embeddings: bool
+    embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    stored: Scheme = PLAIN
+
+    def build(self, source: Source) -> "Decoder":
+        """The decoder with weights from `source`."""
+        rows, hidden = self.model.vocabulary_size, self.model.hidden_size
+        site = Site(source, hidden)
+        # The largest first: nothing else is there yet while they are there twice.
+        embedding = source.tensor("model.embed_tokens.weight", (rows, hidden))
+        tied = self.tied_embeddings
+        return Decoder(
+            spec=self,
+            embedding=embedding,
+            head=source.tied(embedding) if tied else source.linear({"lm_head": rows}, hidden),
+            layers=tuple(
+                layer.build(site.within(f"model.layers.{number}."))
+                for number, layer in enumerate(self.layers)
+            ),
+            norm=self.norm.build(source, "model.norm", hidden),
         )
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
+
+
+class Decoder:
+    """Weights and the one call that uses them. Stateless: KV is in the pool it is given.
+
+    Args:
+        embedding: [vocabulary, hidden].
+        head: hidden -> vocabulary.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        embedding: Tensor,
+        head: Linear,
+        layers: tuple[Layer, ...],
+        norm: RmsNorm,
+    ) -> None:
+        self.spec = spec.model
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        self.embedding = embedding
+        self.head = head
+        self.layers = layers
+        self.norm = norm
+        self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
+        self._logit_soft_cap = spec.logit_soft_cap
 
     def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor:
-        """Computes a step and writes K and V of its tokens into their pages.
+        """Computes a step and writes what its tokens leave into their pages.
 
         Never waits for the device, and launches the same kernels on the same addresses for
         batches of the same shapes at the same addresses: it can be captured as a graph.
@@ -39,70 +92,23 @@ class DenseDecoder:
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
-        weights, eps = self._weights, self.spec.rms_norm_eps
-        angles = rope_angles(batch.positions, self._inverse_frequencies, self.spec.rope.scale)
-        plans = self._plans(batch, pool)
-        x = embed(batch.token_ids, future_tokens, weights.embedding)
+        step = Step(batch)
+        x = embed(batch.token_ids, future_tokens, self.embedding)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
         residual: Tensor | None = None
-        for layer, window, kv in zip(weights.layers, self.spec.windows, pool.layers, strict=True):
-            x, residual = add_rms_norm(x, residual, layer.input_norm, eps)
-            x = self._attention(x, layer, angles, kv, batch.locations, plans[window])
-            x, residual = add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self._mlp(x, layer)
-        x, _ = add_rms_norm(x, residual, weights.norm, eps, rows=batch.sampled)
+        layers = zip(self.layers, pool.layers, pool.layout.places, strict=True)
+        for layer, kv, place in layers:
+            x, residual = layer.forward(x, residual, step, Kept(kv, place.table))
+        x, _ = self.norm.forward(x, residual, rows=batch.sampled)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] in the model's dtype, or in float32 where they are soft-capped."""
-        logits = self._weights.head.apply(hidden)
-        cap = self.spec.logit_soft_cap
+        logits = self.head.apply(hidden)
+        cap = self._logit_soft_cap
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
-    def _attention(
-        self,
-        x: Tensor,
-        layer: LayerWeights,
-        angles: Tensor,
-        kv: Tensor,
-        locations: Tensor,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        q = rope_and_store(
-            layer.qkv.apply(x),
-            angles,
-            kv,
-            locations,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=self.spec.rms_norm_eps,
-        )
-        spec = self.spec
-        x = paged_attention(q, kv, plan, scale=spec.attention_scale, soft_cap=spec.soft_cap)
-        x = layer.output.apply(x)
-        return self._normed(x, layer.attention_post_norm)
 
-    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        x = layer.gate_up.apply(x)
-        x = layer.down.apply(act_and_mul(x, self.spec.activation))
-        return self._normed(x, layer.mlp_post_norm)
-
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else add_rms_norm(x, None, weight, self.spec.rms_norm_eps)[0]
-
-    def _plans(self, batch: ForwardBatch, pool: KVPool) -> dict[int | None, AttentionPlan]:
-        return {
-            window: plan_attention(
-                batch.page_ids,
-                batch.page_starts,
-                batch.query_starts,
-                batch.lengths,
-                pool.layers[0],
-                num_heads=self.spec.num_heads,
-                num_tokens=batch.token_ids.shape[0],
-                num_decodes=batch.num_decodes,
-                window=window,
-            )
-            for window in set(self.spec.windows)
-        }
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()

@@ -74,6 +74,13 @@ class Fields:
             raise self.wrong(name, "a list of strings")
         return tuple(value)
 
+    def counts(self, name: str) -> tuple[int, ...]:
+        """Each at least 0; none where the field is absent."""
+        value = self._get(name, [])
+        if type(value) is not list or not all(type(item) is int and item >= 0 for item in value):
+            raise self.wrong(name, "a list of integers of at least 0")
+        return tuple(value)
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One id or a list of them; none where the field is absent."""
         value = self._values.get(name)
@@ -81,6 +88,21 @@ class Fields:
         if not all(type(item) is int and item >= 0 for item in ids):
             raise self.wrong(name, "a token id or a list of them")
         return tuple(ids)
+
+    def group(self, name: str) -> int:
+        """How many share something: at least 1, or -1 for all."""
+        value = self._get(name, None)
+        if type(value) is not int or (value < 1 and value != -1):
+            raise self.wrong(name, "a positive integer, or -1")
+        return value
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._values
+
+    def objects(self) -> list["Fields"]:
+        """The fields that are objects themselves, as all must be."""
+        return [self.nested(name) for name in self._values]
 
     def nested(self, name: str) -> "Fields":
         """An empty object where the field is absent."""
@@ -99,3 +121,10 @@ class Fields:
     def _get(self, name: str, default: Any) -> Any:
         value = self._values.get(name)
         return default if value is None else value
+
+
+def eos_token_ids(directory: Path, config: Fields) -> tuple[int, ...]:
+    """What ends a text: of generation_config.json, or of the configuration."""
+    path = directory / "generation_config.json"
+    generation = Fields.of(path) if path.exists() else Fields({}, str(path))
+    return generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")

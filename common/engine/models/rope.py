@@ -8,26 +8,34 @@ import math
 import torch
 from torch import Tensor
 
+from common.engine.models.blocks.rotation import Rope
 from common.engine.models.fields import Fields
-from common.engine.models.spec import Rope
 from common.errors import ConfigError
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
-def parse_rope(config: Fields, head_dim: int, context_length: int) -> Rope:
+def parse_rope(config: Fields, head_dim: int, context_length: int, *, theta: float = 1e4) -> Rope:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
+    Args:
+        theta: where neither says.
     Raises:
         ConfigError: an unsupported variant, naming those that are supported.
     """
     name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope = config.nested(name)
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    if config.number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.wrong("partial_rotary_factor", "1")
+    return rope_of(rope, head_dim, context_length, theta=config.number("rope_theta", theta))
+
+
+def rope_of(rope: Fields, head_dim: int, context_length: int, *, theta: float) -> Rope:
+    """What one object of rope parameters says. Otherwise as `parse_rope`."""
+    theta = rope.number("rope_theta", theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    holder = rope if "partial_rotary_factor" in rope else config
-    if holder.number("partial_rotary_factor", 1.0) != 1.0:
-        raise holder.wrong("partial_rotary_factor", "1")
+    if rope.number("partial_rotary_factor", 1.0) != 1.0:
+        raise rope.wrong("partial_rotary_factor", "1")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     scale = 1.0

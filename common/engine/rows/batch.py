@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common.requests.logprobs import Logprobs
+
 Ints = NDArray[np.int32]
 
 
@@ -50,12 +52,39 @@ class ScheduleBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowLogprobs:
+    """Of tokens that some rows have: entry i is of row rows[i], whose entries follow each other."""
+
+    rows: Ints  # [n], places among the batch's rows
+    chosen: NDArray[np.float32]  # [n]
+    top_tokens: Ints  # [n, k], of each place the likeliest, in falling order
+    top: NDArray[np.float32]  # [n, k]
+
+    def of(self, row: int, num_top: int) -> Logprobs:
+        """What one row has, at most `num_top` of the likeliest tokens of each place."""
+        mine = self.rows == row
+        top_tokens, top = self.top_tokens[mine, :num_top], self.top[mine, :num_top]
+        return Logprobs(
+            self.chosen[mine].tobytes(),
+            top_tokens.shape[1],
+            top_tokens.tobytes(),
+            top.tobytes(),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchResult:
     """What one step gave, on the host. tokens[i] belongs to row i; -1 where the row sampled
     nothing; -2 where its logits were not finite, whether it samples or not: then nothing of its KV
-    is to be trusted."""
+    is to be trusted.
+
+    logprobs: of the tokens, for the rows that ask for them; prompt_logprobs: of the prompt's tokens
+    that follow those which the step has computed.
+    """
 
     tokens: Ints
+    logprobs: RowLogprobs | None = None
+    prompt_logprobs: RowLogprobs | None = None
 
 
 NOT_SAMPLED = -1
@@ -67,6 +96,11 @@ class Launched(Protocol):
 
     @property
     def batch(self) -> ScheduleBatch: ...
+
+    def sample(self) -> None:
+        """Once the step before is finished: chooses the tokens of a step whose rows had to wait for
+        that. Of any other step nothing is left to do."""
+        ...
 
     def result(self) -> BatchResult:
         """Waits for the copy-done event of this step: the only wait of the engine thread.

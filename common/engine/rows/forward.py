@@ -4,6 +4,7 @@ Built on the engine thread by column operations, a few per step whatever the num
 tensor is a copy, so that a launched forward never sees the table change.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -14,30 +15,33 @@ from torch import Tensor
 from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.table import RequestTable
 from common.engine.rows.upload import packed_bytes, upload
-from kernels.sampling import SamplingColumns
 
 # So many times the tokens that there are: whole rows are copied as much faster than single pages.
 MAX_PADDING = 4
+_ONE_FULL = (None,)  # tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
     """Rows are consecutive ranges of tokens. Nothing of it is ever changed in place.
 
+    A request's pages are in one table or in several, and a layer's KV is in the pages of one table
+    (KVLayout). What is a tuple has an entry for each table: tensors of their own, since kernels are
+    compiled for where a tensor begins.
+
     Padding, which gives a captured graph its size, are decode rows of length 0 with token 0 at
     location -1: they read and write no page, and nobody wants their logits.
     """
 
+    locations: tuple[Tensor, ...]  # int64 [num_tokens], page * page_size + offset: where KV goes
+    page_starts: tuple[Tensor, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
     token_ids: Tensor  # int32 [num_tokens]; -(slot + 1): the last token sampled in that slot
     positions: Tensor  # int32 [num_tokens], token indices
-    locations: Tensor  # int64 [num_tokens], page * page_size + offset: where its K and V go
     lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
-    page_starts: Tensor  # int32 [num_rows]: row i's pages are page_ids[page_starts[i] + j]
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
-    sampled: Tensor  # int64 [num_rows], the tokens whose logits are wanted: the last of each row
+    sampled: Tensor  # int64 [any], tokens whose logits are wanted: each row's last, then others
     page_ids: Tensor  # int32 [any]
     slots: Tensor  # int64 [num_rows without padding]
-    sampling: SamplingColumns | None  # None: every row takes its likeliest token
     num_decodes: int  # of the last rows, how many have one token each
 
     @property
@@ -50,7 +54,7 @@ class ForwardBatch:
         return packed_bytes(self._tensors())
 
     def padded(self, num_rows: int) -> "ForwardBatch":
-        """A decode step as one of so many rows. `slots` and `sampling` stay as they are."""
+        """A decode step as one of so many rows. `slots` stay as they are."""
         added = num_rows - self.num_rows
         if not added:
             return self
@@ -59,36 +63,46 @@ class ForwardBatch:
             self,
             token_ids=_grown(self.token_ids, added, 0),
             positions=_grown(self.positions, added, 0),
-            locations=_grown(self.locations, added, -1),
+            locations=tuple(_grown(each, added, -1) for each in self.locations),
             lengths=_grown(self.lengths, added, 0),
-            page_starts=_grown(self.page_starts, added, 0),
+            page_starts=tuple(_grown(each, added, 0) for each in self.page_starts),
             query_starts=places.int(),
             sampled=places[:-1],
             num_decodes=num_rows,
         )
 
-    def to(self, device: torch.device, into: Tensor | None = None) -> "ForwardBatch":
-        """The batch on the device, see `upload`. What a graph reads comes first."""
-        uploaded = upload(self._tensors(), device, into)
-        sampling = None
-        if self.sampling is not None:
-            columns = uploaded[len(_TENSORS) :]
-            sampling = SamplingColumns(**dict(zip(_SAMPLING, columns, strict=True)))
-        return ForwardBatch(
-            **dict(zip(_TENSORS, uploaded, strict=False)),
-            sampling=sampling,
+    def wanting(self, places: Tensor) -> "ForwardBatch":
+        """The same step, of whose tokens these (int64 [any]) are wanted besides."""
+        return replace(self, sampled=torch.cat((self.sampled, places)))
+
+    def to(
+        self, device: torch.device, into: Tensor | None = None, beside: Sequence[Tensor] = ()
+    ) -> tuple["ForwardBatch", list[Tensor]]:
+        """The batch and what goes beside it, on the device, see `upload`.
+
+        What a graph reads comes first. Where `into` has no room for all of `beside`, that is a
+        copy of its own.
+        """
+        own = self._tensors()
+        together = [*own, *beside]
+        if into is None or packed_bytes(together) <= into.nbytes:
+            uploaded = upload(together, device, into)
+        else:
+            uploaded = upload(own, device, into) + upload(beside, device)
+        tables = len(self.locations)
+        batch = ForwardBatch(
+            locations=tuple(uploaded[:tables]),
+            page_starts=tuple(uploaded[tables : 2 * tables]),
+            **dict(zip(_TENSORS, uploaded[2 * tables :], strict=False)),
             num_decodes=self.num_decodes,
         )
+        return batch, uploaded[len(own) :]
 
     def _tensors(self) -> list[Tensor]:
-        tensors = [getattr(self, name) for name in _TENSORS]
-        if self.sampling is not None:
-            tensors += [getattr(self.sampling, name) for name in _SAMPLING]
-        return tensors
+        return [*self.locations, *self.page_starts, *(getattr(self, name) for name in _TENSORS)]
 
 
-_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name not in ("sampling", "num_decodes"))
-_SAMPLING = tuple(f.name for f in fields(SamplingColumns))
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.type is Tensor)
 
 
 def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
@@ -100,6 +114,10 @@ class BatchBuilder:
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
+        self._windows = table.tables.windows
+        # As arrays: numpy converts a Python int anew in every call.
+        self._page_size = np.array(table.page_size, np.int64)
+        self._page_size_32 = np.array(table.page_size, np.int32)
         # Where every row has one token the places of tokens are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
         self._rows_32 = np.arange(table.num_slots + 1, dtype=np.int32)
@@ -110,7 +128,7 @@ class BatchBuilder:
         """O(tokens + pages of all rows)."""
         slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
         num_rows = len(slots)
-        page_ids, page_starts = self._pages(slots, ends)
+        page_ids, page_starts = self._pages(slots, starts, ends)
         lengths = torch.from_numpy(ends)
         if batch.mode is ForwardMode.DECODE:
             token_ids, locations = self._tokens(slots, starts)
@@ -124,7 +142,6 @@ class BatchBuilder:
                 sampled=self._places_64[:num_rows],
                 page_ids=page_ids,
                 slots=torch.from_numpy(slots),
-                sampling=self._sampling(slots, ends),
                 num_decodes=num_rows,
             )
         counts = ends - starts
@@ -145,49 +162,70 @@ class BatchBuilder:
             sampled=torch.from_numpy(query_starts[1:].astype(np.int64) - 1),
             page_ids=page_ids,
             slots=torch.from_numpy(slots),
-            sampling=self._sampling(slots, ends),
             num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
         )
 
-    def _pages(self, slots: NDArray[np.intp], ends: Ints) -> tuple[Tensor, Tensor]:
-        """Pages of rows of such lengths, and where each row's start: row after row, or all rows as
-        wide as the longest where that is little more."""
-        table, size = self._table, self._table.page_size
+    def _pages(
+        self, slots: NDArray[np.intp], starts: Ints, ends: Ints
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Pages of rows of such lengths, and where each row's start. Of a table with a window only
+        those that the row's tokens see: its starts lie as far before them as if all were there."""
+        if self._windows == _ONE_FULL:  # as most models have: nothing to put together
+            page_ids, page_starts = self._all_pages(0, slots, ends)
+            return torch.from_numpy(page_ids), (torch.from_numpy(page_starts),)
+        found = [
+            self._all_pages(table, slots, ends)
+            if window is None
+            else self._seen_pages(table, slots, np.maximum(starts - np.int32(window - 1), 0), ends)
+            for table, window in enumerate(self._windows)
+        ]
+        firsts = np.cumsum([0, *(len(ids) for ids, _ in found[:-1])], dtype=np.int32)
+        return (
+            torch.from_numpy(np.concatenate([ids for ids, _ in found])),
+            tuple(
+                torch.from_numpy(starts + first)
+                for (_, starts), first in zip(found, firsts, strict=True)
+            ),
+        )
+
+    def _all_pages(self, table: int, slots: NDArray[np.intp], ends: Ints) -> tuple[Ints, Ints]:
+        """Row after row, or all rows as wide as the longest where that is little more."""
         longest = int(np.maximum.reduce(ends))
         if len(slots) * longest <= MAX_PADDING * int(np.add.reduce(ends)):
-            num_pages = -(-longest // size)
-            page_ids = table.page_table[slots, :num_pages].reshape(-1)
-            page_starts = self._rows_32[: len(slots)] * np.int32(num_pages)
-        else:
-            counts = -(-ends // np.int32(size))
-            page_starts = np.cumsum(counts, dtype=np.int32) - counts
-            rows = np.repeat(self._places[: len(slots)], counts)
-            columns = np.arange(len(rows)) - page_starts[rows]
-            page_ids = table.page_table[slots[rows], columns]
-        return torch.from_numpy(page_ids), torch.from_numpy(page_starts)
+            num_pages = -(-longest // self._table.page_size)
+            page_ids = self._table.by_table[table][slots, :num_pages].reshape(-1)
+            return page_ids, self._rows_32[: len(slots)] * np.int32(num_pages)
+        return self._row_by_row(table, slots, -(-ends // self._page_size_32))
 
-    def _tokens(self, slots: NDArray[np.intp], positions: Ints) -> tuple[Tensor, Tensor]:
+    def _seen_pages(
+        self, table: int, slots: NDArray[np.intp], oldest: Ints, ends: Ints
+    ) -> tuple[Ints, Ints]:
+        """Those with tokens [oldest[i], ends[i]) of each row."""
+        size = self._page_size_32
+        firsts = oldest // size
+        page_ids, starts = self._row_by_row(table, slots, -(-ends // size) - firsts, firsts)
+        return page_ids, starts - firsts
+
+    def _row_by_row(
+        self, table: int, slots: NDArray[np.intp], counts: Ints, firsts: Ints | None = None
+    ) -> tuple[Ints, Ints]:
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        rows = np.repeat(self._places[: len(slots)], counts)
+        columns = np.arange(len(rows)) - (starts if firsts is None else starts - firsts)[rows]
+        return self._table.by_table[table][slots[rows], columns], starts
+
+    def _tokens(
+        self, slots: NDArray[np.intp], positions: Ints
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Ids and locations of tokens, each given by its slot and its index."""
         table = self._table
         token_ids = table.tokens[slots, positions]
         unknown = positions >= table.known[slots]
         if np.count_nonzero(unknown):
             token_ids = np.where(unknown, (-1 - slots).astype(np.int32), token_ids)
-        size = table.page_size
-        pages, offsets = np.divmod(positions.astype(np.intp), size)
-        locations = table.page_table[slots, pages] * np.int64(size) + offsets
-        return torch.from_numpy(token_ids), torch.from_numpy(locations)
-
-    def _sampling(self, slots: NDArray[np.intp], positions: Ints) -> SamplingColumns | None:
-        table = self._table
-        greedy = table.greedy[slots]
-        if np.count_nonzero(greedy) == len(slots):
-            return None
-        return SamplingColumns(
-            temperature=torch.from_numpy(table.temperature[slots]),
-            top_k=torch.from_numpy(table.top_k[slots]),
-            top_p=torch.from_numpy(table.top_p[slots]),
-            min_p=torch.from_numpy(table.min_p[slots]),
-            seeds=torch.from_numpy(table.seed[slots].view(np.int32).reshape(-1, 2)),
-            positions=torch.from_numpy(positions),
-        )
+        pages, offsets = np.divmod(positions.astype(np.intp), self._page_size)
+        locations = [
+            torch.from_numpy(mine[slots, pages] * self._page_size + offsets)
+            for mine in table.by_table
+        ]
+        return torch.from_numpy(token_ids), tuple(locations)

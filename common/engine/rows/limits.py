@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from common.engine.rows.request import Ints
 from common.errors import InvalidRequest
+from common.page_tables import PageTables
+from common.requests.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +14,23 @@ class RequestLimits:
 
     context_length: int
     vocabulary_size: int
-    page_size: int
+    tables: PageTables
     num_pages: int
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raises InvalidRequest, with a sentence that names the field, for a token that there is
+        not among those that are written to the logits."""
+        named = {
+            "logit_bias": [token for token, _ in sampling.logit_bias],
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
+            "stop_token_ids": sampling.stop_token_ids if sampling.min_tokens else (),
+        }
+        for field, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary_size:
+                raise InvalidRequest(
+                    f"sampling.{field} has a token outside the vocabulary of {self.vocabulary_size}"
+                )
 
     def check(self, token_ids: Ints) -> None:
         """Raises InvalidRequest, with a sentence that names the field, where the tokens (prompt,
@@ -32,7 +49,7 @@ class RequestLimits:
             raise InvalidRequest(
                 f"token_ids: {wrong} is outside the vocabulary of {self.vocabulary_size}"
             )
-        needed = num_tokens // self.page_size + 1
+        needed = self.tables.pages_to_compute(num_tokens + 1)
         if needed > self.num_pages:
             raise InvalidRequest(
                 f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "

@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
+from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.trial import TRIAL_TOKENS
@@ -76,6 +78,8 @@ class Request:
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     slot: int | None = field(default=None)
+    compiled: Any = None  # what its guide has become, before it waits for anything else
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # as far as it is computed
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step
     admitted: float = 0.0  # time.monotonic() when its first forward was chosen
     away: list[float] = field(default_factory=list)  # when it left the device, came back, left ...

@@ -4,19 +4,21 @@ A step's work over its rows is a handful of column operations, whatever the numb
 module knows nothing of queues and decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.rows.batch import Ints
+from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.rows.request import Request
 from common.errors import EngineFault
+from common.page_tables import PageTables
 
 Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest by np.intp
 
-_MAX_SEED = 2**64 - 1
+_NO_PAGES = np.empty(0, np.int32)
 
 
 class RequestTable:
@@ -28,23 +30,37 @@ class RequestTable:
 
     Columns, [num_slots] unless said otherwise:
         tokens [num_slots, context_length]: prompt, then what was generated; `known` are valid.
-        page_table [num_slots, max_pages]: pages of the request in order; `num_pages` are valid.
+        page_table [num_slots, tables, max_pages]: pages of the request in order, by table;
+            `num_pages` are valid, and none of them is a page behind a window.
         known: tokens that the CPU knows.
         length: `known` and those in flight. A decode row computes token index length - 1.
         max_length: the request has its last token when it has so many.
         capacity: tokens that its pages have room for, num_pages * page_size.
+        by_table: page_table's columns of each table, [num_slots, max_pages] views.
+        first_page [num_slots, tables]: pages before it are behind a window.
         stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them unless ignored.
         live: the slot has a request that has not ended.
         deadline: time.monotonic().
     """
 
-    def __init__(self, num_slots: int, context_length: int, page_size: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        context_length: int,
+        page_size: int,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        """windows: see PageTables."""
+        self.tables = PageTables(page_size, windows)
         self.num_slots = num_slots
         self.context_length = context_length
         self.page_size = page_size
         max_pages = -(-context_length // page_size)
         self.tokens = np.zeros((num_slots, context_length), np.int32)
-        self.page_table = np.zeros((num_slots, max_pages), np.int32)
+        self.page_table = np.full((num_slots, len(windows), max_pages), NO_PAGE, np.int32)
+        self.first_page = np.zeros((num_slots, len(windows)), np.int32)
+        self.by_table = tuple(self.page_table[:, table] for table in range(len(windows)))
+        self._num_full, self._sliding = self.tables.num_full, self.tables.sliding
         self.known = np.zeros(num_slots, np.int32)
         self.length = np.zeros(num_slots, np.int32)
         self.num_prompt = np.zeros(num_slots, np.int32)
@@ -56,24 +72,19 @@ class RequestTable:
         self.deadline = np.zeros(num_slots, np.float64)
         self.origin_stream = np.zeros(num_slots, np.uint64)
         self.origin_request = np.zeros(num_slots, np.uint64)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_p = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.frequency_penalty = np.zeros(num_slots, np.float32)
-        self.presence_penalty = np.zeros(num_slots, np.float32)
-        self.repetition_penalty = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.uint64)
-        self.greedy = np.zeros(num_slots, np.bool_)
-        self.penalised = np.zeros(num_slots, np.bool_)
         self._free = list(range(num_slots - 1, -1, -1))
         self._last_step = np.zeros(num_slots, np.int64)  # the newest step that has the slot
         self._finished_step = 0
         self._leaving: list[int] = []  # released, but in a launched step
+        self._told: list[Callable[[int, Request], None]] = []
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def tell_of_requests(self, listener: Callable[[int, Request], None]) -> None:
+        """`listener` is called with every slot that is acquired from now on, and its request."""
+        self._told.append(listener)
 
     def acquire(self, request: Request, eos_token_ids: Sequence[int] = ()) -> int | None:
         """Gives the request a slot, sets `request.slot` and fills its columns; it has no pages.
@@ -94,19 +105,11 @@ class RequestTable:
         self.live[slot] = True
         self.deadline[slot] = request.deadline
         self.origin_stream[slot], self.origin_request[slot] = request.origin
-        self.temperature[slot] = sampling.temperature
-        self.top_p[slot] = sampling.top_p
-        self.top_k[slot] = sampling.top_k
-        self.min_p[slot] = sampling.min_p
-        self.frequency_penalty[slot] = sampling.frequency_penalty
-        self.presence_penalty[slot] = sampling.presence_penalty
-        self.repetition_penalty[slot] = sampling.repetition_penalty
-        self.seed[slot] = sampling.seed & _MAX_SEED
-        self.greedy[slot] = sampling.greedy
-        self.penalised[slot] = sampling.penalised
         self._set_stop_ids(
             slot, sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(eos_token_ids))
         )
+        for listener in self._told:
+            listener(slot, request)
         return slot
 
     def release(self, request: Request) -> None:
@@ -137,16 +140,52 @@ class RequestTable:
         """Has a launched step, not finished yet, this slot?"""
         return bool(self._last_step[slot] > self._finished_step)
 
-    def set_pages(self, slot: int, pages: Ints) -> None:
-        """These are all pages of the request, in order."""
-        num_pages = len(pages)
-        self.page_table[slot, :num_pages] = pages
+    def set_pages(self, slot: int, holding: Holding) -> None:
+        """These are all pages of the request."""
+        num_pages = holding.num_pages
+        self.page_table[slot] = NO_PAGE
+        self.page_table[slot, :, :num_pages] = holding.tables
+        self.first_page[slot] = (holding.tables < 0).sum(axis=1)
         self.num_pages[slot] = num_pages
         self.capacity[slot] = num_pages * self.page_size
 
-    def pages_of(self, slot: int) -> Ints:
+    def append_pages(self, slots: Slots, pages: Ints) -> None:
+        """One page more in each table of each slot: pages [len(slots) * tables], slot by slot."""
+        num_pages = self.num_pages[slots]
+        for table, mine in enumerate(self.by_table):
+            mine[slots, num_pages] = pages[table :: len(self.by_table)]
+        self.num_pages[slots] = num_pages + 1
+        self.capacity[slots] += self.page_size
+
+    def free_behind(self, slot: int, num_tokens: int) -> Ints:
+        """Takes out the pages that no window sees any more once so many of the request's tokens are
+        *finished* (PageTables.live_from); returns them, still held for it. A copy."""
+        gone = [_NO_PAGES]
+        for table, _ in self._sliding:
+            first = int(self.first_page[slot, table])
+            past = min(self.tables.live_from(table, num_tokens), int(self.num_pages[slot]))
+            if past > first:
+                gone.append(self.page_table[slot, table, first:past].copy())
+                self.page_table[slot, table, first:past] = NO_PAGE
+                self.first_page[slot, table] = past
+        return np.concatenate(gone)
+
+    def growth(self, slots: Slots, more_pages: Ints) -> int:
+        """Pages of all tables that they take up whose full tables grow by so many each."""
+        growth = self._num_full * int(more_pages.sum())
+        for table, _ in self._sliding:
+            live = self.num_pages[slots] - self.first_page[slots, table]
+            room = np.maximum(self.tables.most_live(table) - live, 0)
+            growth += int(np.minimum(more_pages, room).sum())
+        return growth
+
+    def holding_of(self, slot: int) -> Holding:
         """A copy."""
-        return self.page_table[slot, : self.num_pages[slot]].copy()
+        return Holding(self.page_table[slot, :, : self.num_pages[slot]].copy())
+
+    def pages_of(self, slot: int) -> Ints:
+        """All pages of the request, distinct. A copy."""
+        return self.holding_of(slot).flat()
 
     def tokens_of(self, slot: int) -> Ints:
         """The tokens that the CPU knows. A copy."""

@@ -20,17 +20,17 @@ def use_cpu(threads: int, cpu_kernels: CpuKernels) -> None:
     """The first time on a machine this takes the seconds that a compiler takes. Never fails: what
     cannot be compiled, torch computes."""
     torch.set_num_threads(threads)
-    device.use_compiled(_operators() if cpu_kernels == "auto" else None)
+    device.use_compiled(_operators(threads) if cpu_kernels == "auto" else None)
 
 
-def _operators() -> Operators | None:
+def _operators(threads: int) -> Operators | None:
     directory = cache_directory()
 
     def tell() -> None:
         log.info("compiling operations for this CPU: seconds, once %s", kv(cache=directory))
 
     try:
-        return Operators(library(directory, tell))
+        return Operators(library(directory, tell), threads)
     except (NotCompiled, OSError) as error:
         log.warning("no compiled operations, so steps are slower %s", kv(because=error))
         return None

@@ -4,7 +4,8 @@ A graph has the model's forward only. What follows it, logits and sampling, is l
 graph runs, so that a graph needs no memory per vocabulary and knows nothing of sampling.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from common.engine.rows.forward import ForwardBatch
 from common.engine.run.rehearsal import decode_rehearsal
+
+log = logging.getLogger(__name__)
 
 Forward: TypeAlias = Callable[[ForwardBatch], Tensor]
 
@@ -69,20 +72,27 @@ class DecodeGraphs:
         device: torch.device,
         *,
         max_rows: int,
+        num_tables: int,
         max_pages: int,
+        beside_bytes: int = 0,
     ) -> None:
         """
         Args:
-            max_pages: of one row.
+            num_tables: of pages, of every row.
+            max_pages: of one row, in all of them.
+            beside_bytes: room for what goes to the device beside a step's inputs.
         """
         self._forward = forward
         self._recorder = recorder
         self._device = device
+        self._num_tables = num_tables
         self._max_pages = max_pages
         self._sizes = ladder(max_rows)
         self._graphs: dict[int, _Recorded] = {}
+        self._impossible = False
         # Every graph reads its inputs here, and every step's are copied here.
-        num_bytes = decode_rehearsal(max_rows, max_rows * max_pages).packed_bytes
+        num_bytes = decode_rehearsal(max_rows, num_tables, max_rows * max_pages).packed_bytes
+        num_bytes += beside_bytes
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     @property
@@ -92,9 +102,25 @@ class DecodeGraphs:
         return self._sizes[::-1]
 
     def capture(self, size: int) -> None:
-        """Captures the graph of so many rows, over a batch of padding."""
-        batch = decode_rehearsal(size, size * self._max_pages).to(self._device, self._inputs)
-        graph, hidden = self._recorder(lambda: self._forward(batch))
+        """Captures the graph of so many rows, over a batch of padding.
+
+        Once a model cannot be captured, as some that wait for the device in a forward, there are
+        no graphs, and a warning.
+        """
+        if self._impossible:
+            return
+        inputs = decode_rehearsal(size, self._num_tables, size * self._max_pages)
+        batch, _ = inputs.to(self._device, self._inputs)
+        try:
+            graph, hidden = self._recorder(lambda: self._forward(batch))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._impossible = True
+            self._graphs.clear()
+            reason = str(error).partition("\n")[0]
+            log.warning("decode steps are launched kernel by kernel: no graph of them (%s)", reason)
+            return
         self._graphs[size] = _Recorded(graph, hidden)
 
     def size_for(self, batch: ForwardBatch) -> int | None:
@@ -104,13 +130,15 @@ class DecodeGraphs:
             return None
         return next((size for size in self._sizes if rows <= size and size in self._graphs), None)
 
-    def run(self, batch: ForwardBatch, size: int) -> tuple[ForwardBatch, Tensor]:
-        """The padded batch on the device, and the hidden states of the batch's own rows, valid
-        until the next `run`."""
+    def run(
+        self, batch: ForwardBatch, size: int, beside: Sequence[Tensor]
+    ) -> tuple[ForwardBatch, Sequence[Tensor], Tensor]:
+        """The padded batch and what goes beside it on the device, and the hidden states of the
+        batch's own rows. All of it is valid until the next `run`."""
         recorded = self._graphs[size]
-        uploaded = batch.padded(size).to(self._device, self._inputs)
+        uploaded, sent = batch.padded(size).to(self._device, self._inputs, beside)
         recorded.graph.replay()
-        return uploaded, recorded.hidden[: batch.num_rows]
+        return uploaded, sent, recorded.hidden[: batch.num_rows]
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:

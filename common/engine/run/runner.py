@@ -4,60 +4,103 @@ Knows nothing of requests' lives: it reads the request table at launch, and the 
 does not know yet from the future map.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.features.penalties import PenaltyBatch, PenaltyCounts
+from common.engine.features.composition import RowFeatures, StepWork
 from common.engine.memory.kv import HostPool, KVPool, swap_in, swap_out
 from common.engine.models import Model
-from common.engine.rows.batch import NOT_FINITE, NOT_SAMPLED, BatchResult, ScheduleBatch
+from common.engine.rows.batch import (
+    NOT_FINITE,
+    NOT_SAMPLED,
+    BatchResult,
+    RowLogprobs,
+    ScheduleBatch,
+)
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
+from common.engine.rows.upload import packed_bytes, upload
 from common.engine.run.future_map import FutureMap
 from common.engine.run.graphs import DecodeGraphs, Recorder
 from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal
 from common.engine.run.stream import Event, Stream, made_on
-from kernels.sampling import sample
 
 _NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class _Output:
-    """Written by the forward stream, read once its event is done. Tokens in host memory."""
+    """Written by the forward stream, read once its event is done. In host memory.
+
+    told, prompt: columns of RowLogprobs, of the tokens and of prompts.
+    """
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    told: Mapping[str, Tensor] = field(default_factory=dict)
+    prompt: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    """Of a step whose tokens are chosen later. Written and read by the forward stream."""
+
+    uploaded: ForwardBatch
+    sent: Sequence[Tensor]
+    hidden: Tensor
 
 
 class LaunchedStep:
-    """A forward on its way, and where its tokens will be."""
+    """A forward on its way, and where its tokens will be.
 
-    def __init__(self, batch: ScheduleBatch, output: _Output, event: Event) -> None:
+    Args:
+        later: enqueues the choice of the tokens, where some rows could not be sampled at launch.
+    """
+
+    def __init__(
+        self,
+        batch: ScheduleBatch,
+        output: _Output,
+        event: Event,
+        later: Callable[[], Event] | None = None,
+    ) -> None:
         self._batch = batch
         self._output = output
-        self._event = event
+        self._events = [event]
+        self._later = later
 
     @property
     def batch(self) -> ScheduleBatch:
         return self._batch
 
+    def sample(self) -> None:
+        if self._later is not None:
+            self._events.append(self._later())
+            self._later = None
+
     def result(self) -> BatchResult:
-        self._event.wait()
+        for event in self._events:
+            event.wait()
         tokens, samples = self._output.tokens.numpy(), self._batch.samples
-        if np.count_nonzero(samples) == len(samples):
-            return BatchResult(tokens)
-        return BatchResult(np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED))
+        if np.count_nonzero(samples) != len(samples):
+            tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
+        return BatchResult(tokens, _columns(self._output.told), _columns(self._output.prompt))
+
+
+def _columns(told: Mapping[str, Tensor]) -> RowLogprobs | None:
+    if not told:
+        return None
+    return RowLogprobs(**{name: tensor.numpy() for name, tensor in told.items()})
 
 
 class ModelRunner:
     """Runs a model over a pool for the requests of a table. Engine thread only.
 
     Args:
+        features: of the requests of that table.
         recorder: of the graphs of decode steps; None: every step is launched kernel by kernel.
     """
 
@@ -67,6 +110,7 @@ class ModelRunner:
         pool: KVPool,
         host_pool: HostPool,
         table: RequestTable,
+        features: RowFeatures,
         stream: Stream,
         recorder: Recorder | None = None,
     ) -> None:
@@ -76,9 +120,10 @@ class ModelRunner:
         self._builder = BatchBuilder(table)
         self._stream = stream
         self._future = made_on(stream, lambda: FutureMap(table.num_slots, model.device))
-        self._penalties = PenaltyCounts(table, model.spec.vocabulary_size, model.device)
+        self._features = features
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
+            beside = features.rehearsals(table.num_slots, 0)[0].tensors()
             self._graphs = made_on(
                 stream,
                 lambda: DecodeGraphs(
@@ -86,7 +131,9 @@ class ModelRunner:
                     recorder,
                     model.device,
                     max_rows=table.num_slots,
-                    max_pages=table.page_table.shape[1],
+                    num_tables=table.tables.num_tables,
+                    max_pages=table.page_table[0].size,
+                    beside_bytes=packed_bytes(beside),
                 ),
             )
 
@@ -109,30 +156,54 @@ class ModelRunner:
         Args:
             num_tokens: of the largest forward, at least one for each slot.
         """
-        num_slots = self._future.num_slots
-        mixed = mixed_rehearsal(num_tokens, num_slots, self._pool.layout.page_size)
-        choices = tuple(product((True, False), (self._penalties.rehearsal(), None)))
+        num_slots, tables = self._future.num_slots, self._pool.layout.tables
+        mixed = mixed_rehearsal(num_tokens, num_slots, tables.num_tables, tables.page_size)
+        decode = decode_rehearsal(num_slots, tables.num_tables)
+        asked = [(mixed, num_tokens), (decode, 0)]
 
         def work() -> None:
-            for inputs in (mixed, decode_rehearsal(num_slots)):
-                uploaded, hidden = self._forward(inputs)
-                greedy = replace(uploaded, sampling=None)
-                for sampled, penalties in choices:
-                    _to_host(self._sample(uploaded if sampled else greedy, hidden, penalties))
+            for inputs, num_asked in asked:
+                for each in self._features.rehearsals(num_slots, num_asked):
+                    self._run(inputs, each, _Output())
 
         self._enqueue(work).wait()
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Copies what the step needs of the table and enqueues: swap out, swap in, forward,
         sampling, the copy of the tokens to host memory."""
-        inputs = self._builder.build(batch)
-        penalties = self._penalties.build(batch.slots, batch.ends, batch.samples)
+        inputs, asked = self._builder.build(batch), self._features.build(batch)
         output = _Output()
+        if asked.late:
+            return self._launch_forward(batch, inputs, asked, output)
 
         def work() -> None:
-            output.tokens = self._run(batch, inputs, penalties)
+            self._swap(batch)
+            self._run(inputs, asked, output)
 
         return LaunchedStep(batch, output, self._enqueue(work))
+
+    def _launch_forward(
+        self, batch: ScheduleBatch, inputs: ForwardBatch, asked: StepWork, output: _Output
+    ) -> LaunchedStep:
+        """The forward alone: what its rows ask of the logits depends on the step before."""
+        done: list[_Forward] = []
+
+        def work() -> None:
+            self._swap(batch)
+            done.append(self._forward(inputs, asked))
+
+        def sample() -> Event:
+            late = StepWork(works=self._features.build_late(batch, asked.late))
+
+            def work() -> None:
+                sent = upload(late.tensors(), self._model.device)
+                whole = replace(asked, works=asked.works + late.works)
+                forward = replace(done[0], sent=[*done[0].sent, *sent])
+                self._choose(forward, whole, output)
+
+            return self._enqueue(work)
+
+        return LaunchedStep(batch, output, self._enqueue(work), sample)
 
     def _enqueue(self, work: Callable[[], None]) -> Event:
         def enqueue() -> None:
@@ -141,41 +212,38 @@ class ModelRunner:
 
         return self._stream.submit(enqueue)
 
-    def _run(
-        self, batch: ScheduleBatch, inputs: ForwardBatch, penalties: PenaltyBatch | None
-    ) -> Tensor:
+    def _swap(self, batch: ScheduleBatch) -> None:
         if batch.swap_out is not None:
             swap_out(self._pool, self._host_pool, batch.swap_out)
         if batch.swap_in is not None:
             swap_in(self._pool, self._host_pool, batch.swap_in)
-        uploaded, hidden = self._forward(inputs)
-        tokens = self._sample(uploaded, hidden, penalties)
-        return _to_host(tokens)
 
-    def _forward(self, inputs: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
-        """The batch on the device, and the hidden states of its sampled tokens."""
-        if self._graphs is not None and (size := self._graphs.size_for(inputs)):
-            return self._graphs.run(inputs, size)
-        uploaded = inputs.to(self._model.device)
-        return uploaded, self._eager(uploaded)
+    def _run(self, inputs: ForwardBatch, asked: StepWork, output: _Output) -> None:
+        self._choose(self._forward(inputs, asked), asked, output)
+
+    def _choose(self, forward: _Forward, asked: StepWork, output: _Output) -> None:
+        uploaded, sent, to_logits = forward.uploaded, forward.sent, self._model.logits
+        num_rows = len(uploaded.slots)
+        tokens, told = asked.choose(to_logits(forward.hidden[:num_rows]), sent)
+        self._future.store(uploaded.slots, tokens)
+        output.tokens = _to_host(tokens)
+        output.told = {name: _to_host(tensor) for name, tensor in told.items()}
+        if asked.prompt is not None:
+            told = asked.prompt.run(to_logits, forward.hidden[num_rows:], sent[0])
+            output.prompt = {name: _to_host(tensor) for name, tensor in told.items()}
+
+    def _forward(self, inputs: ForwardBatch, asked: StepWork) -> _Forward:
+        """Runs it, over what goes to the device beside it."""
+        beside = asked.tensors()
+        if asked.prompt is not None:
+            inputs = inputs.wanting(asked.prompt.places)
+        elif self._graphs is not None and (size := self._graphs.size_for(inputs)):
+            return _Forward(*self._graphs.run(inputs, size, beside))
+        uploaded, sent = inputs.to(self._model.device, beside=beside)
+        return _Forward(uploaded, sent, self._eager(uploaded))
 
     def _eager(self, uploaded: ForwardBatch) -> Tensor:
         return self._model.forward(uploaded, self._pool, self._future.tokens)
-
-    def _sample(
-        self, uploaded: ForwardBatch, hidden: Tensor, penalties: PenaltyBatch | None
-    ) -> Tensor:
-        logits = self._model.logits(hidden)
-        if penalties is None:
-            tokens = sample(logits, uploaded.sampling)
-        else:
-            penalties = penalties.to(self._model.device)
-            logits = logits.float()
-            self._penalties.apply(penalties, logits)
-            tokens = sample(logits, uploaded.sampling)
-            self._penalties.add(penalties, tokens)
-        self._future.store(uploaded.slots, tokens)
-        return tokens
 
 
 def _to_host(tokens: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ import numpy as np
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import Match, RadixCache
-from common.engine.rows.batch import Ints
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.adder import PrefillAdder
 from common.engine.schedule.arrivals import Claim, is_overdue
-from common.engine.schedule.growth import NewTokenRatio, growth_of_one
+from common.engine.schedule.growth import NewTokenRatio, missing_pages_of_one
 from common.engine.schedule.policy import SchedulePolicy
 from common.engine.schedule.waiting import PromptsUnderWay, WaitingQueue
 
@@ -59,10 +59,11 @@ class Admission:
         pages: PageAllocator,
         cache: RadixCache,
         ratio: NewTokenRatio,
-        on_admit: Callable[[Request, Ints], None],
+        on_admit: Callable[[Request, Holding], None],
     ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._table = table
+        self._tables = table.tables
         self._pages = pages
         self._cache = cache
         self._ratio = ratio
@@ -82,27 +83,28 @@ class Admission:
         return min(
             request.num_prompt + request.sampling.max_tokens,
             self._table.context_length,
-            self._pages.num_pages * self._table.page_size + 1,  # the last one has no KV
+            self._tables.max_tokens(self._pages.num_pages) + 1,  # the last one has no KV
         )
 
     def growth_pages(self, request: Request) -> int:
         """Pages to keep free for a request that has the pages of its tokens, and its next token
         in flight."""
         num_tokens, size = len(request.token_ids), self._table.page_size
-        return growth_of_one(
+        missing = missing_pages_of_one(
             num_tokens + 1,
             self.max_length(request),
-            -(-num_tokens // size) * size,
+            self._tables.num_pages(num_tokens) * size,
             self._ratio.value,
             size,
         )
+        return self._tables.growth(num_tokens, missing)
 
-    def take_slot(self, request: Request, pages: Ints) -> int | None:
+    def take_slot(self, request: Request, holding: Holding) -> int | None:
         """Puts a request and its pages into the table. None: no slot is free."""
         slot = self._table.acquire(request, self._eos_token_ids)
         if slot is not None:
             self._table.max_length[slot] = self.max_length(request)
-            self._table.set_pages(slot, pages)
+            self._table.set_pages(slot, holding)
         return slot
 
     def next_rows(
@@ -158,7 +160,7 @@ class Admission:
         first = next(iter(self.waiting), None)
         if first is None:
             return None
-        num_pages = -(-len(first.token_ids) // self._table.page_size)
+        num_pages = self._tables.pages_to_compute(len(first.token_ids))
         return Claim(first.arrived, num_pages + self.growth_pages(first))
 
     @property
@@ -227,6 +229,8 @@ class Admission:
                     break
                 continue
             wanted, namespace = request.token_ids[:-1], request.namespace
+            if request.sampling.prompt_logprobs >= 0:
+                wanted = wanted[:0]  # each of its tokens is computed
             match = self._cache.match(wanted, namespace)
             if self._cache.enabled and self.under_way.worth_waiting(
                 wanted, namespace, match.num_tokens
@@ -255,17 +259,20 @@ class Admission:
     def _needed_pages(self, request: Request, match: Match) -> int:
         """Pages that it takes from those available now: fresh ones, and those of its cached
         prefix that could be evicted as long as it does not hold them."""
-        num_pages = -(-len(request.token_ids) // self._table.page_size)
-        loose = np.count_nonzero(self._pages.held_only_by(match.pages, Holder.CACHE))
-        return num_pages - len(match.pages) + int(loose)
+        loose = self._pages.held_only_by(match.pages, Holder.CACHE)
+        return self._fresh_pages(request, match) + int(np.count_nonzero(loose))
+
+    def _fresh_pages(self, request: Request, match: Match) -> int:
+        num_pages = self._tables.num_pages(len(request.token_ids)) - match.holding.num_pages
+        return num_pages * self._tables.num_tables
 
     def _let_in(self, request: Request, match: Match, end: int) -> ExtendRow:
-        start, num_pages = match.num_tokens, -(-len(request.token_ids) // self._table.page_size)
+        start = match.num_tokens
         self._pages.hold(match.pages, Holder.REQUEST)
-        fresh = self._cache.allocate(num_pages - len(match.pages), Holder.REQUEST)
+        fresh = self._cache.allocate(self._fresh_pages(request, match), Holder.REQUEST)
         assert fresh is not None
-        pages = np.concatenate([match.pages, fresh])
-        slot = self.take_slot(request, pages)
+        holding = match.holding.and_behind(fresh)
+        slot = self.take_slot(request, holding)
         assert slot is not None
         if self.waiting.was_returned(request):
             request.return_to_device(time.monotonic())
@@ -275,6 +282,6 @@ class Admission:
             self.cached_tokens += request.cached_tokens
             self.admitted_tokens += request.num_prompt
         self.waiting.remove(request)
-        self._on_admit(request, pages)
+        self._on_admit(request, holding)
         self.under_way.add(request, len(request.token_ids) - start)
         return self._row(request, slot, start, end)

@@ -54,7 +54,9 @@ class StepAssembler:
         table = self._table
         ends = table.length[decodes]
         starts = ends - self._one
-        written = table.page_table[decodes, starts >> self._shift].astype(np.intp)
+        places = starts >> self._shift
+        by_table = [pages[decodes, places].astype(np.intp) for pages in table.by_table]
+        written: Pages = by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
         self.num_steps += 1
         if not extends:
             if decodes is not self._decodes:
@@ -87,4 +89,5 @@ class StepAssembler:
 
     def _pages_of(self, row: ExtendRow) -> Ints:
         first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
-        return self._table.page_table[row.slot, first:past]
+        pages: Ints = self._table.page_table[row.slot, :, first:past].ravel()
+        return pages

@@ -43,10 +43,10 @@ class NewTokenRatio:
         self.value = self._first
 
 
-def growth_of_running(
+def missing_pages(
     length: Ints, max_length: Ints, capacity: Ints, ratio: float, page_size: int
-) -> int:
-    """Pages to keep free for running requests, [num_requests] each.
+) -> Ints:
+    """Pages of one table to keep free for each running request; [num_requests] all.
 
     A request of `length` tokens computes index length - 1 next, and its last token has no KV. So a
     request that goes on and whose pages are full counts one page at least.
@@ -54,10 +54,13 @@ def growth_of_running(
     remaining = np.clip(max_length - length, 0, CLIP_NEW_TOKENS)
     tokens = length - 1 + np.ceil(remaining * ratio).astype(np.int32)
     missing = np.maximum(tokens - capacity, 0)
-    return int(((missing + page_size - 1) // page_size).sum())
+    pages: Ints = (missing + page_size - 1) // page_size
+    return pages
 
 
-def growth_of_one(length: int, max_length: int, capacity: int, ratio: float, page_size: int) -> int:
+def missing_pages_of_one(
+    length: int, max_length: int, capacity: int, ratio: float, page_size: int
+) -> int:
     """The same for one request that is going to run."""
     remaining = min(max(max_length - length, 0), CLIP_NEW_TOKENS)
     missing = length - 1 + math.ceil(remaining * ratio) - capacity

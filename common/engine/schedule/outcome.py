@@ -1,22 +1,30 @@
 """What a finished step means for the world outside the scheduler."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.rows.request import Finish, Request
+from common.requests.logprobs import Logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkDone:
-    """KV of token indices [start, end) is final, in the request's own pages. With the last chunk
-    comes the token sampled after it."""
+    """KV of token indices [start, end) is final, in the request's own pages unless it has been
+    retracted since. With the last chunk comes the token sampled after it.
+
+    logprobs: of that token, prompt_logprobs: of those of the prompt but the first one; where they
+    are asked for.
+    """
 
     request: Request
     start: int
     end: int
     first_token: int | None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +39,12 @@ class Finished:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
     """New tokens come in columns, one entry each; the token that ends a request is among them.
-    `streams` and `requests` are the origins."""
+    `streams` and `requests` are the origins. `logprobs`: of those tokens whose requests ask for
+    them, by origin."""
 
     streams: NDArray[np.uint64]
     requests: NDArray[np.uint64]
     tokens: NDArray[np.int32]
     chunks: list[ChunkDone]
     finished: list[Finished]
+    logprobs: Sequence[tuple[tuple[int, int], Logprobs]] = ()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints, PageCopies
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.errors import EngineFault
@@ -38,6 +39,7 @@ class _Retracted:
     request: Request
     slot: int
     state: _State
+    had: Holding  # when it was retracted, of tokens that have their KV
     device_pages: Ints
     host_pages: Ints
 
@@ -86,19 +88,23 @@ class RetractedRequests:
         """
         slot = request.slot
         assert slot is not None
-        pages = self._table.pages_of(slot)
-        self._table.set_pages(slot, _NOTHING)
+        holding = self._table.holding_of(slot)
+        pages = holding.flat()
+        self._table.set_pages(slot, Holding.none(len(holding.tables)))
         self._pages.drop(pages, Holder.REQUEST)
         request.leave_device(time.monotonic())
         # KV exists of every token but the newest, which may be in flight.
-        num_saved = -(-(int(self._table.length[slot]) - 1) // self._table.page_size)
-        fits = num_saved <= len(self._host_free)
+        num_saved = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
+        had = Holding(holding.tables[:, :num_saved])
+        saved = had.flat()
+        fits = len(saved) <= len(self._host_free)
         self._by_key[request.key] = _Retracted(
             request,
             slot,
             _State.SAVING if fits else _State.LOST,
-            pages[:num_saved] if fits else _NOTHING,
-            self._take_host_pages(num_saved) if fits else _NOTHING,
+            had,
+            saved if fits else _NOTHING,
+            self._take_host_pages(len(saved)) if fits else _NOTHING,
         )
         return pages
 
@@ -127,7 +133,7 @@ class RetractedRequests:
         entry.state = _State.RETURNING
         entry.request.return_to_device(time.monotonic())
         entry.device_pages = pages
-        self._table.set_pages(slot, pages)
+        self._table.set_pages(slot, entry.had.moved_to(pages))
 
     def returning(self) -> NDArray[np.intp]:
         """Slots that the next batch swaps in."""

@@ -15,7 +15,7 @@ from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
-from common.engine.schedule.growth import NewTokenRatio, growth_of_one
+from common.engine.schedule.growth import NewTokenRatio, missing_pages_of_one
 from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.running import RunningBatch
 
@@ -41,6 +41,7 @@ class Retraction:
         self._running = running
         self._retracted = retracted
         self._ratio = ratio
+        self._num_tables = table.tables.num_tables
         self.num_retractions = 0
         self.num_recomputed = 0
 
@@ -58,7 +59,7 @@ class Retraction:
         while True:
             full = self._running.full(slots)
             spare = given_up[self._pages.held_only_by(given_up, Holder.STEP)]
-            missing = len(full) - self._cache.num_available - len(spare)
+            missing = len(full) * self._num_tables - self._cache.num_available - len(spare)
             if missing <= 0 or not victims or len(slots) == 1:
                 break
             slot = victims.pop(0)
@@ -82,9 +83,9 @@ class Retraction:
         """
         while (first := self._retracted.next_saved()) is not None:
             slot, num_pages = first
-            growth = self._growth_after(slot, num_pages)
+            growth = self._growth_after(slot)
             if device_empty:
-                needed = num_pages + min(growth, 1)
+                needed = num_pages + min(growth, self._num_tables)
             else:
                 needed = num_pages + growth + self._running.growth(self._ratio.value)
             if needed > self._cache.num_available:
@@ -104,16 +105,17 @@ class Retraction:
         return victims
 
     def _grow(self, full: NDArray[np.intp], spare: Ints) -> int:
-        """One more page for as many of `full` as there are pages: free and evictable ones, then
-        `spare`, which only steps hold. Returns for how many."""
-        num_fresh = min(len(full), self._cache.num_available)
-        fresh = self._cache.allocate(num_fresh, Holder.REQUEST)
+        """One more page in each table for as many of `full` as there are pages: free and evictable
+        ones, then `spare`, which only steps hold. Returns for how many."""
+        num_available = self._cache.num_available
+        num_grown = min(len(full), (num_available + len(spare)) // self._num_tables)
+        num_pages = num_grown * self._num_tables
+        fresh = self._cache.allocate(min(num_pages, num_available), Holder.REQUEST)
         assert fresh is not None
-        spare = spare[: len(full) - num_fresh]
+        spare = spare[: num_pages - len(fresh)]
         self._pages.hold(spare, Holder.REQUEST)
-        pages = np.concatenate([fresh, spare])
-        self._running.append_pages(full[: len(pages)], pages)
-        return len(pages)
+        self._table.append_pages(full[:num_grown], np.concatenate([fresh, spare]))
+        return num_grown
 
     def _raise_ratio(self) -> None:
         table, left = self._table, self._running.slots
@@ -124,12 +126,14 @@ class Retraction:
             num_requests=len(left),
         )
 
-    def _growth_after(self, slot: int, num_pages: int) -> int:
-        table = self._table
-        return growth_of_one(
-            int(table.length[slot]),
+    def _growth_after(self, slot: int) -> int:
+        table, size = self._table, self._table.page_size
+        length = int(table.length[slot])
+        missing = missing_pages_of_one(
+            length,
             int(table.max_length[slot]),
-            num_pages * table.page_size,
+            table.tables.num_pages(length - 1) * size,
             self._ratio.value,
-            table.page_size,
+            size,
         )
+        return table.tables.growth(length - 1, missing)

@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from common.engine.memory.pages import Holder
 from common.engine.memory.radix import RadixCache
-from common.engine.rows.batch import Ints
-from common.engine.rows.table import RequestTable, Slots
-from common.engine.schedule.growth import growth_of_running
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.growth import missing_pages
 
 
 class RunningBatch:
@@ -47,13 +46,14 @@ class RunningBatch:
     def growth(self, ratio: float) -> int:
         """Pages to keep free for what is running."""
         table, slots = self._table, self.slots
-        return growth_of_running(
+        missing = missing_pages(
             table.length[slots],
             table.max_length[slots],
             table.capacity[slots],
             ratio,
             table.page_size,
         )
+        return table.growth(slots, missing)
 
     def ready(self) -> NDArray[np.intp]:
         """Rows that want another token: those whose last one is in flight want none."""
@@ -66,17 +66,9 @@ class RunningBatch:
         return slots[self._table.length[slots] > self._table.capacity[slots]]
 
     def grow(self, slots: NDArray[np.intp]) -> bool:
-        """One page more for each, evicting as needed. All or nothing."""
-        pages = self._cache.allocate(len(slots), Holder.REQUEST)
+        """One page more for each, in every table, evicting as needed. All or nothing."""
+        pages = self._cache.allocate(len(slots) * self._table.tables.num_tables, Holder.REQUEST)
         if pages is None:
             return False
-        self.append_pages(slots, pages)
+        self._table.append_pages(slots, pages)
         return True
-
-    def append_pages(self, slots: Slots, pages: Ints) -> None:
-        """pages[i], held for it already, becomes the last page of slots[i]."""
-        table = self._table
-        num_pages = table.num_pages[slots]
-        table.page_table[slots, num_pages] = pages
-        table.num_pages[slots] = num_pages + 1
-        table.capacity[slots] += table.page_size

@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
-from common.engine.rows.batch import NOT_FINITE, BatchResult, Ints, ScheduleBatch
+from common.engine.rows.batch import (
+    NOT_FINITE,
+    BatchResult,
+    Ints,
+    RowLogprobs,
+    ScheduleBatch,
+)
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import Admission, ExtendRow
@@ -35,13 +42,13 @@ from common.engine.schedule.retracted import RetractedRequests, Swaps
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
 from common.errors import EngineFault, InvalidRequest, NotIdle
+from common.requests.logprobs import Logprobs, join
 
 __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
 
 DEADLINE_CHECK_S = 0.1
 _ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
 _NOTHING: Mapping[Holder, Iterable[Pages]] = {}
-_NO_PAGES = np.empty(0, np.int32)
 _NO_SLOTS = np.empty(0, np.intp)
 _NO_SWAPS = Swaps()
 
@@ -74,11 +81,12 @@ class Scheduler:
         pages: PageAllocator,
         cache: RadixCache,
         host_pages: int,
-        on_admit: Callable[[Request, Ints], None],
+        on_admit: Callable[[Request, Holding], None],
     ) -> None:
         self._mixed_chunk = config.mixed_chunk
         self._vocabulary_size = np.array(vocabulary_size, np.uint32)
         self._table = table
+        self._sliding = bool(table.tables.sliding)
         self._pages = pages
         self._cache = cache
         self._rule = FinishRule(eos_token_ids, vocabulary_size)
@@ -130,27 +138,27 @@ class Scheduler:
             )
         self._admission.waiting.append(request)
 
-    def join(self, request: Request, pages: Ints) -> bool:
+    def join(self, request: Request, holding: Holding) -> bool:
         """Puts a request whose KV exists into the running batch, without a forward ("prebuilt").
 
         Args:
-            pages: KV of all its tokens but the last, in order. With True their REQUEST holds pass
-                to the scheduler, and the full ones are in the prefix cache.
+            holding: KV of all its tokens but the last. With True its REQUEST holds pass to the
+                scheduler, and the full ones are in the prefix cache.
         Returns:
             False where no slot is free: nothing has changed.
         Raises:
             EngineFault: its last token ended it (`finish_of`), or the pages are too few.
         """
         num_tokens = len(request.token_ids)
-        if num_tokens - 1 > len(pages) * self._table.page_size:
-            raise EngineFault(f"KV of {num_tokens - 1} tokens is not in {len(pages)} pages")
+        if num_tokens - 1 > holding.num_pages * self._table.page_size:
+            raise EngineFault(f"KV of {num_tokens - 1} tokens is not in {holding.num_pages} pages")
         if num_tokens >= self._admission.max_length(request):
             raise EngineFault(f"request {request.key} has all its {num_tokens} tokens already")
-        slot = self._admission.take_slot(request, pages)
+        slot = self._admission.take_slot(request, holding)
         if slot is None:
             return False
         self._requests[slot] = request
-        self._cache.insert(request.token_ids[:-1], pages, request.namespace)
+        self._cache.insert(request.token_ids[:-1], holding, request.namespace)
         self._running.join(slot)
         self._quarantine.take(slot, request)
         return True
@@ -300,17 +308,30 @@ class Scheduler:
         finished: list[Finished] = []
         slots, places, tokens = step.slots, batch.ends, result.tokens
         if step.extends:
-            self._finish_chunks(step.extends, tokens, chunks, finished)
+            self._finish_chunks(step.extends, result, chunks, finished)
             sampled = batch.samples
             slots, places, tokens = slots[sampled], places[sampled], tokens[sampled]
+        computed, past = slots, places
+        wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
         slots, tokens = self._finish_tokens(slots, places, tokens, finished)
+        if self._sliding:
+            self._free_behind(computed, past)
         self._table.drop_step(batch.step)
         self.on_trial = None
         if self._quarantine:
             self._quarantine.let_out()
         self._counts["generated_tokens"] += len(tokens)
         streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
-        return StepOutcome(streams, requests, tokens, chunks, finished)
+        logprobs = (
+            [
+                ((int(stream), int(request)), wanted[slot])
+                for slot, stream, request in zip(slots, streams, requests, strict=True)
+                if slot in wanted
+            ]
+            if wanted
+            else ()
+        )
+        return StepOutcome(streams, requests, tokens, chunks, finished, logprobs)
 
     # What there is ------------------------------------------------------------------------------
 
@@ -449,12 +470,13 @@ class Scheduler:
     def _finish_chunks(
         self,
         extends: Sequence[ExtendRow],
-        tokens: Ints,
+        result: BatchResult,
         chunks: list[ChunkDone],
         finished: list[Finished],
     ) -> None:
         """The tree learns what was computed; a request told to end between its chunks does."""
-        for row, token in zip(extends, tokens[: len(extends)].tolist(), strict=True):
+        tokens = result.tokens[: len(extends)].tolist()
+        for place, (row, token) in enumerate(zip(extends, tokens, strict=True)):
             request = row.request
             if request.slot != row.slot:
                 continue  # it ended with an earlier step
@@ -466,16 +488,34 @@ class Scheduler:
                     finished.append(Finished(request, finish))
                     self._end(request)
                 continue
-            if request in self._retracted:
-                continue  # its pages are gone
-            pages = self._table.pages_of(row.slot)
-            self._cache.insert(request.token_ids[: row.end], pages, request.namespace)
+            if request not in self._retracted:  # whose pages are gone
+                holding = self._table.holding_of(row.slot)
+                self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
+                if self._sliding:
+                    self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
             if request.to_finish is None:
-                first_token = token if row.last else None
-                chunks.append(ChunkDone(request, row.start, row.end, first_token))
+                chunks.append(_chunk(row, place, token, result))
             elif not row.last:
                 finished.append(Finished(request, request.to_finish))
                 self._end(request)
+
+    def _free_behind(self, slots: NDArray[np.intp], num_tokens: Ints) -> None:
+        """Of rows that have so many tokens finished, at the edge of a page. Launched ones do not
+        count: the step in flight may still read what they leave behind."""
+        at_edge = (num_tokens % self._table.page_size == 0) & self._table.live[slots]
+        for slot, past in zip(slots[at_edge].tolist(), num_tokens[at_edge].tolist(), strict=True):
+            # Row by row: two that share a prefix may let go of the same page.
+            self._pages.drop(self._table.free_behind(slot, past), Holder.REQUEST)
+
+    def _wanted_logprobs(self, batch: ScheduleBatch, found: RowLogprobs) -> Mapping[int, Logprobs]:
+        """By slot, of those that are still here."""
+        wanted = {}
+        for row in found.rows.tolist():
+            slot = int(batch.slots[row])
+            request = self._requests.get(slot)
+            if request is not None and self._table.live[slot]:
+                wanted[slot] = found.of(row, request.sampling.logprobs)
+        return wanted
 
     def _finish_tokens(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
@@ -511,16 +551,16 @@ class Scheduler:
         all tokens that are known but the newest."""
         slot = request.slot
         assert slot is not None
-        pages = self._table.pages_of(slot)
+        holding = self._table.holding_of(slot)
         if request in self._retracted:
             self._retracted.forget(request)
         elif learn:
-            self._cache.insert(self._table.tokens_of(slot)[:-1], pages, request.namespace)
-        self._pages.drop(pages, Holder.REQUEST)
+            self._cache.insert(self._table.tokens_of(slot)[:-1], holding, request.namespace)
+        self._pages.drop(holding.flat(), Holder.REQUEST)
         self._running.leave(slot)
         self._quarantine.forget(slot)
         self._admission.forget(request)
-        self._table.set_pages(slot, _NO_PAGES)
+        self._table.set_pages(slot, Holding.none(self._table.tables.num_tables))
         self._table.release(request)
         del self._requests[slot]
         self._counts["finished"] += 1
@@ -532,3 +572,24 @@ class Scheduler:
         wrong = np.flatnonzero(counts != self._pages.holds(holder))
         if len(wrong):
             raise EngineFault(f"pages {wrong} have {holder.name} holds that nobody knows of")
+
+
+def _chunk(row: ExtendRow, place: int, token: int, result: BatchResult) -> ChunkDone:
+    """What is done with a row, the step's `place`th. Of a prompt that is computed anew, so are its
+    log-probabilities."""
+    request, prompt = row.request, result.prompt_logprobs
+    if row.start == 0:
+        request.prompt_logprobs.clear()
+    if prompt is not None and request.sampling.prompt_logprobs >= 0:
+        request.prompt_logprobs.append(prompt.of(place, request.sampling.prompt_logprobs))
+    if not row.last:
+        return ChunkDone(request, row.start, row.end, None)
+    own = result.logprobs if request.sampling.logprobs >= 0 else None
+    return ChunkDone(
+        request,
+        row.start,
+        row.end,
+        token,
+        own.of(place, request.sampling.logprobs) if own else None,
+        join(request.prompt_logprobs) if request.prompt_logprobs else None,
+    )

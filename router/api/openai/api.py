@@ -3,14 +3,20 @@
 from collections.abc import Callable, Mapping
 
 from common.metrics import RouterMetrics
+from router.api.anthropic.messages import AnthropicMessages
 from router.api.http.request import Handler
 from router.api.http.routes import Routes
 from router.api.openai import problems
+from router.api.openai.asked import Dialect
 from router.api.openai.chat import Chat
 from router.api.openai.completions import Completions
 from router.api.openai.generation_endpoint import Begin, GenerationEndpoint
+from router.api.openai.native import Native
 from router.api.openai.operations import MODELS_PATH, Operations
+from router.api.openai.responses import Responses
+from router.api.openai.tokens import Tokens
 from router.generation import Generator
+from router.requests.served_model import ServedModel
 
 
 def routes(
@@ -18,8 +24,9 @@ def routes(
     metrics: RouterMetrics,
     begin: Begin,
     *,
+    model: ServedModel,
     model_name: str,
-    context_length: int,
+    budget_s: float,
     ignore_unknown: bool,
     why_not_ready: Callable[[], str | None],
     others: Mapping[str, Mapping[str, Handler]],
@@ -29,21 +36,41 @@ def routes(
     Args:
         begin: as of GenerationEndpoint.
         model_name: what clients call the model.
-        context_length: tokens of prompt and answer together.
+        budget_s: total time that a request may take.
         ignore_unknown: take requests with fields that nobody knows as if they had none.
         why_not_ready: a sentence, or None when a request could be placed now.
         others: what is beside OpenAI's API, by path, by method.
         others_below: the same for every path that begins with this one.
     """
-    operations = Operations(model_name, context_length, why_not_ready)
+    operations = Operations(model_name, model.limits.context_length, why_not_ready)
+    tokens = Tokens(
+        model,
+        begin,
+        model_name=model_name,
+        budget_s=budget_s,
+        ignore_unknown=ignore_unknown,
+    )
+    chat = Chat(model.speech, model.shown, ignore_unknown=ignore_unknown)
+    messages = AnthropicMessages(model.speech, model.shown, ignore_unknown=ignore_unknown)
+    responses = Responses(model.speech, model.shown, ignore_unknown=ignore_unknown)
 
-    def generation(dialect: Completions | Chat) -> GenerationEndpoint:
+    def generation(dialect: Dialect) -> GenerationEndpoint:
         return GenerationEndpoint(dialect, generator, metrics, begin, model_name=model_name)
 
     return Routes(
         {
             "/v1/completions": {"POST": generation(Completions(ignore_unknown=ignore_unknown))},
-            "/v1/chat/completions": {"POST": generation(Chat(ignore_unknown=ignore_unknown))},
+            "/v1/chat/completions": {"POST": generation(chat)},
+            "/v1/responses": {"POST": generation(responses)},
+            "/v1/messages": {"POST": generation(messages)},
+            "/generate": {"POST": generation(Native(ignore_unknown=ignore_unknown))},
+            "/tokenize": {"POST": tokens.tokenize},
+            "/detokenize": {"POST": tokens.detokenize},
+            "/version": {"GET": operations.version},
+            "/get_model_info": {"GET": operations.model_info},
+            "/model_info": {"GET": operations.model_info},
+            "/get_server_info": {"GET": operations.server_info},
+            "/server_info": {"GET": operations.server_info},
             MODELS_PATH: {"GET": operations.models},
             f"{MODELS_PATH}/": {"GET": operations.models},
             "/health": {"GET": operations.health},

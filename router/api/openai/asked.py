@@ -1,53 +1,56 @@
 """What one HTTP request asks for, whichever endpoint it came to."""
 
-from collections.abc import Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
+from aiohttp import web
 
-from router.api.openai.fields import Fields
+from router.api.http.answers import Headers
+from router.api.http.request import Request
+from router.api.openai.origin import Origin
+from router.api.openai.problems import Refusal
+from router.requests.answer import LastPiece, Piece
 from router.requests.wanted import Wanted
+
+
+class Reply(Protocol):
+    """What becomes of the choices of one request."""
+
+    def response(self) -> web.StreamResponse:
+        """Once all have ended."""
+        ...
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        """Instead, if they will not."""
+        ...
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        """Takes what choice `index` adds. After the last piece of all the answer is complete."""
+        ...
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        """Takes what choice `index` adds, and is not its last, unless the client is slow; returns
+        whether it has."""
+        ...
+
+
+BeginReply: TypeAlias = Callable[[Origin, Request, Headers], Reply]
 
 
 class Asked(msgspec.Struct, frozen=True):
     model: str | None  # None: whichever is served
     requests: Sequence[Wanted]  # one per choice, in the order of their indices, no ids
-    num_per_prompt: int  # choices of each prompt, which stand together
-    stream: bool
-    include_usage: bool
     session_id: str  # "": of none
-
-    @classmethod
-    def from_fields(cls, fields: Fields, requests: Sequence[Wanted], num_per_prompt: int) -> Self:
-        options = fields.stream_options
-        return cls(
-            model=fields.model,
-            requests=requests,
-            num_per_prompt=num_per_prompt,
-            stream=bool(fields.stream),
-            include_usage=options is not None and bool(options.include_usage),
-            session_id=fields.user or "",
-        )
+    reply: BeginReply
 
 
 class Dialect(Protocol):
     """What differs between the endpoints."""
 
     id_prefix: str
-    whole_object: str
-    chunk_object: str
     field_names: frozenset[str]
 
     def read(self, body: bytes) -> Asked:
         """Raises Refusal."""
-        ...
-
-    def choice(self, index: int, text: str, finish_reason: str) -> msgspec.Struct:
-        """One choice of a whole answer."""
-        ...
-
-    def chunk(
-        self, index: int, text: str, finish_reason: str | None, first: bool
-    ) -> msgspec.Struct:
-        """The part of one choice that one chunk of a streamed answer adds."""
         ...

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from router.api.http.request import Request
 from router.api.openai import strangers
 from router.api.openai.harmless import IGNORED, Harmless, asks_nothing
 from router.api.openai.problems import Refusal
@@ -21,10 +22,19 @@ from router.api.openai.structure import check_structure
 F = TypeVar("F", bound=msgspec.Struct)
 D = TypeVar("D")
 
-_PATH = re.compile(r" - at `\$\.?(.*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(.*?)`")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _VALUE = msgspec.json.Decoder(object)
+
+
+def take_json(request: Request) -> bytes:
+    """The request's body, its caller's from now on. Raises Refusal unless it says that it is JSON:
+    a web page may make its visitors' browsers post any of the other kinds here."""
+    kind = request.header("content-type").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "the body must be JSON, with content-type: application/json")
+    return request.take_body()
 
 
 class BodyReader(Generic[F]):
@@ -36,11 +46,11 @@ class BodyReader(Generic[F]):
         """
         Args:
             fields: what is heeded.
-            unsupported: what is known beside it, and may have some values.
+            unsupported: what is known beside it, and may have some values; two at least.
             ignore_unknown: take what is not known at all as if it were not there.
         """
         beside = [
-            *((name, Ignored, None) for name in IGNORED),
+            *((name, Ignored, None) for name in IGNORED if name not in fields.__struct_fields__),
             *((name, Any, None) for name in unsupported),
         ]
         record: type[F] = msgspec.defstruct(  # type: ignore[assignment]

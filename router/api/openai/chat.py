@@ -1,136 +1,120 @@
 """/v1/chat/completions: a conversation, rendered with the model's own template."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 
+from common.requests.sampling import MAX_LOGPROBS
 from router.api.openai.asked import Asked
 from router.api.openai.bodies import BodyReader
-from router.api.openai.fields import Fields, Int32, check_multiplied, choices, samplings
+from router.api.openai.chat_voice import Voice
+from router.api.openai.fields import (
+    Fields,
+    Int32,
+    check_multiplied,
+    choices,
+    includes_usage,
+    samplings,
+)
 from router.api.openai.harmless import OF_CHATS
+from router.api.openai.messages import MessageList, ToolChoice, ToolList, conversation
 from router.api.openai.problems import Refusal
-from router.api.openai.strangers import Ignored, Nothing
-from router.requests.wanted import Messages, Turn
-from router.text.limits import MAX_MESSAGES
+from router.api.openai.replies import Choices
+from router.api.openai.tools import guided, listening, offered
+from router.parsers.speech import Speech
 
-
-class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content; text is the only kind that there is a use for."""
-
-    type: str
-    text: str | None = None
-    annotations: Ignored = None
-    cache_control: Ignored = None
-    prompt_cache_breakpoint: Ignored = None
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """Clients that send back what they were answered say null of some fields."""
-
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    annotations: Ignored = None
-    cache_control: Ignored = None
-    id: Ignored = None
-    audio: Nothing = None
-    function_call: Nothing = None
-    reasoning: Nothing = None
-    reasoning_content: Nothing = None
-    refusal: Nothing = None
-    tool_call_id: Nothing = None
-    tool_calls: Nothing = None
+# Special tokens that are not left out of an answer's text; of one that may have calls or not.
+Shown = Callable[[bool], frozenset[int]]
 
 
 class ChatFields(Fields, kw_only=True):
-    messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
+    messages: MessageList
+    tools: ToolList | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: Int32 | None = None
-
-
-class Answer(msgspec.Struct):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class Choice(msgspec.Struct):
-    index: int
-    message: Answer
-    finish_reason: str
-    logprobs: None = None
-
-
-class Delta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-
-
-class ChunkChoice(msgspec.Struct):
-    index: int
-    delta: Delta
-    finish_reason: str | None
-    logprobs: None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class Chat:
     """The dialect of this endpoint."""
 
     id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *, ignore_unknown: bool) -> None:
+    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
+            speech: how the model writes what is more than content.
+            shown: of answers with calls, or without.
             ignore_unknown: as of BodyReader.
         """
+        self._speech = speech
+        self._shown = shown
         self._reader = BodyReader(ChatFields, OF_CHATS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
 
     def read(self, body: bytes) -> Asked:
         fields = self._reader.read(body)
         check_multiplied(fields, body)
-        max_tokens = fields.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = fields.max_tokens
-        elif fields.max_tokens not in (None, max_tokens):
-            raise Refusal(
-                400,
-                "max_completion_tokens and max_tokens differ; they mean the same",
-                param="max_completion_tokens",
-            )
-        per_prompt = samplings(fields, max_tokens)
-        prompt = Messages(
-            [_turn(number, message) for number, message in enumerate(fields.messages)]
+        choice, named = _choice(fields.tool_choice)
+        offer = offered(
+            fields.tools or (),
+            choice,
+            named,
+            self._speech,
+            parallel=fields.parallel_tool_calls,
         )
-        wanted = choices(fields, [prompt], per_prompt)
-        return Asked.from_fields(fields, wanted, len(per_prompt))
+        per_prompt = guided(
+            samplings(fields, _max_tokens(fields), logprobs=_logprobs(fields)), offer
+        )
+        prompt = conversation(fields, fields.messages, offer.shown)
+        wanted = choices(fields, [prompt], per_prompt, self._shown(bool(offer.tools)))
+        reasons = fields.include_reasoning is not False
+        listener = listening(self._speech, wanted[0].prompt, offer, reasons=reasons)
+        told = Choices(
+            whole_object="chat.completion",
+            chunk_object="chat.completion.chunk",
+            num=len(wanted),
+            num_per_prompt=len(per_prompt),
+            stream=bool(fields.stream),
+            include_usage=includes_usage(fields),
+            voice=lambda index: Voice(index, listener),
+        )
+        return Asked(fields.model, wanted, fields.user or "", told.reply)
 
-    def choice(self, index: int, text: str, finish_reason: str) -> Choice:
-        return Choice(index, Answer(text), finish_reason)
 
-    def chunk(self, index: int, text: str, finish_reason: str | None, first: bool) -> ChunkChoice:
-        if first:
-            return ChunkChoice(index, Delta("assistant", text), finish_reason)
-        return ChunkChoice(index, Delta(content=text or None), finish_reason)
-
-
-def _turn(number: int, message: Message) -> Turn:
-    where = f"messages[{number}]"
-    # OpenAI's newer name; templates know the older one.
-    role = "system" if message.role == "developer" else message.role
-    return Turn(role, _text(f"{where}.content", message.content), message.name)
+def _choice(choice: str | ToolChoice | None) -> tuple[str | None, str | None]:
+    match choice:
+        case ToolChoice(function=function):
+            return None, function.name
+        case _:
+            return choice, None
 
 
-def _text(where: str, content: str | list[Part] | None) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise Refusal(400, f"{where} must be text or a list of text parts", param=where)
-    texts = []
-    for number, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            path = f"{where}[{number}]"
-            raise Refusal(400, f"{path} is no text; only text is supported", param=path)
-        texts.append(part.text)
-    return "\n".join(texts)
+def _logprobs(fields: ChatFields) -> int:
+    """As of SamplingParams."""
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        sentence = "top_logprobs is told beside logprobs: set both"
+        raise Refusal(400, sentence, param="top_logprobs")
+    return -1
+
+
+def _max_tokens(fields: ChatFields) -> int | None:
+    if fields.max_completion_tokens is None:
+        return fields.max_tokens
+    if fields.max_tokens not in (None, fields.max_completion_tokens):
+        raise Refusal(
+            400,
+            "max_completion_tokens and max_tokens differ; they mean the same",
+            param="max_completion_tokens",
+        )
+    return fields.max_completion_tokens

@@ -1,15 +1,28 @@
 """/v1/completions: a prompt, or a list of them, as text or as token ids."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
 import msgspec
+from msgspec.structs import replace
 
+from common.requests.sampling import MAX_LOGPROBS
 from router.api.openai.asked import Asked
 from router.api.openai.bodies import BodyReader
-from router.api.openai.fields import Fields, TokenId, check_multiplied, choices, samplings
+from router.api.openai.fields import (
+    Fields,
+    TokenId,
+    check_multiplied,
+    choices,
+    includes_usage,
+    samplings,
+)
 from router.api.openai.harmless import OF_COMPLETIONS
+from router.api.openai.likelihoods import TextLogprobs, TextTokens
 from router.api.openai.problems import Refusal
+from router.api.openai.replies import Choices, StopReason, stop_reason
+from router.requests.answer import LastPiece, Piece
+from router.requests.told_tokens import ToldToken
 from router.requests.wanted import Text, TokenIds
 from router.text.limits import MAX_CHOICES
 
@@ -18,20 +31,65 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 class CompletionFields(Fields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
 
 class Choice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
+    stop_reason: StopReason = msgspec.UNSET
+
+
+class Voice:
+    """Tells one choice."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._begun = False
+        self._tokens = TextTokens()
+
+    def chunk(self, piece: Piece | LastPiece) -> Choice | None:
+        match piece:
+            case LastPiece():
+                return self._end([piece], piece)
+            case Piece(text="", tokens=[] | ()) if self._begun:  # half a character
+                return None
+            case _:
+                self._begun = True
+                return Choice(self._index, _text([piece]), None, self._logprobs([piece]))
+
+    def choice(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
+        return self._end(pieces, last)
+
+    def _end(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
+        return Choice(
+            self._index,
+            _text(pieces),
+            last.finish_reason,
+            self._logprobs(pieces),
+            stop_reason(last),
+        )
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> TextLogprobs | None:
+        tokens: list[ToldToken] = []
+        for piece in pieces:
+            tokens += piece.prompt.tokens if piece.prompt else ()
+            tokens += piece.tokens
+        return self._tokens.told(tokens)
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    """With the prompt, where it is told."""
+    return "".join((piece.prompt.text if piece.prompt else "") + piece.text for piece in pieces)
 
 
 class Completions:
     """The dialect of this endpoint."""
 
     id_prefix = "cmpl-"
-    whole_object = chunk_object = "text_completion"
 
     def __init__(self, *, ignore_unknown: bool) -> None:
         """
@@ -45,7 +103,15 @@ class Completions:
         fields = self._reader.read(body)
         check_multiplied(fields, body)
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        per_prompt = samplings(fields, max_tokens)
+        echo = bool(fields.echo)
+        silent = echo and max_tokens == 0
+        logprobs = -1 if fields.logprobs is None else fields.logprobs
+        per_prompt = samplings(
+            fields,
+            1 if silent else max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if echo else -1,
+        )
         prompts = _prompts(fields.prompt)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
             raise Refusal(
@@ -54,14 +120,19 @@ class Completions:
                 f"{MAX_CHOICES} choices",
                 param="prompt",
             )
-        wanted = choices(fields, prompts, per_prompt)
-        return Asked.from_fields(fields, wanted, len(per_prompt))
-
-    def choice(self, index: int, text: str, finish_reason: str) -> Choice:
-        return Choice(index, text, finish_reason)
-
-    def chunk(self, index: int, text: str, finish_reason: str | None, first: bool) -> Choice:
-        return Choice(index, text, finish_reason)
+        wanted = [
+            replace(each, echo=echo, silent=silent) for each in choices(fields, prompts, per_prompt)
+        ]
+        told = Choices(
+            whole_object="text_completion",
+            chunk_object="text_completion",
+            num=len(wanted),
+            num_per_prompt=len(per_prompt),
+            stream=bool(fields.stream),
+            include_usage=includes_usage(fields),
+            voice=Voice,
+        )
+        return Asked(fields.model, wanted, fields.user or "", told.reply)
 
 
 def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> Sequence[Text | TokenIds]:

@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.requests.sampling import SamplingParams
+from router.api.openai.guides import GuideFields, guide_of
 from router.api.openai.problems import Refusal
 from router.api.openai.strangers import Ignored
 from router.requests.wanted import UNLIMITED, Prompt, Together, Wanted, any_seed
@@ -31,7 +32,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: Ignored = None  # beside the text; the last event has all of it
 
 
-class Fields(msgspec.Struct, kw_only=True):
+class Fields(GuideFields, kw_only=True):
     """Absent and null mean the same."""
 
     model: ModelName | None = None
@@ -43,7 +44,7 @@ class Fields(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: Int32 | None = None
     min_p: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Int32 | None = None
     seed: int | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -53,6 +54,9 @@ class Fields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
 
 
 def check_multiplied(fields: Fields, body: bytes) -> None:
@@ -65,21 +69,17 @@ def check_multiplied(fields: Fields, body: bytes) -> None:
         raise Refusal(413, sentence, param="n")
 
 
-def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams]:
+def samplings(
+    fields: Fields, max_tokens: int | None, *, logprobs: int = -1, prompt_logprobs: int = -1
+) -> Sequence[SamplingParams]:
     """One for each of the n choices of a prompt, alike but for the seed. Unchecked.
 
     Args:
         max_tokens: None: as many as the context leaves.
+        logprobs, prompt_logprobs: -1: none.
     Raises:
-        Refusal: min_tokens asks for what is not supported.
+        Refusal: two forms of the answer are asked for, or one that cannot be.
     """
-    if fields.min_tokens and not _only_length_ends_it(fields):
-        raise Refusal(
-            400,
-            "min_tokens is supported only together with ignore_eos and without stop",
-            param="min_tokens",
-            code="unsupported",
-        )
     first = SamplingParams(
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
         seed=any_seed() if fields.seed is None else _derived(fields.seed, 0),
@@ -92,6 +92,12 @@ def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams
         frequency_penalty=_given(fields.frequency_penalty, 0.0),
         presence_penalty=_given(fields.presence_penalty, 0.0),
         repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        min_tokens=fields.min_tokens or 0,
+        logit_bias=tuple(sorted((fields.logit_bias or {}).items())),
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        guide=guide_of(fields),
     )
     return [
         first,
@@ -105,10 +111,17 @@ def samplings(fields: Fields, max_tokens: int | None) -> Sequence[SamplingParams
 
 
 def choices(
-    fields: Fields, prompts: Sequence[Prompt], per_prompt: Sequence[SamplingParams]
+    fields: Fields,
+    prompts: Sequence[Prompt],
+    per_prompt: Sequence[SamplingParams],
+    shown: frozenset[int] = frozenset(),
 ) -> Sequence[Wanted]:
     """What one request asks for, unchecked: of each prompt one choice for each of `per_prompt`,
-    which stand together."""
+    which stand together.
+
+    Args:
+        shown: special tokens that are not left out of the text.
+    """
     together = Together.of(prompts, len(per_prompt))
     stop = _stops(fields)
     return [
@@ -117,11 +130,17 @@ def choices(
             together=together,
             sampling=sampling,
             stop=stop,
+            bad_words=tuple(fields.bad_words or ()),
             cache_salt=fields.cache_salt,
+            shown=shown,
         )
         for prompt in together.prompts
         for sampling in per_prompt
     ]
+
+
+def includes_usage(fields: Fields) -> bool:
+    return fields.stream_options is not None and bool(fields.stream_options.include_usage)
 
 
 def _stops(fields: Fields) -> Sequence[str]:
@@ -132,10 +151,6 @@ def _stops(fields: Fields) -> Sequence[str]:
 
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _only_length_ends_it(fields: Fields) -> bool:
-    return bool(fields.ignore_eos) and not fields.stop and not fields.stop_token_ids
 
 
 def _derived(seed: int, number: int) -> int:

@@ -13,9 +13,10 @@ from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.api.http.request import Request
 from router.api.openai import problems
-from router.api.openai.asked import Asked, Dialect
-from router.api.openai.problems import Refusal
-from router.api.openai.replies import Origin, Reply, StreamedReply, WholeReply
+from router.api.openai.asked import Asked, Dialect, Reply
+from router.api.openai.bodies import take_json
+from router.api.openai.origin import Origin
+from router.api.openai.problems import Refusal, check_model
 from router.clients.client import Client
 from router.generation import Generator
 from router.requests.admission import new_request_id
@@ -72,9 +73,8 @@ class GenerationEndpoint:
         except ServingError as error:
             return self._problem(error).response(headers)
         headers += tuple(client.usage.headers())
-        make_reply = StreamedReply if asked.stream else WholeReply
         origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
-        reply = make_reply(self._dialect, asked, origin, request, headers)
+        reply = asked.reply(origin, request, headers)
         traceparent = request.header("traceparent")
         session_id = _session_id(request, asked)
         choices = [
@@ -91,18 +91,8 @@ class GenerationEndpoint:
         return problems.of_error(error, self._dialect.field_names)
 
     def _read(self, request: Request) -> Asked:
-        kind = request.header("content-type").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            # A web page may make its visitors' browsers post any of the other kinds here.
-            raise Refusal(415, "the body must be JSON, with content-type: application/json")
-        asked = self._dialect.read(request.take_body())
-        if asked.model not in (None, self._model_name):
-            raise Refusal(
-                404,
-                f"there is no model {asked.model!r} here; {self._model_name!r} is served",
-                param="model",
-                code="model_not_found",
-            )
+        asked = self._dialect.read(take_json(request))
+        check_model(asked.model, self._model_name)
         return asked
 
     async def _generate(

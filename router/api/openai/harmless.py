@@ -32,20 +32,12 @@ def only(*values: object) -> Harmless:
 _NEVER = only()
 _OFF, _ON = only(False), only(True)
 _EMPTY = only({})
-_NO_BIAS = Harmless(
-    "an object of zeros",
-    lambda value: isinstance(value, dict) and all(bias == 0 for bias in value.values()),
-)
-_PLAIN_TEXT = Harmless(
-    '`{"type":"text"}`',
-    lambda value: isinstance(value, dict) and _given(value) == {"type": "text"},
-)
 
 IGNORED: Mapping[str, str] = {
     "cache_prompt": "prompts are always cached",
     "custom_labels": "for metrics of other servers",
     "metadata": "for stored answers; nothing is stored",
-    "parallel_tool_calls": "says how tools are called, which are refused",
+    "parallel_tool_calls": "of a completion: it calls no tools",
     "prediction": "the answer guessed; here nothing is quicker by it",
     "prompt_cache_key": "what begins alike is found without one",
     "prompt_cache_options": "as `prompt_cache_key`",
@@ -72,28 +64,15 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "use_beam_search": _OFF,
     "watermarking": _OFF,
     # tokens that may not be, or must
-    "allowed_token_ids": _NEVER,
-    "bad_words": _NEVER,
     "custom_logit_processor": _NEVER,
     "custom_params": _EMPTY,
-    "logit_bias": _NO_BIAS,
     "logits_processors": _NEVER,
     # a form that the answer has
-    "ebnf": _NEVER,
     "grammar": _NEVER,
-    "guided_choice": _NEVER,
     "guided_decoding_backend": _NEVER,
-    "guided_grammar": _NEVER,
-    "guided_json": _NEVER,
-    "guided_regex": _NEVER,
-    "json_schema": _NEVER,
-    "regex": _NEVER,
-    "response_format": _PLAIN_TEXT,
     "structural_tag": _NEVER,
-    "structured_outputs": _EMPTY,
     # where it ends, and how it is written
     "detokenize": _ON,
-    "echo": _OFF,
     "include_stop_str_in_output": _OFF,
     "no_stop_trim": _OFF,
     "skip_special_tokens": _ON,
@@ -131,38 +110,84 @@ UNSUPPORTED: Mapping[str, Harmless] = {
 OF_COMPLETIONS: Mapping[str, Harmless] = {
     **UNSUPPORTED,
     "add_special_tokens": _ON,
-    "logprobs": _NEVER,
     "prompt_embeds": _NEVER,
     "suffix": _NEVER,
 }
 
+OF_RESPONSES: Mapping[str, Harmless] = {
+    "background": _OFF,
+    "context_management": _NEVER,
+    "conversation": _NEVER,
+    "include": Harmless(
+        '`["reasoning.encrypted_content"]`',
+        lambda value: value == ["reasoning.encrypted_content"],  # it is told as text anyway
+    ),
+    "max_tool_calls": _NEVER,
+    "moderation": _NEVER,
+    "previous_response_id": _NEVER,
+    "prompt": _NEVER,
+    "top_logprobs": only(0),
+    "truncation": only("disabled"),
+}
+
+OF_MESSAGES: Mapping[str, Harmless] = {
+    "container": _NEVER,
+    "context_management": _NEVER,
+    "mcp_servers": _NEVER,
+    "output_config": _EMPTY,
+    "output_format": _NEVER,
+}
+
+OF_NATIVE: Mapping[str, Harmless] = {
+    "audio_data": _NEVER,
+    "bootstrap_host": _NEVER,
+    "bootstrap_port": _NEVER,
+    "bootstrap_room": _NEVER,
+    "custom_logit_processor": _NEVER,
+    "image_data": _NEVER,
+    "input_embeds": _NEVER,
+    "log_metrics": _ON,
+    "logprob_start_len": only(-1),
+    "lora_path": _NEVER,
+    "priority": only(0),
+    "require_reasoning": _OFF,
+    "return_hidden_states": _OFF,
+    "return_logprob": _OFF,
+    "return_routed_experts": _OFF,
+    "return_text_in_logprobs": Harmless("anything", lambda value: True),
+    "session_params": _EMPTY,
+    "token_ids_logprob": _NEVER,
+    "top_logprobs_num": only(0),
+    "video_data": _NEVER,
+}
+
+OF_TOKENIZE: Mapping[str, Harmless] = {
+    "chat_template": _NEVER,
+    "documents": _NEVER,
+    "media_io_kwargs": _EMPTY,
+    "mm_processor_kwargs": _EMPTY,
+}
+
+OF_DETOKENIZE: Mapping[str, Harmless] = {
+    "skip_special_tokens": _ON,
+    "spaces_between_special_tokens": _ON,
+}
+
 OF_CHATS: Mapping[str, Harmless] = {
     **UNSUPPORTED,
-    "add_generation_prompt": _ON,
     "add_special_tokens": _OFF,
     "audio": _NEVER,
     "chat_template": _NEVER,
-    "chat_template_kwargs": _EMPTY,
-    "continue_final_message": _OFF,
     "documents": _NEVER,
+    "echo": _OFF,
     "enable_thinking": _NEVER,
     "function_call": only("none", "auto"),
     "functions": _NEVER,
-    "include_reasoning": _ON,
-    "logprobs": _OFF,
     "modalities": only(["text"]),
     "reasoning": _EMPTY,
-    "reasoning_effort": _NEVER,
-    "separate_reasoning": _OFF,
+    "separate_reasoning": _ON,
     "stream_reasoning": _ON,
     "thinking": _EMPTY,
-    "tool_choice": only("none", "auto"),
-    "tools": _NEVER,
-    "top_logprobs": only(0),
     "verbosity": only("medium"),
     "web_search_options": _NEVER,
 }
-
-
-def _given(value: Mapping[str, object]) -> Mapping[str, object]:
-    return {name: inner for name, inner in value.items() if inner is not None}

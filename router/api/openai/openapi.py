@@ -9,10 +9,15 @@ from typing import Any
 
 import msgspec
 
-from router.api.openai.chat import ChatFields, ChunkChoice
-from router.api.openai.chat import Choice as ChatChoice
+from router.api.anthropic.fields import MessagesFields
+from router.api.openai.chat import ChatFields
+from router.api.openai.chat_voice import Choice as ChatChoice
+from router.api.openai.chat_voice import ChunkChoice
 from router.api.openai.completions import Choice, CompletionFields
+from router.api.openai.native import Generated, NativeFields
 from router.api.openai.replies import Usage
+from router.api.openai.responses import ResponseFields
+from router.api.openai.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 
 Schema = dict[str, Any]
 
@@ -29,7 +34,8 @@ FIELDS: Mapping[str, str] = {
     "top_p": "Sample from the smallest set of tokens with at least this probability together.",
     "top_k": "Sample from so many of the likeliest tokens; 0 or -1: from all.",
     "min_p": "Leave out tokens less likely than this share of the likeliest one.",
-    "min_tokens": "Only together with `ignore_eos` and without `stop`.",
+    "min_tokens": "Before so many tokens neither EOS nor what `stop` and `stop_token_ids` say "
+    "ends the answer.",
     "seed": "The same seed gives the same tokens, on any node.",
     "stop": "Texts that end the answer; they are not part of it.",
     "stop_token_ids": "Tokens that end the answer.",
@@ -37,11 +43,71 @@ FIELDS: Mapping[str, str] = {
     "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
     "presence_penalty": "Subtracted once from the logit of a token that was generated.",
     "repetition_penalty": "Divides positive, multiplies negative logits of tokens seen so far.",
+    "logit_bias": "By token id, from -100 to 100: added to its logit. At most 1024.",
+    "allowed_token_ids": "No other token is sampled, EOS neither. At most 4096.",
+    "bad_words": "Texts that the answer never has, as the tokenizer writes them. At most 64.",
+    "logprobs": "Completions: tell log-probabilities, of each token and so many of the likeliest, "
+    "20 at most. Chat: whether to tell them.",
+    "top_logprobs": "Of so many of the likeliest tokens at each place, 20 at most.",
+    "echo": "The answer begins with its prompt, and so do its log-probabilities. With `max_tokens` "
+    "0 it is all there is.",
+    "response_format": "`json_object`, or `json_schema` with a `schema`: the answer is such JSON "
+    "and nothing else.",
+    "structured_outputs": "vLLM's: `json`, `regex`, `choice`, `grammar` or `json_object`.",
+    "guided_json": "A JSON schema.",
+    "guided_regex": "An expression that all of the answer matches.",
+    "guided_choice": "Texts of which the answer is one.",
+    "guided_grammar": "A grammar with a rule `root`, in xgrammar's EBNF.",
+    "json_schema": "As `guided_json`.",
+    "regex": "As `guided_regex`.",
+    "ebnf": "As `guided_grammar`.",
     "cache_salt": "What is cached is shared with requests of the same salt, and with no others; "
     "absent: with those that have none. 512 characters at most.",
+    "chat_template_kwargs": "Variables of the model's chat template, such as `enable_thinking`; "
+    "one that it does not have is refused.",
+    "reasoning_effort": "The same for this variable, where the template has it.",
+    "add_generation_prompt": "false: the prompt ends with the last message, and no new one begins.",
+    "continue_final_message": "The answer continues the last message, and is only what it adds.",
+    "text": "Of `/generate` a text, or a list of them; of a response its form, which is text.",
+    "input_ids": "Token ids, or a list of lists of them, in place of `text`.",
+    "sampling_params": "How tokens are chosen, by SGLang's names.",
+    "tools": "Functions that the model may call, in OpenAI's form.",
+    "system": "Goes before the conversation, as the system's message.",
+    "stop_sequences": "`stop`, by the name that Anthropic has for it.",
+    "thinking": "disabled: what the model thinks is not told. How much it may think is not heeded.",
+    "input": "A text, or what was said, thought and called so far, each as its item.",
+    "instructions": "Goes before the conversation, as the system's message.",
+    "max_output_tokens": "`max_tokens`, by the name that responses have for it.",
+    "reasoning": "`effort` is `reasoning_effort`.",
+    "tool_choice": "`auto`, `none`, `required`, or the tool that must be called.",
+    "parallel_tool_calls": "false: of several calls only the first is told.",
+    "include_reasoning": "false: what the model thinks is left out.",
+    "add_special_tokens": "false: of a text the tokens alone. A conversation has its template's.",
+    "return_token_strs": "Also say how the vocabulary spells each token.",
+    "tokens": "Token ids.",
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 
+REQUESTS = (
+    CompletionFields,
+    ChatFields,
+    ResponseFields,
+    MessagesFields,
+    NativeFields,
+    TokenizeFields,
+    DetokenizeFields,
+)
+_BESIDE = (
+    ResponseFields,
+    MessagesFields,
+    NativeFields,
+    Generated,
+    TokenizeFields,
+    Tokenized,
+    DetokenizeFields,
+    Detokenized,
+)
+_OF_TOKENS = ("400", "401", "404", "413", "429", "504")
 _OTHERS = (
     "Absent and null mean the same. A field that is not listed is refused by name, unless it "
     "changes no answer."
@@ -87,13 +153,14 @@ _PROBLEMS: Mapping[str, str] = {
 def document(version: str) -> Schema:
     """The whole document, OpenAPI 3.1. `version` is Baton's."""
     records, components = msgspec.json.schema_components(
-        [CompletionFields, ChatFields, Choice, ChatChoice, ChunkChoice, Usage],
+        [CompletionFields, ChatFields, Choice, ChatChoice, ChunkChoice, Usage, *_BESIDE],
         ref_template="#/components/schemas/{name}",
     )
-    completion, chat, text_choice, chat_choice, chunk_choice, usage = records
-    for record in ("CompletionFields", "ChatFields"):
-        components[record]["description"] = _OTHERS
-        for name, field in components[record]["properties"].items():
+    completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records
+    response, message, native, generated, tokenize, tokenized, detokenize, detokenized = beside
+    for record in REQUESTS:
+        components[record.__name__]["description"] = _OTHERS
+        for name, field in components[record.__name__]["properties"].items():
             field["description"] = FIELDS[name]
     components["Error"] = _ERROR
     return {
@@ -111,6 +178,51 @@ def document(version: str) -> Schema:
             },
             "/v1/chat/completions": {
                 "post": _generation("Answers in a chat.", chat, chat_choice, chunk_choice, usage)
+            },
+            "/v1/responses": {
+                "post": _posted(
+                    "Answers in a chat, in the newer form. Nothing is stored; with `stream` the "
+                    "answer is its events.",
+                    response,
+                    {"type": "object", "description": "OpenAI's `response`."},
+                    *_PROBLEMS,
+                )
+            },
+            "/v1/messages": {
+                "post": _posted(
+                    "Answers in a chat, in Anthropic's form; with `stream` the answer is its "
+                    "events.",
+                    message,
+                    {"type": "object", "description": "Anthropic's `message`."},
+                    *_PROBLEMS,
+                )
+            },
+            "/generate": {
+                "post": _posted(
+                    "Generates, in SGLang's own form. A list of prompts, or `n`, makes a list of "
+                    "answers; an event of a stream has all of its answer so far.",
+                    native,
+                    generated,
+                    *_PROBLEMS,
+                )
+            },
+            "/tokenize": {
+                "post": _posted(
+                    "Token ids of a prompt, of several, or of a conversation.",
+                    tokenize,
+                    tokenized,
+                    *_OF_TOKENS,
+                )
+            },
+            "/detokenize": {
+                "post": _posted("The text of token ids.", detokenize, detokenized, *_OF_TOKENS)
+            },
+            "/version": {"get": _plain("Which version of Baton this is.", "401")},
+            "/get_model_info": {
+                "get": _plain("The model, as SGLang tells it; `/model_info`, too.", "401")
+            },
+            "/get_server_info": {
+                "get": _plain("The server, as SGLang tells it; `/server_info`, too.", "401")
             },
             "/v1/models": {"get": _plain("The model that is served.", "401")},
             "/v1/models/{model}": {
@@ -150,6 +262,17 @@ def _generation(
                 },
             },
             **_problems(*_PROBLEMS),
+        },
+    }
+
+
+def _posted(summary: str, fields: Schema, answer: Schema, *problems: str) -> Schema:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": fields}}},
+        "responses": {
+            "200": {"description": "OK", "content": {"application/json": {"schema": answer}}},
+            **_problems(*problems),
         },
     }
 

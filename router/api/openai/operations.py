@@ -1,4 +1,4 @@
-"""What is not text: the model's name, health for probes."""
+"""What is not text: what is served and by what, health for probes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -35,8 +35,26 @@ class Operations:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "baton",
-            "root": model_name,  # as vLLM's server has it, and its load generator wants it
+            # As vLLM's server has it, and clients of it want it.
+            "root": model_name,
+            "parent": None,
             "max_model_len": context_length,
+            "permission": [],
+        }
+        self._version = {"version": version("baton")}
+        # As SGLang's server has it.
+        self._model_info = {
+            "model_path": model_name,
+            "tokenizer_path": model_name,
+            "is_generation": True,
+        }
+        self._server_info = {
+            **self._model_info,
+            **self._version,
+            "served_model_name": model_name,
+            "context_length": context_length,
+            "max_model_len": context_length,
+            "internal_states": [{}],
         }
         self._why_not_ready = why_not_ready
         self._openapi = msgspec.json.encode(openapi.document(version("baton")))
@@ -51,6 +69,15 @@ class Operations:
             return whole(200, msgspec.json.encode(self._model))
         message = f"there is no model {name!r} here; {self._model['id']!r} is served"
         return Refusal(404, message, code="model_not_found").response()
+
+    async def version(self, request: Request) -> web.Response:
+        return whole(200, msgspec.json.encode(self._version))
+
+    async def model_info(self, request: Request) -> web.Response:
+        return whole(200, msgspec.json.encode(self._model_info))
+
+    async def server_info(self, request: Request) -> web.Response:
+        return whole(200, msgspec.json.encode(self._server_info))
 
     async def health(self, request: Request) -> web.Response:
         """For liveness: that this is answered is the answer."""

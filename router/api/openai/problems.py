@@ -99,6 +99,17 @@ def of_error(error: ServingError, fields: frozenset[str]) -> Refusal:
     return Refusal(status, name + message[found.end() :], param=name)
 
 
+def check_model(named: str | None, served: str) -> None:
+    """Raises Refusal for any other model than the one that is served."""
+    if named not in (None, served):
+        raise Refusal(
+            404,
+            f"there is no model {named!r} here; {served!r} is served",
+            param="model",
+            code="model_not_found",
+        )
+
+
 def error_body(status: int, sentence: str) -> bytes:
     """The body of an error that no field is to blame for."""
     return Refusal(status, sentence).body

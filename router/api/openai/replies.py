@@ -1,19 +1,20 @@
 """An answer in the making: pieces of its choices in, OpenAI's JSON out."""
 
-import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
 from aiohttp import web
 
-from router.api.http.answers import EVENT_STREAM, Headers, Stream, whole
+from router.api.http.answers import Headers, whole
 from router.api.http.request import Request
-from router.api.openai.asked import Asked, Dialect
+from router.api.openai.asked import Reply
+from router.api.openai.events import DONE, Events
+from router.api.openai.origin import Origin
 from router.api.openai.problems import Refusal
 from router.requests.answer import LastPiece, Piece
 
-_DONE = b"data: [DONE]\n\n"
+StopReason: TypeAlias = str | int | msgspec.UnsetType
 _encode = msgspec.json.Encoder().encode
 
 
@@ -37,58 +38,45 @@ class Envelope(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class Origin(msgspec.Struct, frozen=True):
-    """What every envelope of one answer says alike."""
+class Voice(Protocol):
+    """One choice as its endpoint tells it. Its pieces come in order, the last one last; either all
+    to `chunk`, or all to `choice`."""
 
-    id: str
-    model: str
-    created: int
-
-    @classmethod
-    def now(cls, answer_id: str, model: str) -> "Origin":
-        return cls(answer_id, model, int(time.time()))
-
-    def envelope(
-        self,
-        kind: str,
-        choices: Sequence[msgspec.Struct],
-        usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
-    ) -> Envelope:
-        return Envelope(self.id, kind, self.created, self.model, choices, usage)
-
-
-class Reply(Protocol):
-    """What becomes of the choices of one request."""
-
-    def response(self) -> web.StreamResponse:
-        """Once all have ended."""
+    def chunk(self, piece: Piece | LastPiece) -> msgspec.Struct | None:
+        """What this piece adds to a streamed answer; None: nothing that can be told yet, which it
+        never is of the first piece and the last."""
         ...
 
-    def failed(self, why: Refusal) -> web.StreamResponse:
-        """Instead, if they will not."""
+    def choice(self, pieces: Sequence[Piece], last: LastPiece) -> msgspec.Struct:
+        """The choice in a whole answer. `pieces` has `last`, too."""
         ...
 
-    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
-        """Takes what choice `index` adds. After the last piece of all the answer is complete."""
-        ...
 
-    def offer(self, index: int, piece: Piece) -> bool:
-        """Takes what choice `index` adds, and is not its last, unless the client is slow; returns
-        whether it has."""
-        ...
+class Choices(msgspec.Struct, frozen=True):
+    """How the choices of one request are told."""
+
+    whole_object: str
+    chunk_object: str
+    num: int
+    num_per_prompt: int  # they stand together
+    stream: bool
+    include_usage: bool
+    voice: Callable[[int], Voice]  # of the choice with this index
+
+    def reply(self, origin: Origin, request: Request, headers: Headers) -> Reply:
+        if self.stream:
+            return StreamedReply(self, origin, request, headers)
+        return WholeReply(self, origin, headers)
 
 
 class WholeReply:
     """One JSON object at the end."""
 
-    def __init__(
-        self, dialect: Dialect, asked: Asked, origin: Origin, request: Request, headers: Headers
-    ) -> None:
-        self._dialect = dialect
-        self._num_per_prompt = asked.num_per_prompt
+    def __init__(self, choices: Choices, origin: Origin, headers: Headers) -> None:
+        self._choices = choices
         self._origin = origin
         self._headers = headers
-        self._texts: list[list[str]] = [[] for _ in asked.requests]
+        self._pieces: list[list[Piece]] = [[] for _ in range(choices.num)]
         self._ends: dict[int, LastPiece] = {}
 
     async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
@@ -97,17 +85,16 @@ class WholeReply:
             self._ends[index] = piece
 
     def offer(self, index: int, piece: Piece) -> bool:
-        self._texts[index].append(piece.text)
+        self._pieces[index].append(piece)
         return True
 
     def response(self) -> web.StreamResponse:
-        choices = [
-            self._dialect.choice(index, "".join(texts), self._ends[index].finish_reason)
-            for index, texts in enumerate(self._texts)
+        told = [
+            self._choices.voice(index).choice(pieces, self._ends[index])
+            for index, pieces in enumerate(self._pieces)
         ]
-        envelope = self._origin.envelope(
-            self._dialect.whole_object, choices, _usage(self._ends, self._num_per_prompt)
-        )
+        usage = _usage(self._ends, self._choices.num_per_prompt)
+        envelope = _envelope(self._origin, self._choices.whole_object, told, usage)
         return whole(200, _encode(envelope), headers=self._headers)
 
     def failed(self, why: Refusal) -> web.StreamResponse:
@@ -118,74 +105,63 @@ class StreamedReply:
     """Server-sent events: one for whatever tokens were there, and the last one says [DONE]."""
 
     def __init__(
-        self, dialect: Dialect, asked: Asked, origin: Origin, request: Request, headers: Headers
+        self, choices: Choices, origin: Origin, request: Request, headers: Headers
     ) -> None:
-        self._dialect = dialect
-        self._num_per_prompt = asked.num_per_prompt
+        self._choices = choices
+        self._voices = [choices.voice(index) for index in range(choices.num)]
         self._origin = origin
         # With usage asked for, it is in every chunk, and null in all but the last. Every event but
         # that one is this text around its choice.
-        usage = None if asked.include_usage else msgspec.UNSET
-        envelope = _event(origin.envelope(dialect.chunk_object, (), usage))
+        usage = None if choices.include_usage else msgspec.UNSET
+        envelope = _event(_envelope(origin, choices.chunk_object, (), usage))
         self._before, _, self._after = envelope.rpartition(b"]")
-        self._headers = headers
-        self._stream = Stream(
-            request,
-            EVENT_STREAM,
-            (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers),
-        )
-        self._tells_usage = asked.include_usage
-        self._num_choices = len(asked.requests)
-        self._begun: set[int] = set()
+        self._events = Events(request, headers)
         self._ends: dict[int, LastPiece] = {}
 
     async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        event = self._event(index, piece)
         if isinstance(piece, LastPiece):
             self._ends[index] = piece
-            event = self._event(index, piece.text, piece.finish_reason)
-            if len(self._ends) == self._num_choices:
-                self._stream.finish(event + self._last_words())
+            if len(self._ends) == self._choices.num:
+                self._events.finish(event + self._last_words())
                 return
-        elif self._is_news(index, piece):
-            event = self._event(index, piece.text, None)
-        else:
-            return
-        await self._stream.send(event)
+        await self._events.send(event)
 
     def offer(self, index: int, piece: Piece) -> bool:
-        if self._stream.slow:
+        if self._events.slow:
             return False
-        if self._is_news(index, piece):
-            self._stream.push(self._event(index, piece.text, None))
+        self._events.push(self._event(index, piece))
         return True
 
     def response(self) -> web.StreamResponse:
-        return self._stream
+        return self._events.response()
 
     def failed(self, why: Refusal) -> web.StreamResponse:
-        if self._stream.finished:  # one choice only waited for a slow client to take its end
-            return self._stream
-        if not self._stream.prepared:
-            return why.response(self._headers)
-        # Too late for a status. Without [DONE] no client takes this for the whole answer.
-        self._stream.finish(b"data: " + why.body + b"\n\n")
-        return self._stream
+        return self._events.failed(why)
 
-    def _is_news(self, index: int, piece: Piece) -> bool:
-        """Half a character is none; that the answer has begun is."""
-        return bool(piece.text) or index not in self._begun
-
-    def _event(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        first = index not in self._begun
-        self._begun.add(index)
-        choice = _encode(self._dialect.chunk(index, text, finish_reason, first))
-        return b"%b%b]%b" % (self._before, choice, self._after)
+    def _event(self, index: int, piece: Piece) -> bytes:
+        chunk = self._voices[index].chunk(piece)
+        return b"" if chunk is None else b"%b%b]%b" % (self._before, _encode(chunk), self._after)
 
     def _last_words(self) -> bytes:
-        if not self._tells_usage:
-            return _DONE
-        usage = _usage(self._ends, self._num_per_prompt)
-        return _event(self._origin.envelope(self._dialect.chunk_object, (), usage)) + _DONE
+        if not self._choices.include_usage:
+            return DONE
+        usage = _usage(self._ends, self._choices.num_per_prompt)
+        return _event(_envelope(self._origin, self._choices.chunk_object, (), usage)) + DONE
+
+
+def stop_reason(last: LastPiece) -> StopReason:
+    """The stop string, or the id of the stop token, that ended a choice; unset if none did."""
+    return msgspec.UNSET if last.stop_reason is None else last.stop_reason
+
+
+def _envelope(
+    origin: Origin,
+    kind: str,
+    choices: Sequence[msgspec.Struct],
+    usage: Usage | msgspec.UnsetType | None,
+) -> Envelope:
+    return Envelope(origin.id, kind, origin.created, origin.model, choices, usage)
 
 
 def _event(envelope: Envelope) -> bytes:

@@ -19,6 +19,7 @@ const QUEUES = {
   unpaired: "waiting for a prefill node",
   prealloc: "waiting for pages",
   transfer: "its pages are being computed and read",
+  guided: "the form of its answer is being compiled",
   waiting: "waiting for a forward",
   chunked: "its prompt is computed in chunks",
   on_device: "in the chunk or the running batch",
@@ -39,7 +40,7 @@ const FACTS = {
   "hand-offs lost": "they failed on the way, and were tried anew or computed here",
   retractions: "requests taken off the device for want of pages; they go on later",
 };
-const RARE = new Set(["chunked", "retracted", "unpaired"]); // queues that are shown when something is in them
+const RARE = new Set(["chunked", "guided", "retracted", "unpaired"]); // queues that are shown when something is in them
 const MOST_OPEN = 4; // more nodes than this on one side start closed
 const MOST_TALL = 8; // more than this take one line each
 

@@ -23,6 +23,7 @@ from common.identity.caller import node_name
 from common.identity.guard import Guard
 from common.identity.program import identity_of
 from common.identity.refusals import uncounted
+from common.rpc.last_words import StreamEnded, heard
 from kvtransfer.backends.base import Owner, PagePool
 from kvtransfer.backends.tcp import TcpBackend
 from kvtransfer.pairing import PROTOCOL_VERSION
@@ -217,7 +218,7 @@ def _name(
 ) -> None:
     """Makes it speak of a hand-off that there is."""
     kind = message.WhichOneof("message")
-    if kind not in (None, "hello", "beat"):
+    if kind not in (None, "hello", "beat", "last_words"):
         getattr(message, kind).id.CopyFrom(id)
 
 
@@ -270,7 +271,13 @@ async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> 
     call = KvTransferStub(channel).Pair(timeout=5.0)  # type: ignore[no-untyped-call]
     await call.write(kvtransfer_pb2.FromReader(hello=hello))
     await call.done_writing()
-    differences = _DIFFERENCE.findall(await call.details() or "")
+    told = ""
+    try:
+        async for _ in heard(call):
+            pass
+    except StreamEnded as end:
+        told = end.sentence
+    differences = _DIFFERENCE.findall(told)
     for field, value in differences:
         if value.isdigit():
             hello.regions[0].page_bytes = int(value)

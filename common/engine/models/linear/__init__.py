@@ -1,6 +1,17 @@
 """Products with a model's matrices: one protocol, and the forms in which a matrix can be held."""
 
-from common.engine.models.linear.choose import form_of
-from common.engine.models.linear.protocol import Form, Linear
+from common.engine.models.linear.choose import form_of, rounding_of
+from common.engine.models.linear.matrix import Matrix, StoredExpert, joined
+from common.engine.models.linear.protocol import ExpertNet, Form, Linear, held
 
-__all__ = ["Form", "Linear", "form_of"]
+__all__ = [
+    "ExpertNet",
+    "Form",
+    "Linear",
+    "Matrix",
+    "StoredExpert",
+    "form_of",
+    "held",
+    "joined",
+    "rounding_of",
+]

@@ -4,25 +4,53 @@ import torch
 
 from common.config import Quantize
 from common.engine.models.linear import onednn
+from common.engine.models.linear.as_stored import AsStoredForm
 from common.engine.models.linear.dense import DenseForm
 from common.engine.models.linear.int8 import Int8Form
 from common.engine.models.linear.packed import PackedForm
+from common.engine.models.linear.panels import Int8PanelForm, PanelForm
 from common.engine.models.linear.protocol import Form
 from common.errors import ConfigError
+from kernels import device as devices
 
 
-def form_of(device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Form:
-    """float32 stays as it is: what it computes is compared with other implementations token by
-    token, and one row is no faster packed.
+def form_of(
+    device: torch.device, dtype: torch.dtype, quantize: Quantize, *, int8_stored: bool = False
+) -> Form:
+    """Products compiled for this CPU where it has them, then oneDNN's, then torch's own.
 
+
+    Args:
+        int8_stored: matrices of the checkpoint are of int8 by channel. They are multiplied as they
+            are where that is possible, and are floats like all others where it is not.
     Raises:
         ConfigError: nothing here multiplies what is asked for.
     """
+    compiled = devices.compiled_for(device)
     if quantize == "int8":
         return _int8(device)
+    if int8_stored and multiplies_int8(device):
+        return AsStoredForm(_int8(device), form_of(device, dtype, "none"))
+    if compiled is not None and compiled.multiplies(dtype):
+        return PanelForm(dtype, compiled)
     if device.type == "cpu" and dtype == torch.bfloat16 and onednn.packs_bfloat16():
         return PackedForm(dtype)
     return DenseForm(device, dtype)
+
+
+def multiplies_int8(device: torch.device) -> bool:
+    try:
+        _int8(device)
+    except ConfigError:
+        return False
+    return True
+
+
+def rounding_of(device: torch.device, quantize: Quantize, *, int8_stored: bool) -> str:
+    """What is rounded to how many bits in products here, as nodes compare it: KV depends on it."""
+    if quantize == "none" and int8_stored and multiplies_int8(device):
+        return "int8 as stored"
+    return quantize
 
 
 def _int8(device: torch.device) -> Form:
@@ -30,6 +58,9 @@ def _int8(device: torch.device) -> Form:
         raise ConfigError(
             f"engine.quantize: int8 is computed on a CPU alone, and the device is {device}"
         )
+    compiled = devices.compiled_for(device)
+    if compiled is not None and compiled.multiplies(torch.int8):
+        return Int8PanelForm(compiled)
     if not onednn.multiplies_int8():
         raise ConfigError(
             "engine.quantize: int8 needs a processor with AVX512-VNNI and a torch with oneDNN"

@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.models.linear.experts import Stacked, stack
+from common.engine.models.linear.protocol import StoredExperts
+from kernels.grouped_mlp import Gate
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
@@ -37,11 +41,20 @@ class DenseForm:
         own = stored.to(device=self.device, dtype=self.dtype, copy=True)
         return Dense(own, bias)
 
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Dense:
+        return self.hold(stored.float() * scale[:, None], bias)
+
     def tied(self, embedding: Tensor) -> Dense:
         return Dense(embedding)
 
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Stacked:
+        return stack(stored, count, gate, self.device, self.dtype)
+
     def num_bytes(self, rows: int, columns: int) -> int:
         return rows * columns * self.dtype.itemsize
+
+    def int8_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return 0

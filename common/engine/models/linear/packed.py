@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from common.engine.models.linear import onednn
+from common.engine.models.linear.experts import Each, each
+from common.engine.models.linear.protocol import StoredExperts
+from kernels.grouped_mlp import Gate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,11 +36,20 @@ class PackedForm:
     def hold(self, stored: Tensor, bias: Tensor | None) -> Packed:
         return Packed(onednn.pack(stored.to(self.dtype)), bias)
 
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        return self.hold(stored.float() * scale[:, None], bias)
+
     def tied(self, embedding: Tensor) -> Packed:
         return self.hold(embedding, None)
 
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+        return each(self, stored, gate)
+
     def num_bytes(self, rows: int, columns: int) -> int:
         return rows * columns * self.dtype.itemsize
+
+    def int8_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return self.num_bytes(rows, columns)

@@ -9,20 +9,12 @@
 #include <vector>
 
 #include "lanes.h"
+#include "pages.h"
+#include "team.h"
 
 namespace {
 
 constexpr int SPLIT = 512;
-
-struct Pages {  // one layer of the pool, and a batch's rows in it; strides in elements
-    int64_t page_stride, head_stride, kv_stride, token_stride;
-    const int32_t *page_ids, *page_starts, *lengths;
-    int64_t page_size, window;  // window 0: none
-
-    int64_t first_key(int64_t row) const {
-        return window && lengths[row] > window ? lengths[row] - window : 0;
-    }
-};
 
 // A run of keys of one page, or of their values, and the next page's, which is worth fetching early:
 // pages lie anywhere, and a processor foresees no jump.
@@ -130,14 +122,17 @@ void attend_piece(
     for (int g = 0; g < G; g++) std::memcpy(out.values + g * size, sums[g], size * sizeof(float));
 }
 
-// Combines `count` partial results of one head, each `stride` heads after the one before.
+// Combines `count` partial results of one head, each `stride` heads after the one before. sink: the
+// score of a key beside them, without a value; -infinity: there is none.
 template <class T>
-void combine(const Partial& parts, int64_t count, int64_t stride, int64_t size, T* out) {
-    float largest = -std::numeric_limits<float>::infinity();
+void combine(
+    const Partial& parts, int64_t count, int64_t stride, int64_t size, float sink, T* out
+) {
+    float largest = sink;
     for (int64_t part = 0; part < count; part++)
         largest = std::max(largest, parts.largest[part * stride]);
     float sums[256 + WIDTH] = {};
-    float total = 0;
+    float total = count ? std::exp(sink - largest) : 0;
     for (int64_t part = 0; part < count; part++) {
         float weight = std::exp(parts.largest[part * stride] - largest);
         total += weight * parts.total[part * stride];
@@ -157,7 +152,7 @@ extern "C" void decode_attention(
     int64_t head_stride, int64_t kv_stride, int64_t token_stride, const int32_t* page_ids,
     const int32_t* page_starts, const int32_t* lengths, void* out, int64_t num_rows,
     int64_t kv_heads, int64_t group, int64_t page_size, int64_t size, int64_t window, double scale,
-    double soft_cap, int threads
+    double soft_cap, const float* sinks, Team* team
 ) {
     Pages pages{page_stride, head_stride, kv_stride,   token_stride, page_ids,
                 page_starts, lengths,     page_size, window};
@@ -179,7 +174,7 @@ extern "C" void decode_attention(
     typed(dtype, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
         int64_t bytes = keys * kv_heads * size * 2 * sizeof(T);
-        each(piece_starts[num_rows] * kv_heads, bytes, threads, [&](int64_t item) {
+        each(piece_starts[num_rows] * kv_heads, bytes, team, [&](int64_t item) {
             int64_t piece = item / kv_heads, head = item % kv_heads, row = row_of[piece];
             int64_t base = pages.first_key(row) / SPLIT + piece - piece_starts[row];
             int64_t first = std::max(base * SPLIT, pages.first_key(row));
@@ -201,12 +196,13 @@ extern "C" void decode_attention(
                 else attend(Count<1>());
             }
         });
-        each(num_rows * heads, results * size * 4, threads, [&](int64_t item) {
+        each(num_rows * heads, results * size * 4, team, [&](int64_t item) {
             int64_t row = item / heads, head = item % heads;
             int64_t place = piece_starts[row] * heads + head;
             Partial own{parts.values + place * size, parts.largest + place, parts.total + place};
             int64_t count = piece_starts[row + 1] - piece_starts[row];
-            combine(own, count, heads, size, (T*)out + item * size);
+            float sink = sinks ? sinks[head] : -std::numeric_limits<float>::infinity();
+            combine(own, count, heads, size, sink, (T*)out + item * size);
         });
     });
 }

@@ -1,0 +1,55 @@
+"""What is added to single logits: some number, or so little that the token is never sampled."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.bitmask import FORBIDDEN
+
+Tokens = NDArray[np.int64]
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Additions:
+    """A Work. One entry per logit; what meets in one logit adds up."""
+
+    rows: Tensor  # int64, places among the step's rows
+    tokens: Tensor  # int64
+    values: Tensor  # float32
+
+    @classmethod
+    def of(cls, rows: NDArray[np.intp], edits: Sequence[tuple[Tokens, Values]]) -> Self:
+        """For each row its tokens, and what is added to their logits."""
+        counts = [len(tokens) for tokens, _ in edits]
+        return cls(
+            torch.from_numpy(np.repeat(rows, counts).astype(np.int64)),
+            torch.from_numpy(np.concatenate([tokens for tokens, _ in edits])),
+            torch.from_numpy(np.concatenate([values for _, values in edits])),
+        )
+
+    @classmethod
+    def nothing(cls, num_rows: int) -> Self:
+        """To so many rows."""
+        rows = torch.arange(num_rows)
+        return cls(rows, torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows))
+
+    def tensors(self) -> Sequence[Tensor]:
+        return (self.rows, self.tokens, self.values)
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        rows, tokens, values = sent
+        logits.index_put_((rows, tokens), values, accumulate=True)
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+
+def forbidding(tokens: Sequence[int]) -> tuple[Tokens, Values]:
+    """What keeps tokens from being sampled."""
+    return np.array(tokens, np.int64), np.full(len(tokens), FORBIDDEN, np.float32)

@@ -1,0 +1,199 @@
+"""All row features together: which of them a step needs, and from its logits to its tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.features.allowed import AllowedTokens
+from common.engine.features.bad_words import BadWords
+from common.engine.features.bias import Bias
+from common.engine.features.grammar import Grammar
+from common.engine.features.logprobs import SampledLogprobs
+from common.engine.features.penalties import Penalties
+from common.engine.features.prompt_logprobs import PromptLogprobs, PromptWork
+from common.engine.features.sampling import Sampling
+from common.engine.features.seam import Part, RowFeature, Work
+from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from kernels.sampling import SamplingColumns, sample
+
+_COLUMNS = tuple(f.name for f in fields(SamplingColumns))
+# Bits of a slot: its token is drawn; one of its features waits; its prompt is asked about; then one
+# for each feature.
+_SAMPLED, _WAITING, _PROMPT, _FIRST = 1, 2, 4, 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepWork:
+    """What the rows of one step ask of their logits.
+
+    Attributes:
+        columns: in host memory; None: every row takes its likeliest token.
+        works: in the order in which they take the logits.
+        late: features that must know more tokens first, see `build_late`; 0: none.
+        prompt: what is asked about tokens that are not sampled after.
+    """
+
+    columns: SamplingColumns | None = None
+    works: tuple[Work, ...] = ()
+    late: int = 0
+    prompt: PromptWork | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """In host memory, contiguous."""
+        tensors: list[Tensor] = [] if self.prompt is None else [self.prompt.targets]
+        if self.columns is not None:
+            tensors += [getattr(self.columns, name) for name in _COLUMNS]
+        for work in self.works:
+            tensors += work.tensors()
+        return tensors
+
+    def choose(self, logits: Tensor, sent: Sequence[Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The rows' tokens, int32 [n], as `sample` gives them, and what is told of them. On the
+        forward stream.
+
+        Args:
+            logits: [n, vocabulary], may be overwritten.
+            sent: `tensors()`, on the device.
+        """
+        columns, taken = None, 0 if self.prompt is None else 1
+        if self.columns is not None:
+            columns = SamplingColumns(*sent[taken : taken + len(_COLUMNS)])
+            taken += len(_COLUMNS)
+        if not self.works:
+            return sample(logits, columns), {}
+        logits = logits.float()
+        parts = []
+        for work in self.works:
+            part = sent[taken : taken + len(work.tensors())]
+            taken += len(part)
+            parts.append(part)
+            work.before(part, logits)
+        tokens = sample(logits, columns)
+        told: dict[str, Tensor] = {}
+        for work, part in zip(self.works, parts, strict=True):
+            told |= work.after(part, tokens)
+        return tokens, told
+
+
+_NOTHING = StepWork()
+
+
+class RowFeatures:
+    """The features of one engine. Engine thread only.
+
+    Args:
+        features: in the order in which they take the logits; those that may wait come last.
+    """
+
+    def __init__(
+        self, table: RequestTable, sampling: Sampling, features: Sequence[RowFeature]
+    ) -> None:
+        self._table = table
+        self._sampling = sampling
+        self._prompts = PromptLogprobs(table)
+        self._features = tuple(
+            (np.uint32(_FIRST << place), feature) for place, feature in enumerate(features)
+        )
+        self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each
+        self._waits = np.zeros(table.num_slots, np.uint32)  # of these
+        table.tell_of_requests(self._acquire)
+
+    def build(self, batch: ScheduleBatch) -> StepWork:
+        """At the launch of a step. What no row wants costs nothing: all bits are read at once."""
+        wanted = self._wanted[batch.slots]
+        anybody = int(np.bitwise_or.reduce(wanted))
+        if not anybody:
+            return _NOTHING
+        columns = self._sampling.build(batch.slots, batch.ends) if anybody & _SAMPLED else None
+        if anybody == _SAMPLED:
+            return StepWork(columns)
+        wanted = self._of_those_that_sample(batch, wanted)
+        late = self._unknown(batch, wanted) if anybody & _WAITING else 0
+        prompt = self._prompts.build(batch) if anybody & _PROMPT else None
+        return StepWork(columns, self._works(batch, wanted, ~late), late, prompt)
+
+    def build_late(self, batch: ScheduleBatch, late: int) -> tuple[Work, ...]:
+        """The rest of a step, whose rows' tokens are all known now.
+
+        Args:
+            late: of the StepWork that `build` has made.
+        """
+        wanted = self._of_those_that_sample(batch, self._wanted[batch.slots])
+        return self._works(batch, wanted, late)
+
+    def rehearsals(self, num_rows: int, num_tokens: int) -> Sequence[StepWork]:
+        """Of a step of so many rows, with a prompt of so many tokens (0: without one), and nobody's
+        tokens: all that `build` may give launches no kernel that one of these has not launched, and
+        needs no more memory."""
+        columns = self._sampling.rehearsal(num_rows)
+        works = tuple(feature.rehearsal(num_rows) for _, feature in self._features)
+        prompt = self._prompts.rehearsal(num_tokens) if num_tokens else None
+        return [
+            StepWork(columns, works, prompt=prompt),
+            StepWork(columns),
+            StepWork(None, works),
+            _NOTHING,
+        ]
+
+    def _works(
+        self, batch: ScheduleBatch, wanted: NDArray[np.uint32], which: int
+    ) -> tuple[Work, ...]:
+        """Of the features whose bits are in `which`."""
+        slots, positions = batch.slots.astype(np.intp), batch.ends
+        works = []
+        for bit, feature in self._features:
+            if int(bit) & which and len(rows := (wanted & bit).nonzero()[0]):
+                works.append(feature.build(rows, slots[rows], positions[rows]))
+        return tuple(works)
+
+    def _of_those_that_sample(
+        self, batch: ScheduleBatch, wanted: NDArray[np.uint32]
+    ) -> NDArray[np.uint32]:
+        if batch.mode is ForwardMode.DECODE:
+            return wanted
+        return np.where(batch.samples, wanted, np.uint32(0))
+
+    def _unknown(self, batch: ScheduleBatch, wanted: NDArray[np.uint32]) -> int:
+        """Bits of the features that have to wait for a token in this step."""
+        unknown = (wanted != 0) & (self._table.known[batch.slots] < batch.ends)
+        return int(np.bitwise_or.reduce(self._waits[batch.slots[unknown]], initial=0))
+
+    def _acquire(self, slot: int, request: Request) -> None:
+        wanted = _SAMPLED if self._sampling.acquire(slot, request) else 0
+        waits = 0
+        for bit, feature in self._features:
+            part = feature.acquire(slot, request)
+            wanted |= int(bit) if part else 0
+            waits |= int(bit) if part is Part.WAITS else 0
+        if self._prompts.acquire(slot, request):
+            wanted |= _PROMPT
+        self._wanted[slot] = wanted | (_WAITING if waits else 0)
+        self._waits[slot] = waits
+
+
+def every_feature(
+    table: RequestTable,
+    vocabulary_size: int,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+) -> RowFeatures:
+    """The features that there are, for the requests of a table."""
+    num_slots = table.num_slots
+    return RowFeatures(
+        table,
+        Sampling(num_slots),
+        (
+            SampledLogprobs(num_slots),
+            Bias(num_slots, eos_token_ids),
+            Penalties(table, vocabulary_size, device),
+            AllowedTokens(num_slots, vocabulary_size),
+            BadWords(table),
+            Grammar(table, vocabulary_size),
+        ),
+    )

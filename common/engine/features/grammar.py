@@ -1,0 +1,59 @@
+"""Answers that keep to a grammar: what may come next, as one bit per token.
+
+A matcher follows the tokens that the CPU knows, read from the table: so one that goes on elsewhere,
+was retracted or is replayed needs nothing but its tokens. What is sampled waits for the step
+before; forwards do not.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.features.allowed import Bitmask, words_of
+from common.engine.features.seam import Part
+from common.engine.rows.batch import Ints
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+
+
+class Grammar:
+    """Engine thread only."""
+
+    def __init__(self, table: RequestTable, vocabulary_size: int) -> None:
+        self._table = table
+        self._words = words_of(vocabulary_size)
+        self._matchers: dict[int, Any] = {}  # by slot: xgrammar.GrammarMatcher
+        self._followed = np.zeros(table.num_slots, np.int64)  # tokens, with the prompt
+
+    def acquire(self, slot: int, request: Request) -> Part:
+        self._matchers.pop(slot, None)
+        if request.compiled is None:
+            return Part.NONE
+        from xgrammar import GrammarMatcher
+
+        self._matchers[slot] = GrammarMatcher(request.compiled)
+        self._followed[slot] = request.num_prompt
+        return Part.WAITS
+
+    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Bitmask:
+        bits = np.full((len(rows), self._words), -1, np.int32)
+        for row, slot in enumerate(slots.tolist()):
+            matcher = self._matchers[slot]
+            self._follow(slot, matcher)
+            if not matcher.is_terminated():
+                matcher.fill_next_token_bitmask(bits, row)
+        return Bitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
+
+    def rehearsal(self, num_rows: int) -> Bitmask:
+        bits = torch.full((num_rows, self._words), -1, dtype=torch.int32)
+        return Bitmask(torch.arange(num_rows), bits)
+
+    def _follow(self, slot: int, matcher: Any) -> None:
+        """Up to the newest token that is known. After its end there is nothing to follow."""
+        start, end = int(self._followed[slot]), int(self._table.known[slot])
+        for token in self._table.tokens[slot, start:end].tolist():
+            if matcher.is_terminated() or not matcher.accept_token(token):
+                break
+        self._followed[slot] = end

@@ -1,0 +1,123 @@
+"""Guides on their way to grammars: compiled on a thread of its own, one after the other, and kept.
+
+Knows nothing of slots and steps, and the engine thread never waits for it. xgrammar and the words
+of the vocabulary are loaded with the first guide: nodes that never meet one pay nothing.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from common.errors import InvalidRequest, Overloaded, cut
+from common.logs import kv
+from common.requests.guide import Guide
+from common.spelling import Spelling
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT = 128  # grammars
+MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
+MAX_WAITING = 64  # guides
+MAX_WHITESPACE = 32  # characters in a row between JSON's words: some models would go on for ever
+SLOW_S = 1.0  # to compile one: said in the log
+
+Compiled = Any  # xgrammar.CompiledGrammar
+
+
+class Guides:
+    """Of one model. Engine thread only.
+
+    Attributes:
+        tell: called from another thread when a guide is done.
+    """
+
+    def __init__(self, directory: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._directory = directory
+        self._vocabulary_size = vocabulary_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._kept: OrderedDict[Guide, Future[Compiled]] = OrderedDict()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="guides")
+        self._compiler: Any = None  # of the worker
+        self.tell: Callable[[], None] = lambda: None
+
+    def compiled(self, guide: Guide) -> "Future[Compiled]":
+        """The grammar, or InvalidRequest that says what is wrong and where.
+
+        Raises:
+            Overloaded: too many others wait.
+        """
+        known = self._kept.get(guide)
+        if known is not None:
+            self._kept.move_to_end(guide)
+            return known
+        if sum(not each.done() for each in self._kept.values()) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} guides wait to be compiled already")
+        made = self._kept[guide] = self._worker.submit(self._compile, guide)
+        made.add_done_callback(lambda _: self.tell())
+        if len(self._kept) > MAX_KEPT:
+            del self._kept[next(each for each, other in self._kept.items() if other.done())]
+        return made
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    # The worker's --------------------------------------------------------------------------------
+
+    def _compile(self, guide: Guide) -> Compiled:
+        began = time.monotonic()
+        try:
+            compiler = self._compiler = self._compiler or self._make_compiler()
+            made = _compiled(compiler, guide)
+        except Exception as error:
+            raise InvalidRequest(f"sampling.{guide.kind}: {_reason(error)}") from error
+        took_s = time.monotonic() - began
+        if took_s > SLOW_S:
+            log.warning("guide was slow to compile %s", kv(kind=guide.kind, seconds=took_s))
+        return made
+
+    def _make_compiler(self) -> Any:
+        import xgrammar
+
+        tokenizer = Tokenizer.from_file(str(self._directory / "tokenizer.json"))
+        spelling = Spelling(tokenizer, tuple(tokenizer.encode("a", add_special_tokens=False).ids))
+        special = {
+            number
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        # What no text is made of has no bytes, and no grammar allows it.
+        vocabulary = [
+            b"" if token in special else spelling(token) for token in range(self._vocabulary_size)
+        ]
+        words = xgrammar.TokenizerInfo(
+            vocabulary,
+            xgrammar.VocabType.RAW,
+            vocab_size=self._vocabulary_size,
+            stop_token_ids=self._eos_token_ids,
+        )
+        return xgrammar.GrammarCompiler(words, max_threads=1, cache_limit_bytes=MAX_KEPT_BYTES)
+
+
+def _compiled(compiler: Any, guide: Guide) -> Compiled:
+    match guide.kind:
+        case "json_schema":
+            return compiler.compile_json_schema(guide.text, max_whitespace_cnt=MAX_WHITESPACE)
+        case "json_object":
+            return compiler.compile_builtin_json_grammar()
+        case "regex":
+            return compiler.compile_regex(guide.text)
+        case _:
+            return compiler.compile_grammar(guide.text)
+
+
+def _reason(error: Exception) -> str:
+    """xgrammar's, without the time and the place in its own source."""
+    text = str(error).strip()
+    _, found, rest = text.partition(": ")
+    return cut(rest if found and text.startswith("[") else text)

@@ -1,0 +1,106 @@
+"""Attention over paged keys and values, of one layer."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from common.engine.memory.states import PagedKV
+from common.engine.models.blocks.norm import Norm, RmsNorm
+from common.engine.models.blocks.protocol import Kept, Site, Step
+from common.engine.models.blocks.rotation import Rope, Rotation
+from common.engine.models.linear import Linear
+from kernels.attention import AttentionPlan, paged_attention, plan_attention
+from kernels.rope_and_store import rope_and_store
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """
+    scale: multiplies the products of queries and keys.
+    window: tokens that a query sees, its own included; None: all.
+    soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
+    sinks: each head has a score beside those of its keys, for a key without a value.
+    qk_norm: of each head of queries and of keys, before they are rotated; None: there is none.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Norm | None = None
+    sinks: bool = False
+
+    @property
+    def keeps(self) -> PagedKV:
+        return PagedKV(self.kv_heads, self.head_dim, self.window)
+
+    def products(self, hidden_size: int) -> int:
+        return hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    def build(self, site: Site) -> "AttentionBlock":
+        source = site.source.within("self_attn.")
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norm, size = self.qk_norm, self.head_dim
+        return AttentionBlock(
+            spec=self,
+            rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
+            qkv=source.linear(
+                {"q_proj": q, "k_proj": kv, "v_proj": kv}, site.hidden_size, bias=self.qkv_bias
+            ),
+            q_norm=None if norm is None else norm.build(source, "q_norm", size),
+            k_norm=None if norm is None else norm.build(source, "k_norm", size),
+            sinks=source.tensor("sinks", (self.heads,)) if self.sinks else None,
+            output=source.linear({"o_proj": site.hidden_size}, q, bias=self.output_bias),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBlock:
+    spec: Attention
+    rotation: Rotation
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim: Q, K, V
+    q_norm: RmsNorm | None  # of a head
+    k_norm: RmsNorm | None
+    sinks: Tensor | None  # [heads]
+    output: Linear
+
+    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+        spec, batch, rotation = self.spec, step.batch, self.rotation
+        angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
+        q = rope_and_store(
+            self.qkv.apply(x),
+            angles,
+            kept.view,
+            batch.locations[kept.table],
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+        )
+        plan = self._plan(step, kept)
+        x = paged_attention(
+            q, kept.view, plan, scale=spec.scale, soft_cap=spec.soft_cap, sinks=self.sinks
+        )
+        return self.output.apply(x)
+
+    def _plan(self, step: Step, kept: Kept) -> AttentionPlan:
+        """One for all layers of a table: they see the same tokens, with heads of the same shape."""
+        spec, batch = self.spec, step.batch
+        return step.shared.get(
+            (kept.table, spec.heads, spec.window),
+            lambda: plan_attention(
+                batch.page_ids,
+                batch.page_starts[kept.table],
+                batch.query_starts,
+                batch.lengths,
+                kept.view,
+                num_heads=spec.heads,
+                num_tokens=batch.token_ids.shape[0],
+                num_decodes=batch.num_decodes,
+                window=spec.window,
+            ),
+        )

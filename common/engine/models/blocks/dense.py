@@ -1,0 +1,41 @@
+"""The gated feed-forward net that every token goes through: act(gate) * up, and down."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from common.engine.models.blocks.protocol import Site
+from common.engine.models.linear import Linear
+from kernels.act_and_mul import Activation, act_and_mul
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """module: what the checkpoint calls it."""
+
+    intermediate_size: int
+    activation: Activation
+    bias: bool = False
+    module: str = "mlp"
+
+    def products(self, hidden_size: int) -> int:
+        return 3 * hidden_size * self.intermediate_size
+
+    def build(self, site: Site) -> "DenseBlock":
+        source, inner = site.source.within(f"{self.module}."), self.intermediate_size
+        gates = {"gate_proj": inner, "up_proj": inner}
+        return DenseBlock(
+            activation=self.activation,
+            gate_up=source.linear(gates, site.hidden_size, bias=self.bias),
+            down=source.linear({"down_proj": site.hidden_size}, inner, bias=self.bias),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseBlock:
+    activation: Activation
+    gate_up: Linear  # hidden -> 2 * intermediate: gate, up
+    down: Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down.apply(act_and_mul(self.gate_up.apply(x), self.activation))

@@ -1,0 +1,99 @@
+"""What a decoder knows of its blocks: how each is built, and how it takes part in a forward.
+
+A spec is numbers that come from a configuration; it builds the block that computes by them.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from common.engine.memory.states import PagedKV
+from common.engine.models.blocks.source import Source
+from common.engine.rows.forward import ForwardBatch
+
+T = TypeVar("T")
+
+
+class Shared:
+    """What several blocks have in common, made by the first of them that asks."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a block is built. shared: among all blocks of the model."""
+
+    source: Source
+    hidden_size: int
+    shared: Shared = field(default_factory=Shared)
+
+    def within(self, prefix: str) -> "Site":
+        return replace(self, source=self.source.within(prefix))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One forward. shared: among all its layers."""
+
+    batch: ForwardBatch
+    shared: Shared = field(default_factory=Shared)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What a layer keeps of tokens: its view of the pool (KVLayout.view), and the table that has
+    the pages."""
+
+    view: Tensor
+    table: int
+
+
+class Mixer(Protocol):
+    """The part of a layer in which tokens meet; it keeps what later ones will need."""
+
+    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+        """
+        Args:
+            x: [num_tokens, hidden].
+            kept: where the layer reads and writes.
+        Returns:
+            [num_tokens, hidden].
+        """
+        ...
+
+
+class Ffn(Protocol):
+    """The part of a layer in which each token is alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden] -> the same shape."""
+        ...
+
+
+class MixerSpec(Protocol):
+    @property
+    def keeps(self) -> PagedKV: ...
+
+    def products(self, hidden_size: int) -> int:
+        """Multiplications of a token with weights."""
+        ...
+
+    def build(self, site: Site) -> Mixer: ...
+
+
+class FfnSpec(Protocol):
+    def products(self, hidden_size: int) -> int:
+        """Multiplications of a token with weights."""
+        ...
+
+    def build(self, site: Site) -> Ffn: ...

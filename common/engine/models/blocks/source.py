@@ -1,0 +1,58 @@
+"""What a block asks for its weights while it is built.
+
+A block names each stored tensor once, here; names, shapes, bytes and values all come of it.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.engine.models.linear import ExpertNet, Linear
+from common.engine.models.stored.experts import ExpertShape
+
+
+class Source(Protocol):
+    """Names are relative to what `within` has added to them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors that it gives."""
+        ...
+
+    def within(self, prefix: str) -> "Source": ...
+
+    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
+        """The matrices, and perhaps biases, of modules as one, output after output.
+
+        Args:
+            rows: module -> outputs, of a stored `weight` [outputs, columns] and `bias` [outputs].
+        """
+        ...
+
+    def experts(self, shape: ExpertShape) -> ExpertNet:
+        """Those stored under the module `experts`."""
+        ...
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """
+        Args:
+            dtype: that it is held in; None: the one that the model computes in.
+        """
+        ...
+
+    def tied(self, embedding: Tensor) -> Linear:
+        """The head that is the embedding [vocabulary, hidden], which lives on beside it."""
+        ...
+
+    def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
+        """What a norm multiplies by: 1 + the stored difference, in float32, with `from_one`; else
+        what is stored, in the dtype that the model computes in."""
+        ...
+
+    def tidy(self) -> None:
+        """A layer is whole: what making it has left over may go."""
+        ...

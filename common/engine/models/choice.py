@@ -1,0 +1,89 @@
+"""Which way a checkpoint is computed: by our own blocks, or by transformers' class for it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.config import ModelBackend, Quantize
+from common.engine.memory.kv import KVPool
+from common.engine.models.families import FAMILIES
+from common.engine.models.fields import Fields
+from common.engine.models.native import NativeCheckpoint
+from common.engine.models.spec import ModelSpec
+from common.engine.rows.forward import ForwardBatch
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Servable(Protocol):
+    """A checkpoint that can be served, before it is loaded.
+
+    backend: the way, as nodes that pair compare it; computed: the same in words, with the reason.
+    """
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def computed(self) -> str: ...
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def stored(self) -> Iterable[str]:
+        """Names of the stored tensors that make the model.
+
+        Raises:
+            ConfigError: there is no checkpoint, or not one of this model.
+        """
+        ...
+
+    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+        """What `load` takes.
+
+        Raises:
+            ConfigError: as `stored`, or nothing here multiplies what is asked for.
+        """
+        ...
+
+    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Model:
+        """Raises ConfigError as `weight_bytes`."""
+        ...
+
+    def config_hash(self) -> str:
+        """Of all that the configuration says of what is computed, and that KV depends on."""
+        ...
+
+
+def open_checkpoint(directory: Path, backend: ModelBackend = "auto") -> Servable:
+    """Reads a checkpoint's configuration.
+
+    Raises:
+        ConfigError: what is wrong with it, or why this model is not served.
+    """
+    kind = Fields.of(directory / "config.json").text("model_type")
+    if backend == "native" or (backend == "auto" and kind in FAMILIES):
+        return NativeCheckpoint(directory)
+    # Imported here: transformers takes a second, and native models have no use for it.
+    from common.engine.models.borrowed import BorrowedCheckpoint
+
+    because = "as asked for" if backend == "transformers" else f"{kind} has no blocks here"
+    return BorrowedCheckpoint(directory, because)

@@ -1,0 +1,55 @@
+"""config.json of a checkpoint -> DecoderSpec: a file for each family of models with blocks here,
+and the table of them. Both forms are read, of transformers 4 and of 5.
+
+A default in a family is the default of its configuration class in transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from common.engine.models.decoder import DecoderSpec
+from common.engine.models.families.dots1 import dots1
+from common.engine.models.families.gemma2 import gemma2
+from common.engine.models.families.gemma3 import gemma3
+from common.engine.models.families.gpt_oss import gpt_oss
+from common.engine.models.families.llama import llama
+from common.engine.models.families.mistral import mistral
+from common.engine.models.families.mixtral import mixtral
+from common.engine.models.families.qwen2 import qwen2
+from common.engine.models.families.qwen2_moe import qwen2_moe
+from common.engine.models.families.qwen3 import qwen3
+from common.engine.models.families.qwen3_moe import qwen3_moe
+from common.engine.models.fields import Fields, eos_token_ids
+from common.errors import ConfigError
+
+# By model_type. Takes the ids that end a text as its second argument.
+FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "dots1": dots1,
+    "gpt_oss": gpt_oss,
+    "qwen3_moe": qwen3_moe,
+    "qwen2_moe": qwen2_moe,
+    "mixtral": mixtral,
+}
+
+
+def read_decoder(directory: Path) -> DecoderSpec:
+    """Reads config.json and generation_config.json.
+
+    Raises:
+        ConfigError: missing or wrong fields, or something that is not supported; the message
+            names the file, the field and what would be right.
+    """
+    config = Fields.of(directory / "config.json")
+    family = FAMILIES.get(config.text("model_type"))
+    if family is None:
+        raise ConfigError(
+            f"{directory}: model_type {config.text('model_type')!r} is not supported; "
+            f"{', '.join(FAMILIES)} are"
+        )
+    return family(config, eos_token_ids(directory, config))

@@ -1,0 +1,47 @@
+"""A checkpoint whose family has blocks here, before it is loaded."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from common.config import Quantize
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.decoder import Decoder
+from common.engine.models.families import read_decoder
+from common.engine.models.spec import ModelSpec
+from common.engine.models.weights import load_weights, stored_tensors, weight_bytes
+
+
+class NativeCheckpoint:
+    """See Servable."""
+
+    backend = "native"
+    computed = "natively"
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Raises:
+            ConfigError: what is wrong with the configuration, or not supported.
+        """
+        self._directory = directory
+        self._decoder = read_decoder(directory)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._decoder.model
+
+    def stored(self) -> Iterable[str]:
+        return stored_tensors(Checkpoint(self._directory), self._decoder)
+
+    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+        return weight_bytes(Checkpoint(self._directory), self._decoder, device, dtype, quantize)
+
+    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Decoder:
+        return load_weights(Checkpoint(self._directory), self._decoder, device, dtype, quantize)
+
+    def config_hash(self) -> str:
+        model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())
+        return hashlib.sha256(repr(replace(self._decoder, model=model)).encode()).hexdigest()

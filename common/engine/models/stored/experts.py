@@ -1,0 +1,129 @@
+"""How checkpoints store a layer's experts: matrix by matrix, or all in one tensor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.engine.models.checkpoint import Checkpoint, Wanted
+from common.engine.models.linear import Matrix, StoredExpert, joined
+from common.engine.models.stored.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp4
+from common.engine.models.stored.plain import PLAIN
+from common.engine.models.stored.protocol import Scheme, storing
+from kernels.grouped_mlp import Gate
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer's experts are. prefix: of all their names, with the dot."""
+
+    checkpoint: Checkpoint
+    scheme: Scheme
+    prefix: str
+
+
+class ExpertStorage(Protocol):
+    @property
+    def biased(self) -> bool: ...
+
+    def wanted(self, shape: "ExpertShape", place: Place) -> Mapping[str, Wanted]: ...
+
+    def int8_channels(self, place: Place) -> bool:
+        """Whether all matrices are of int8 with a scale for each row."""
+        ...
+
+    def read(self, number: int, shape: "ExpertShape", place: Place) -> StoredExpert: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    count: int
+    hidden: int
+    inner: int
+    gate: Gate
+    storage: ExpertStorage
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """Modules n.gate, n.up and n.down of expert n, by these names, in whatever scheme."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    biased: bool = False
+
+    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+        tensors: dict[str, Wanted] = {}
+        for number in range(shape.count):
+            for name in (self.gate, self.up):
+                tensors |= self._wanted(f"{number}.{name}", shape.inner, shape.hidden, place)
+            tensors |= self._wanted(f"{number}.{self.down}", shape.hidden, shape.inner, place)
+        return tensors
+
+    def int8_channels(self, place: Place) -> bool:
+        names = (self.gate, self.up, self.down)
+        return all(_scheme(f"0.{name}", place).int8_channels for name in names)
+
+    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+        gate, up = (
+            _matrix(f"{number}.{name}", shape.inner, shape.hidden, place)
+            for name in (self.gate, self.up)
+        )
+        down = _matrix(f"{number}.{self.down}", shape.hidden, shape.inner, place)
+        return StoredExpert(joined([gate, up]), down)
+
+    def _wanted(self, module: str, rows: int, columns: int, place: Place) -> Mapping[str, Wanted]:
+        scheme = _scheme(module, place)
+        return scheme.wanted(place.prefix + module, rows, columns, place.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class InTurn:
+    """One tensor for all, inputs first, or MXFP4 blocks; outputs of gate and up in turn; biases."""
+
+    biased: bool = True
+
+    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+        count, hidden, inner = shape.count, shape.hidden, shape.inner
+        tensors = {
+            f"{place.prefix}gate_up_proj_bias": Wanted((count, 2 * inner)),
+            f"{place.prefix}down_proj_bias": Wanted((count, hidden)),
+        }
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
+            module = place.prefix + name
+            if are_mxfp4(module, place.checkpoint):
+                tensors |= wanted_mxfp4(module, count, rows, columns)
+            else:
+                tensors[module] = Wanted((count, columns, rows))
+        return tensors
+
+    def int8_channels(self, place: Place) -> bool:
+        return False
+
+    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+        def matrix(name: str) -> Matrix:
+            module = place.prefix + name
+            if are_mxfp4(module, place.checkpoint):
+                return read_mxfp4(module, number, place.checkpoint)
+            return Matrix(place.checkpoint.read(module)[number].t())
+
+        both = matrix("gate_up_proj").numbers
+        bias = place.checkpoint.read(f"{place.prefix}gate_up_proj_bias")[number]
+        return StoredExpert(
+            joined([Matrix(both[::2]), Matrix(both[1::2])]),
+            matrix("down_proj"),
+            bias.view(-1, 2).t().flatten(),
+            place.checkpoint.read(f"{place.prefix}down_proj_bias")[number],
+        )
+
+
+def _scheme(module: str, place: Place) -> Scheme:
+    return storing(place.scheme, PLAIN, place.prefix + module, place.checkpoint)
+
+
+def _matrix(module: str, rows: int, columns: int, place: Place) -> Matrix:
+    name = place.prefix + module
+    return _scheme(module, place).matrix(name, rows, columns, place.checkpoint)

@@ -1,0 +1,26 @@
+"""Matrices as they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.engine.models.checkpoint import Checkpoint, Wanted
+from common.engine.models.linear import Matrix
+from common.engine.models.spec import NOT_QUANTISED
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    name: str = NOT_QUANTISED
+    int8_channels: bool = False
+    ignored: frozenset[str] = frozenset()
+
+    def wanted(
+        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
+    ) -> Mapping[str, Wanted]:
+        return {f"{module}.weight": Wanted((rows, columns))}
+
+    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
+        return Matrix(checkpoint.read(f"{module}.weight"))
+
+
+PLAIN = Plain()

@@ -1,0 +1,100 @@
+"""A checkpoint's tensors as a decoder's blocks want them, each read once."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.config import Quantize
+from common.engine.models.checkpoint import Checkpoint, own_copy
+from common.engine.models.decoder import Decoder, DecoderSpec
+from common.engine.models.linear import ExpertNet, Form, Linear, Matrix, StoredExpert, held, joined
+from common.engine.models.stored.experts import ExpertShape, Place
+from common.engine.models.stored.plain import PLAIN
+from common.engine.models.stored.protocol import Scheme, storing
+from common.engine.models.weights.survey import form_for, survey
+from common.process.allocator import trim
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A Source that reads; see there."""
+
+    checkpoint: Checkpoint
+    scheme: Scheme
+    device: torch.device
+    dtype: torch.dtype
+    form: Form
+    prefix: str = ""
+
+    def within(self, prefix: str) -> "Reader":
+        return replace(self, prefix=self.prefix + prefix)
+
+    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
+        added = None
+        if bias:
+            added = self._own([f"{module}.bias" for module in rows])
+        matrices = [self._matrix(module, outputs, columns) for module, outputs in rows.items()]
+        return held(self.form, joined(matrices), added)
+
+    def experts(self, shape: ExpertShape) -> ExpertNet:
+        place = Place(self.checkpoint, self.scheme, f"{self.prefix}experts.")
+
+        def owned(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else own_copy(bias, self.device, self.dtype)
+
+        def stored() -> Iterator[StoredExpert]:
+            for number in range(shape.count):
+                one = shape.storage.read(number, shape, place)
+                biases = owned(one.gate_up_bias), owned(one.down_bias)
+                yield StoredExpert(one.gate_up, one.down, *biases)
+
+        return self.form.experts(stored(), shape.count, shape.gate)
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return own_copy(self._stored([name]), self.device, dtype or self.dtype)
+
+    def tied(self, embedding: Tensor) -> Linear:
+        return self.form.tied(embedding)
+
+    def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
+        if not from_one:
+            return self._own([name])
+        # A small difference would drown in the rounding of 1 + it to 16 bits.
+        return own_copy(self._stored([name]).float() + 1, self.device, torch.float32)
+
+    def tidy(self) -> None:
+        """Packing and widening leave holes between the matrices that stay."""
+        trim()
+
+    def _matrix(self, module: str, rows: int, columns: int) -> Matrix:
+        module = self.prefix + module
+        scheme = storing(self.scheme, PLAIN, module, self.checkpoint)
+        return scheme.matrix(module, rows, columns, self.checkpoint)
+
+    def _own(self, names: list[str]) -> Tensor:
+        return own_copy(self._stored(names), self.device, self.dtype)
+
+    def _stored(self, names: list[str]) -> Tensor:
+        tensors = [self.checkpoint.read(self.prefix + name) for name in names]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
+) -> Decoder:
+    """The decoder on `device`, with one matrix of it twice in memory at a time.
+
+    Raises:
+        ConfigError: as `stored_tensors` and `form_of`.
+    """
+    form = form_for(spec, device, dtype, quantize)
+    survey(checkpoint, spec, form, dtype)
+    return spec.build(Reader(checkpoint, spec.stored, device, dtype, form))

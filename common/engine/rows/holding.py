@@ -1,0 +1,56 @@
+"""The pages of one request, as they cross from one part of the engine to another."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from common.engine.rows.batch import Ints
+from common.page_tables import Span
+
+NO_PAGE = -1  # page 0 is a page
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """tables [tables, n]: row t has the pages of table t in order; NO_PAGE where it has none any
+    more, behind a window. Nobody changes it."""
+
+    tables: Ints
+
+    @classmethod
+    def of(cls, *tables: Ints) -> Self:
+        """Of tables one by one."""
+        return cls(np.stack(tables))
+
+    @classmethod
+    def none(cls, num_tables: int) -> Self:
+        return cls(np.empty((num_tables, 0), np.int32))
+
+    @property
+    def num_pages(self) -> int:
+        """Of each table, freed ones too."""
+        num_pages: int = self.tables.shape[1]
+        return num_pages
+
+    def flat(self) -> Ints:
+        """Those that there are, table after table; distinct. A copy."""
+        pages = self.tables.ravel()
+        return pages[pages >= 0]
+
+    def take(self, spans: Iterable[Span]) -> Ints:
+        """The pages of these spans, one after the other. A copy."""
+        pages = [self.tables[table, first:past] for table, first, past in spans]
+        return np.concatenate([*pages, np.empty(0, np.int32)])
+
+    def moved_to(self, pages: Ints) -> Self:
+        """The same with other pages, in the order of `flat`."""
+        tables = np.full_like(self.tables, NO_PAGE)
+        tables[self.tables >= 0] = pages
+        return type(self)(tables)
+
+    def and_behind(self, pages: Ints) -> Self:
+        """With as many more pages in each table: `pages` is one table's after the other's."""
+        fresh = pages.reshape(len(self.tables), -1)
+        return type(self)(np.concatenate((self.tables, fresh), axis=1))

@@ -1,0 +1,115 @@
+"""Which pages a request has, by numbers of tokens alone: a table of pages for each group of layers
+that keep KV alike, full ones and those of which only a window of tokens is ever looked at.
+
+Pure arithmetic, for whoever sizes, reserves, frees or hands over pages. It knows neither models nor
+page numbers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Pages [first, past) of one table of a request; page j has tokens from j * page_size on."""
+
+    table: int
+    first: int
+    past: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.past - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """The tables of every request. All pages are equally large, whatever is in them.
+
+    windows: by table, how many tokens a query sees, its own included; None: all.
+    """
+
+    page_size: int
+    windows: tuple[int | None, ...] = (None,)
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.windows)
+
+    @property
+    def num_full(self) -> int:
+        return self.windows.count(None)
+
+    @property
+    def sliding(self) -> tuple[tuple[int, int], ...]:
+        """(table, window) of those that have one."""
+        return tuple((t, window) for t, window in enumerate(self.windows) if window is not None)
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Of one table, none of them freed."""
+        return -(-num_tokens // self.page_size)
+
+    def live_from(self, table: int, num_tokens: int) -> int:
+        """The first page of a table that may still be looked at when so many tokens have their KV.
+
+        Counted from the last page's edge, not from the last token: so that at that edge a request
+        can always be gone on from, and a step behind may still read.
+        """
+        window = self.windows[table]
+        if window is None:
+            return 0
+        edge = num_tokens // self.page_size * self.page_size
+        return max(0, edge - window + 1) // self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """What a request holds whose tokens all have their KV."""
+        num_pages = self.num_pages(num_tokens)
+        return sum(num_pages - self.live_from(t, num_tokens) for t in range(self.num_tables))
+
+    def pages_to_compute(self, num_tokens: int) -> int:
+        """What computing a prompt reserves: all of its pages, freed chunk by chunk."""
+        return self.num_pages(num_tokens) * self.num_tables
+
+    def max_tokens(self, num_pages: int) -> int:
+        """Of the longest prompt that a pool of so many pages can compute."""
+        return num_pages // self.num_tables * self.page_size
+
+    def most_live(self, table: int) -> float:
+        """Pages of one request that can be live at once while it grows."""
+        window = self.windows[table]
+        return math.inf if window is None else self.num_pages(window - 1) + 2
+
+    def growth(self, num_tokens: int, more_pages: int) -> int:
+        """Of a request whose tokens all have their KV, and that needs so many more pages in each
+        full table: a window is full at some time."""
+        held = self.num_pages(num_tokens)
+        return self.num_full * more_pages + sum(
+            int(min(more_pages, self.most_live(t) - (held - self.live_from(t, num_tokens))))
+            for t, _ in self.sliding
+        )
+
+    def handed_over(self, num_tokens: int, prefix: int) -> tuple[Span, ...]:
+        """The pages that a reader gets of a request which has `prefix` tokens in its full tables:
+        what is behind, and of each other table what is live at the end."""
+        return tuple(self._handed(t, num_tokens, prefix) for t in range(self.num_tables))
+
+    def spans(self, num_tokens: int, prefix: int, start: int, end: int) -> tuple[Span, ...]:
+        """What of it goes with the range [start, end): over all ranges from `prefix` on each page
+        comes exactly once. With the first range goes also what windows reach before the prefix."""
+        past = self.num_pages(end)
+        spans = []
+        for all_of_it in self.handed_over(num_tokens, prefix):
+            first = all_of_it.first if start == prefix else self.num_pages(start)
+            first = max(first, all_of_it.first)
+            if first < past:
+                spans.append(Span(all_of_it.table, first, past))
+        return tuple(spans)
+
+    def _handed(self, table: int, num_tokens: int, prefix: int) -> Span:
+        full = self.windows[table] is None
+        first = self.num_pages(prefix) if full else self.live_from(table, num_tokens)
+        return Span(table, first, self.num_pages(num_tokens))
+
+
+def num_pages_of(spans: tuple[Span, ...]) -> int:
+    return sum(span.num_pages for span in spans)

@@ -1,0 +1,44 @@
+"""What form an answer is to have: a schema, an expression or a grammar, in its own language."""
+
+import msgspec
+
+from common.errors import InvalidRequest
+from protos import sampling_pb2 as pb
+
+MAX_GUIDE_CHARACTERS = 64 << 10
+KINDS = ("json_schema", "json_object", "regex", "ebnf")
+
+
+class Guide(msgspec.Struct, frozen=True):
+    kind: str  # one of KINDS
+    text: str  # of a json_object: nothing
+
+
+JSON_OBJECT = Guide("json_object", "")
+
+
+def from_proto(proto: pb.Guide) -> Guide:
+    """Raises InvalidRequest: there is nothing in it."""
+    match proto.WhichOneof("form"):
+        case None:
+            raise InvalidRequest("sampling.guide says no form")
+        case "json_object":
+            return JSON_OBJECT
+        case kind:
+            return Guide(kind, getattr(proto, kind))
+
+
+def to_fields(guide: Guide) -> dict[str, object]:
+    """The fields of the wire form."""
+    return {guide.kind: True if guide.kind == "json_object" else guide.text}
+
+
+def check(guide: Guide) -> None:
+    """Raises InvalidRequest for one that is too long. Whether it means anything, only those who
+    compile it can say."""
+    if len(guide.text) > MAX_GUIDE_CHARACTERS:
+        raise InvalidRequest(
+            f"sampling.guide has {len(guide.text)} characters, {MAX_GUIDE_CHARACTERS} allowed"
+        )
+    if guide.kind != "json_object" and not guide.text:
+        raise InvalidRequest(f"sampling.guide has an empty {guide.kind}")

@@ -1,0 +1,76 @@
+"""Log-probabilities of tokens that follow each other, as they cross from node to router."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.errors import ProtocolViolation
+from common.requests.sampling import MAX_LOGPROBS
+from protos import sampling_pb2 as pb
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Columns in the machine's bytes: float32 or uint32."""
+
+    logprob: bytes  # [n]
+    num_top: int  # likeliest tokens of each place, in falling order
+    top_token: bytes  # [n, num_top]
+    top_logprob: bytes  # [n, num_top]
+
+    def __len__(self) -> int:
+        return len(self.logprob) // 4
+
+    def tokens(self) -> list["TokenLogprobs"]:
+        """One record for each token."""
+        k = self.num_top
+        logprobs, top = array("f", self.logprob), array("f", self.top_logprob).tolist()
+        top_tokens = array("I", self.top_token).tolist()
+        return [
+            TokenLogprobs(logprob, top_tokens[n * k : (n + 1) * k], top[n * k : (n + 1) * k])
+            for n, logprob in enumerate(logprobs)
+        ]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    logprob: float
+    top_tokens: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+def join(parts: Sequence[Logprobs]) -> Logprobs:
+    """Of one request, of tokens that follow each other."""
+    return Logprobs(
+        b"".join(part.logprob for part in parts),
+        parts[0].num_top,
+        b"".join(part.top_token for part in parts),
+        b"".join(part.top_logprob for part in parts),
+    )
+
+
+def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
+    """The fields of the wire form, for a message that has it as a part."""
+    if logprobs is None:
+        return None
+    return {
+        "logprob": array("f", logprobs.logprob),
+        "num_top": logprobs.num_top,
+        "top_token": array("I", logprobs.top_token),
+        "top_logprob": array("f", logprobs.top_logprob),
+    }
+
+
+def from_proto(proto: pb.Logprobs) -> Logprobs:
+    """Raises ProtocolViolation where its columns do not fit."""
+    num_top = proto.num_top
+    num_values = len(proto.logprob) * num_top
+    lengths = {len(proto.top_token), len(proto.top_logprob), num_values}
+    if num_top > MAX_LOGPROBS or len(lengths) != 1:
+        raise ProtocolViolation("log-probabilities in columns of wrong lengths")
+    return Logprobs(
+        array("f", proto.logprob).tobytes(),
+        num_top,
+        array("I", proto.top_token).tobytes(),
+        array("f", proto.top_logprob).tobytes(),
+    )

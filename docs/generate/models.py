@@ -1,0 +1,101 @@
+"""docs/models.md, from what `bench.architectures` has found. `python -m docs.generate.models`."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[1] / "models.md"
+FOUND = Path(__file__).parents[2] / "bench" / "architectures.jsonl"
+_HEAD = """# Models
+
+A model is computed in one of two ways. `baton check --model DIR` says which one it takes, and why;
+a node's log says it too. `--model-backend` (`engine.model_backend`) asks for one.
+
+| `--model-backend` | |
+|---|---|
+| `native` | by blocks of our own: fused products and kernels |
+| `transformers` | by transformers' class for the model, unmodified, with our attention in it |
+| `auto`, the default | natively where the family has blocks here, else by transformers |
+
+What is around a model never sees which way it is computed: prefix caches, chunked and mixed
+prefill, overlap, retraction, hand-off, penalties and sampling work alike. KV of two nodes that
+compute in different ways differs by rounding, so `model_backend` is part of what nodes compare when
+they pair, and a pair that differs in it is refused.
+
+## By transformers
+
+The class is loaded by `from_pretrained` from safetensors, onto the device, in the dtype that is
+computed in. **Code that a checkpoint brings is never run**: `trust_remote_code` is off, and there
+is no option for it. Before weights are read, the class is built without any, on torch's meta
+device, and computes one token: its attention then tells heads and sizes of every layer, and the
+rule of each mask is asked which keys a query sees. From that follows what a page holds.
+
+- Served is what attends by transformers' attention interface, sees tokens before its own (all of
+  them, or a window), and keeps nothing but K and V. K and V of different sizes, as of MLA, are
+  padded to the larger one; layers that attend to another's KV store nothing.
+- On a CPU the products of `nn.Linear` take the same forms as native ones
+  ([On CPUs](cpu.md)): oneDNN's layout in bfloat16, and 8 bits with `--quantize int8`. Experts that
+  a class keeps as one stack stay as they were loaded.
+- Attention by chunks (Llama 4) is served within the first chunk, and rotations that depend on the
+  longest text of a batch (`longrope`, `dynamic`) up to the length at which they begin to: the
+  context is that much shorter, and `baton check` says so.
+- Refused, with the reason in one line: encoders, encoder-decoders, classes that do not attend by
+  the interface, recurrent states and convolutions, masks that depend on more than positions, heads
+  of more than 256 numbers, quantised checkpoints.
+- On a GPU, nobody has run this way yet.
+
+"""
+_TABLE = """## Every class of transformers
+
+`python -m bench.architectures` makes a tiny random checkpoint of each class under
+`AutoModelForCausalLM`, has transformers save it, and sends prompts through a prefill node and a
+decode node (two engines in one process, pages by loopback), from nothing and from what is cached.
+With transformers {version}, in float32 on a CPU, **{served} of {all} classes give token for token
+what their own full forward gives**. BERT's kin are asked as decoders (`is_decoder`).
+
+| model_type | class | KV heads x size, tiny | tokens alike | native too |
+|---|---|---|---|---|
+"""
+_REST = """
+### Not served
+
+| model_type | class | why |
+|---|---|---|
+"""
+
+
+def page(found: Sequence[Mapping[str, Any]]) -> str:
+    served = [one for one in found if one["asked"] and one["same"] == one["asked"]]
+    others = [one for one in found if one not in served]
+    version = max((one["transformers"] for one in found), default="")
+    table = _TABLE.format(version=version, served=len(served), all=len(found))
+    return "".join((_HEAD, table, *_rows(served), _REST, *_reasons(others), _END))
+
+
+_END = """
+This page is made by `python -m docs.generate.models` from `bench/architectures.jsonl`.
+"""
+
+
+def _rows(served: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for one in served:
+        native = "yes" if one["native"] else ""
+        yield (
+            f"| {one['kind']} | {one['name']} | {one['keeps']} | "
+            f"{one['same']} of {one['asked']} | {native} |\n"
+        )
+
+
+def _reasons(others: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for one in others:
+        reason = one["reason"] or f"{one['same']} of {one['asked']} tokens are alike"
+        yield f"| {one['kind']} | {one['name']} | {reason.replace('|', '/')} |\n"
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in FOUND.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    FILE.write_text(page(read()))

@@ -1,0 +1,163 @@
+// Products of rows with a model's matrices, which lie in panels, for processors with AVX-512.
+//
+// Few rows read a matrix as one stream, many rows read a panel of it from a near cache; no row's
+// result depends on the others, nor on the threads.
+
+#include <memory>
+
+#include "lanes.h"
+#include "panels.h"
+#include "team.h"
+
+namespace {
+
+constexpr int64_t ROWS = 64 * TILE;  // rows that share a panel, and whose sums stay in a near cache
+
+// Calls finish(row, column, sums) with the sums of WIDTH outputs from `column` on.
+template <class Kind, class Finish>
+void multiply(
+    const uint32_t* panels, const uint32_t* rows, int64_t stride, int64_t num_rows, int64_t words,
+    int64_t num_outputs, Team* team, Finish finish
+) {
+    int64_t num_panels = (num_outputs + COLUMNS - 1) / COLUMNS;
+    int64_t blocks = (num_rows + ROWS - 1) / ROWS;
+    auto piece = [&](int64_t number) {
+        int64_t panel = number / blocks, first = number % blocks * ROWS;
+        int64_t count = std::min(ROWS, num_rows - first);
+        typename Kind::Sums sums[ROWS][PARTS];
+        add_rows<Kind>(
+            panels + panel * words * COLUMNS, rows + first * stride, stride, count, words, sums,
+            true
+        );
+        for (int64_t row = 0; row < count; row++)
+            for (int part = 0; part < PARTS; part++) {
+                int64_t column = panel * COLUMNS + part * WIDTH;
+                if (column < num_outputs) finish(first + row, column, sums[row][part]);
+            }
+    };
+    int64_t count = num_panels * blocks;
+    // A tile of rows costs what one costs that reads the panel.
+    if (num_panels * COLUMNS * words * 4 * ((num_rows + TILE - 1) / TILE) < SMALL)
+        for (int64_t number = 0; number < count; number++) piece(number);
+    else
+        team->share(count, piece);
+}
+
+// 8 bits of each number of a row, 0 at 128, and their scale; what is not finite makes the scale so.
+template <class T>
+float quantised(const T* x, int64_t size, uint8_t* bytes, int64_t padded) {
+    const Lanes zero = {};
+    Lanes largest = zero, wrong = zero;
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        Lanes value = load(x + i, size - i);
+        wrong += value - value;
+        value = value < 0 ? -value : value;
+        largest = value > largest ? value : largest;
+    }
+    float most = 0;
+    for (int i = 0; i < WIDTH; i++) most = std::max(most, largest[i]);
+    float scale = 1e-30f + most * (1 / 127.0f) + sum(wrong);
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        Ints rounded = __builtin_convertvector(load(x + i, size - i) / scale + 128.5f, Ints);
+        typedef uint8_t Octets __attribute__((vector_size(WIDTH)));
+        Octets octets = __builtin_convertvector(rounded, Octets);
+        std::memcpy(bytes + i, &octets, std::min<int64_t>(WIDTH, padded - i));
+    }
+    return scale;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Threads that the other functions share their work with, until the process ends.
+Team* team_open(int threads) { return new Team(threads); }
+
+// Bits of what `float_product` (1: float32, 2: bfloat16) and `int8_product` (4) do here.
+int products() {
+    int kinds = 0;
+#if defined(__AVX512F__)
+    kinds |= 1;
+#endif
+// Processors with tiles are faster at what oneDNN makes of them.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    kinds |= 2;
+#endif
+#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+    kinds |= 4;
+#endif
+    return kinds;
+}
+
+// [outputs, inputs] numbers of `bytes` bytes each into panels; what is beyond either is 0.
+void pack_panels(
+    int bytes, const char* matrix, int64_t outputs, int64_t inputs, char* panels, Team* team
+) {
+    int64_t words = (inputs * bytes + 3) / 4, num_panels = (outputs + COLUMNS - 1) / COLUMNS;
+    each(num_panels, outputs * inputs * bytes, team, [&](int64_t panel) {
+        char* own = panels + panel * words * COLUMNS * 4;
+        int64_t count = std::min<int64_t>(COLUMNS, outputs - panel * COLUMNS);
+        std::memset(own, 0, words * COLUMNS * 4);
+        for (int64_t word = 0; word < words; word++)
+            for (int64_t column = 0; column < count; column++) {
+                int64_t size = std::min<int64_t>(4, inputs * bytes - word * 4);
+                const char* from = matrix + (panel * COLUMNS + column) * inputs * bytes + word * 4;
+                std::memcpy(own + (word * COLUMNS + column) * 4, from, size);
+            }
+    });
+}
+
+// Rows of float32 or bfloat16 by panels of the same, plus a bias that may be null. stride: in words.
+void float_product(
+    int dtype, const uint32_t* panels, const uint32_t* rows, int64_t stride, const void* bias,
+    void* out, int64_t num_rows, int64_t words, int64_t num_outputs, Team* team
+) {
+    auto run = [&](auto kind, auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        auto finish = [&](int64_t row, int64_t column, Lanes sums) {
+            if (bias) sums += load((const T*)bias + column, num_outputs - column);
+            store((T*)out + row * num_outputs + column, sums, num_outputs - column);
+        };
+        multiply<decltype(kind)>(
+            panels, rows, stride, num_rows, words, num_outputs, team, finish
+        );
+    };
+    if (dtype == 0) run(Floats(), (float*)nullptr);
+#if defined(__AVX512BF16__)
+    if (dtype == 1) run(Bfloats(), (bfloat16*)nullptr);
+#endif
+}
+
+// Rows of any dtype, each rounded to 8 bits by a scale of its own, by panels of int8; scales [outputs],
+// zeros [outputs]: what inputs of 0 add to each sum. Sums are of integers. stride: in elements.
+void int8_product(
+    int dtype, const uint32_t* panels, const void* x, int64_t stride, const float* scales,
+    const int32_t* zeros, const void* bias, void* out, int64_t num_rows, int64_t inputs,
+    int64_t num_outputs, Team* team
+) {
+#if defined(__AVX512VNNI__)
+    int64_t words = (inputs + 3) / 4;
+    std::unique_ptr<uint32_t[]> rows(new uint32_t[num_rows * words]);
+    std::unique_ptr<float[]> row_scales(new float[num_rows]);
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        each(num_rows, num_rows * inputs * sizeof(T), team, [&](int64_t row) {
+            row_scales[row] = quantised(
+                (const T*)x + row * stride, inputs, (uint8_t*)(rows.get() + row * words), words * 4
+            );
+        });
+        auto finish = [&](int64_t row, int64_t column, Ints sums) {
+            int64_t left = num_outputs - column;
+            Ints offset = {};
+            std::memcpy(&offset, zeros + column, std::min<int64_t>(WIDTH, left) * 4);
+            Lanes value = __builtin_convertvector(sums - offset, Lanes);
+            value = value * load(scales + column, left) * row_scales[row];
+            if (bias) value += load((const T*)bias + column, left);
+            store((T*)out + row * num_outputs + column, value, left);
+        };
+        multiply<Bytes>(panels, rows.get(), words, num_rows, words, num_outputs, team, finish);
+    });
+#endif
+}
+
+}  // extern "C"

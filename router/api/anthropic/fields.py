@@ -1,0 +1,156 @@
+"""/v1/messages: what is asked for.
+
+Results of tools become turns of their own, as chat templates know them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from router.api.openai.fields import Int32, ModelName
+from router.api.openai.messages import Function, Tool
+from router.api.openai.problems import Refusal
+from router.api.openai.strangers import Ignored, Nothing
+from router.requests.wanted import ToolCall, Turn
+from router.text.limits import MAX_MESSAGES, MAX_TOOLS
+
+
+class Text(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    type: Literal["text"] = "text"
+    cache_control: Ignored = None
+    citations: Nothing = None
+
+
+class Block(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a message. Which fields it has depends on its type."""
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Text] | None = None
+    is_error: Ignored = None  # what went wrong is in the content
+    signature: Ignored = None
+    data: Ignored = None
+    cache_control: Ignored = None
+    caller: Ignored = None
+    citations: Nothing = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class OfferedTool(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: Ignored = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """disabled: what is thought is not told."""
+
+    type: Literal["adaptive", "disabled"]
+    display: Ignored = None
+
+
+class MessagesFields(msgspec.Struct, kw_only=True):
+    """Absent and null mean the same."""
+
+    messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
+    max_tokens: Int32
+    model: ModelName | None = None
+    system: str | list[Text] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    stop_sequences: list[str] | None = None
+    tools: Annotated[list[OfferedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_salt: str | None = None
+
+
+def turns(fields: MessagesFields) -> Sequence[Turn]:
+    """Raises Refusal for a block that has not all fields of its type."""
+    made = []
+    if fields.system is not None:
+        made.append(Turn("system", _text(fields.system)))
+    for number, message in enumerate(fields.messages):
+        if isinstance(message.content, str):
+            made.append(Turn(message.role, message.content))
+        elif message.role == "assistant":
+            made.append(_said(f"messages[{number}]", message.content))
+        else:
+            made += _told(message.role, f"messages[{number}]", message.content)
+    return made
+
+
+def tools(fields: MessagesFields) -> Sequence[Tool]:
+    """As OpenAI has them."""
+    return [
+        Tool("function", Function(tool.name, tool.description, tool.input_schema))
+        for tool in fields.tools or ()
+    ]
+
+
+def _said(where: str, blocks: Sequence[Block]) -> Turn:
+    texts, thoughts, calls = [], [], []
+    for number, block in enumerate(blocks):
+        match block:
+            case Block(type="text", text=str(text)):
+                texts.append(text)
+            case Block(type="thinking", thinking=str(text)):
+                thoughts.append(text)
+            case Block(type="redacted_thinking"):
+                pass
+            case Block(type="tool_use", id=str(call_id), name=str(name)):
+                arguments = msgspec.json.encode(block.input or {}).decode()
+                calls.append(ToolCall(name, arguments, call_id))
+            case _:
+                raise _incomplete(f"{where}.content[{number}]", block)
+    return Turn(
+        "assistant",
+        "\n".join(texts) if texts or not calls else None,
+        reasoning="\n".join(thoughts) or None,
+        tool_calls=tuple(calls),
+    )
+
+
+def _told(role: str, where: str, blocks: Sequence[Block]) -> Iterator[Turn]:
+    texts = []
+    for number, block in enumerate(blocks):
+        match block:
+            case Block(type="text", text=str(text)):
+                texts.append(text)
+            case Block(type="tool_result", tool_use_id=str(call_id)):
+                yield Turn("tool", _text(block.content or ""), tool_call_id=call_id)
+            case _:
+                raise _incomplete(f"{where}.content[{number}]", block)
+    if texts:
+        yield Turn(role, "\n".join(texts))
+
+
+def _text(content: str | Sequence[Text]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _incomplete(where: str, block: Block) -> Refusal:
+    return Refusal(400, f"{where} is no {block.type} block that can stand here", param=where)

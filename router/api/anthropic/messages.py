@@ -1,0 +1,129 @@
+"""/v1/messages: its dialect, and an answer in the making."""
+
+from collections.abc import Callable, Iterator
+
+from router.api.anthropic import fields as asked_for
+from router.api.anthropic.blocks import Blocks
+from router.api.anthropic.fields import MessagesFields
+from router.api.http.answers import Headers
+from router.api.http.request import Request
+from router.api.openai.asked import Asked, Reply
+from router.api.openai.bodies import BodyReader
+from router.api.openai.chat import Shown
+from router.api.openai.event_reply import Event, reply_of
+from router.api.openai.fields import Fields, check_multiplied, choices, samplings
+from router.api.openai.harmless import OF_MESSAGES
+from router.api.openai.origin import Origin
+from router.api.openai.problems import Refusal
+from router.api.openai.tools import guided, listening, offered
+from router.parsers.listener import Listener
+from router.parsers.speech import Speech
+from router.requests.answer import LastPiece, Piece
+from router.requests.wanted import Messages, SharedPrompt
+
+_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+
+
+class AnthropicMessages:
+    """The dialect of this endpoint."""
+
+    id_prefix = "msg_"
+
+    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            speech, shown, ignore_unknown: as of Chat.
+        """
+        self._speech = speech
+        self._shown = shown
+        self._reader = BodyReader(MessagesFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
+        self.field_names = self._reader.names
+
+    def read(self, body: bytes) -> Asked:
+        fields = self._reader.read(body)
+        common = Fields(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=fields.top_k,
+            stop=fields.stop_sequences,
+            cache_salt=fields.cache_salt,
+        )
+        check_multiplied(common, body)
+        chosen = fields.tool_choice
+        offer = offered(
+            asked_for.tools(fields),
+            None if chosen is None else _CHOICES[chosen.type],
+            None if chosen is None else chosen.name,
+            self._speech,
+            parallel=not (chosen and chosen.disable_parallel_tool_use),
+        )
+        messages = Messages(asked_for.turns(fields), offer.shown)
+        per_prompt = guided(samplings(common, fields.max_tokens), offer)
+        wanted = choices(common, [messages], per_prompt, self._shown(bool(offer.tools)))
+        prompt = wanted[0].prompt
+        reasons = fields.thinking is None or fields.thinking.type != "disabled"
+        listener = listening(self._speech, prompt, offer, reasons=reasons)
+
+        def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
+            return reply_of(
+                _Message(origin, prompt, listener), bool(fields.stream), request, headers
+            )
+
+        return Asked(fields.model, wanted, "", reply)
+
+
+class _Message:
+    """A Telling of one message."""
+
+    def __init__(
+        self, origin: Origin, prompt: SharedPrompt, listener: Callable[[], Listener]
+    ) -> None:
+        self._origin = origin
+        self._prompt = prompt
+        self._make_listener = listener
+        self._listener: Listener | None = None
+        self._blocks = Blocks()
+        self.last: Event = {}
+
+    def add(self, piece: Piece | LastPiece) -> Iterator[Event]:
+        if self._listener is None:
+            self._listener = self._make_listener()
+            yield {"type": "message_start", "message": self._message(None)}
+        match piece:
+            case LastPiece():
+                yield from self._blocks.add(self._listener.hear(piece.text, last=True))
+                yield from self._blocks.close()
+                self.last = self._message(piece)
+                reason = {"stop_reason": self.last["stop_reason"], "stop_sequence": None}
+                usage = self.last["usage"]
+                yield {"type": "message_delta", "delta": reason, "usage": usage}
+                yield {"type": "message_stop"}
+            case _:
+                yield from self._blocks.add(self._listener.hear(piece.text, last=False))
+
+    def failed(self, why: Refusal) -> Event:
+        return {"type": "error", "error": {"type": "api_error", "message": str(why)}}
+
+    def _message(self, last: LastPiece | None) -> Event:
+        cached = (last.usage.cached_tokens or 0) if last else 0
+        return {
+            "id": self._origin.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._origin.model,
+            "content": self._blocks.all,
+            "stop_reason": self._reason(last) if last else None,
+            "stop_sequence": None,
+            # What was cached is counted beside the rest.
+            "usage": {
+                "input_tokens": len(self._prompt.token_ids or ()) - cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached,
+                "output_tokens": last.usage.completion_tokens if last else 0,
+            },
+        }
+
+    def _reason(self, last: LastPiece) -> str:
+        if last.finish_reason == "length":
+            return "max_tokens"
+        return "tool_use" if self._listener and self._listener.has_called else "end_turn"

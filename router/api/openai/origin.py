@@ -1,0 +1,16 @@
+"""What every part of one answer says alike: which answer it is, of which model, since when."""
+
+import time
+from typing import Self
+
+import msgspec
+
+
+class Origin(msgspec.Struct, frozen=True):
+    id: str
+    model: str
+    created: int  # seconds since 1970
+
+    @classmethod
+    def now(cls, answer_id: str, model: str) -> Self:
+        return cls(answer_id, model, int(time.time()))

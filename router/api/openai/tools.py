@@ -1,0 +1,107 @@
+"""Tools that a chat offers, in whatever form it is written, and how calls of them are heard."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from common.requests.sampling import SamplingParams
+from router.api.openai.forced import guide_of_calls
+from router.api.openai.messages import Tool, shown
+from router.api.openai.problems import Refusal
+from router.parsers.formats import forced
+from router.parsers.listener import Listener
+from router.parsers.source import GrammarParser
+from router.parsers.speech import NONE, Speech
+from router.requests.wanted import SharedPrompt
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the model is told of, and may call."""
+
+    tools: Sequence[Tool]
+    must: Sequence[Tool]  # of which it must call one; none: it may as well say something
+    parallel: bool  # False: no more than one call
+
+    @property
+    def shown(self) -> list[dict[str, object]]:
+        """As chat templates know them."""
+        return [shown(tool.function) for tool in self.tools]
+
+    @property
+    def names(self) -> list[str] | None:
+        """None: there are none."""
+        return [tool.function.name for tool in self.tools] or None
+
+
+def offered(
+    tools: Sequence[Tool],
+    choice: str | None,
+    named: str | None,
+    speech: Speech,
+    *,
+    parallel: bool | None,
+) -> Offer:
+    """
+    Args:
+        choice: "auto", "none", "required"; None: auto, or `named`.
+        named: the tool that must be called.
+        speech: how the model calls tools.
+        parallel: None: as the model likes.
+    Raises:
+        Refusal: there is no such tool or choice; or nobody could tell a call from content.
+    """
+    must: Sequence[Tool] = ()
+    if named is not None:
+        must = [tool for tool in tools if tool.function.name == named]
+        parallel = False
+    elif choice == "required":
+        must = tools
+    elif choice == "none":
+        tools = ()
+    elif choice not in (None, "", "auto"):
+        sentence = f"tool_choice is auto, none, required or one of the tools, not {choice[:40]!r}"
+        raise Refusal(400, sentence, param="tool_choice")
+    if not must and (named is not None or choice == "required"):
+        raise Refusal(400, "tool_choice: there is no such tool", param="tool_choice")
+    if tools and not must and speech.tools == NONE:
+        raise Refusal(
+            400,
+            "tools: how this model calls them is not known here (--tool-parser says it)",
+            param="tools",
+            code="unsupported",
+        )
+    return Offer(tools, must, parallel is not False)
+
+
+def guided(samplings: Sequence[SamplingParams], offer: Offer) -> Sequence[SamplingParams]:
+    """The same, with a grammar where a tool must be called.
+
+    Raises:
+        Refusal: the answer is to have another form besides.
+    """
+    if not offer.must:
+        return samplings
+    if samplings[0].guide is not None:
+        sentence = "tool_choice asks for calls, and another field for another form of the answer"
+        raise Refusal(400, sentence, param="tool_choice")
+    guide = guide_of_calls(offer.must, parallel=offer.parallel)
+    return [replace(each, guide=guide) for each in samplings]
+
+
+def listening(
+    speech: Speech, prompt: SharedPrompt, offer: Offer, *, reasons: bool = True
+) -> Callable[[], Listener]:
+    """Makes a Listener for each answer to `prompt`, once that has been rendered.
+
+    Args:
+        reasons: whether what is thought is told.
+    """
+
+    def listener() -> Listener:
+        if offer.must:
+            return Listener(GrammarParser(forced), parallel=offer.parallel)
+        parser = speech.parser(prompt.rendered_end, offer.names, reasons=reasons)
+        return Listener(parser, parallel=offer.parallel)
+
+    return listener

@@ -1,0 +1,94 @@
+"""How the served model writes what it thinks and which tools it calls: as its chat template shows,
+or as the router is told."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from router.parsers import formats, harmony, think
+from router.parsers.formats import Grammar
+from router.parsers.said import Parser
+from router.parsers.source import GrammarParser, PlainParser, Source, Steps
+
+NONE = "none"
+_HARMONY = "harmony"
+_GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
+    "hermes": (formats.hermes, formats.HERMES),
+    "llama3": (formats.llama3, formats.LLAMA3),
+    "mistral": (formats.mistral, formats.MISTRAL),
+    "deepseek": (formats.deepseek, formats.DEEPSEEK),
+}
+# What a template has in it that prompts for this format, the first that it has. Markers of a call
+# are in templates that show earlier ones; Llama 3 has no more than a word for its language.
+_SHOWN_BY: Sequence[tuple[str, str]] = (
+    ("<|channel|>", "harmony"),
+    ("[TOOL_CALLS]", "mistral"),
+    (formats.DEEPSEEK[0], "deepseek"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3"),
+    ("<|start_header_id|>", "llama3"),
+)
+
+
+class Speech(msgspec.Struct, frozen=True):
+    """NONE: the model does no such thing, or how is not known."""
+
+    reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
+    tools: str = NONE  # | "hermes" | "llama3" | "mistral" | "deepseek" | "harmony"
+
+    def markers(self, *, calls: bool) -> frozenset[str]:
+        """Texts that must not be left out of an answer, though they may be special tokens.
+
+        Args:
+            calls: whether it may call tools.
+        """
+        if _HARMONY in (self.reasoning, self.tools):
+            return frozenset({*harmony.MARKERS, *harmony.ENDS})
+        found: set[str] = set() if self.reasoning == NONE else {think.OPEN, think.CLOSE}
+        if calls and self.tools in _GRAMMARS:
+            found |= set(_GRAMMARS[self.tools][1])
+        return frozenset(found)
+
+    def parser(self, rendered_end: str, tools: Sequence[str] | None, *, reasons: bool) -> Parser:
+        """Of one answer.
+
+        Args:
+            rendered_end: what its prompt ends with.
+            tools: names of those that it may call; None: none of them.
+            reasons: whether its reasoning is told.
+        """
+        if _HARMONY in (self.reasoning, self.tools):
+            return GrammarParser(partial(harmony.harmony, reasons=reasons, calls=tools is not None))
+        calls = self._calls(tools)
+        if self.reasoning == NONE or think.is_closed(rendered_end):
+            return PlainParser() if calls is formats.plain else GrammarParser(calls)
+        opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
+        return GrammarParser(partial(think.think, then=calls, opened=opened, tells=reasons))
+
+    def _calls(self, tools: Sequence[str] | None) -> Callable[[Source], Steps[None]]:
+        """The grammar of an answer that has no reasoning."""
+        if tools is None or self.tools not in _GRAMMARS:
+            return formats.plain
+        grammar, _ = _GRAMMARS[self.tools]
+        return lambda source: grammar(source, tools)
+
+
+def speech_of(template: str, reasoning: str, tools: str) -> Speech:
+    """
+    Args:
+        template: source of the model's chat template; "" of none.
+        reasoning, tools: the format, NONE, or "auto": as the template shows.
+    """
+    shown = _shown_by(template)
+    return Speech(
+        shown.reasoning if reasoning == "auto" else reasoning,
+        shown.tools if tools == "auto" else tools,
+    )
+
+
+def _shown_by(template: str) -> Speech:
+    tools = next((name for marker, name in _SHOWN_BY if marker in template), NONE)
+    if tools == _HARMONY:
+        return Speech(_HARMONY, _HARMONY)
+    return Speech("qwen3" if think.CLOSE in template else NONE, tools)

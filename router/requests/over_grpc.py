@@ -1,0 +1,99 @@
+"""What a client asks for over gRPC."""
+
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidRequest
+from common.requests.sampling import unchecked
+from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenizeRequest
+from router.requests.wanted import (
+    UNLIMITED,
+    Ending,
+    Messages,
+    Nothing,
+    Prompt,
+    Text,
+    Together,
+    TokenIds,
+    ToolCall,
+    Turn,
+    Wanted,
+    any_seed,
+)
+from router.text.limits import MAX_SETTINGS_BYTES, MAX_TOOLS
+
+
+def from_request(request: GenerateRequest) -> Wanted:
+    """Raises InvalidRequest where tools or settings are no JSON objects."""
+    together = Together.of([from_prompt(request)])
+    return Wanted(
+        prompt=together.prompts[0],
+        together=together,
+        sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
+        stop=tuple(request.sampling.stop),
+        bad_words=tuple(request.sampling.bad_words),
+        label=request.request_id,
+        session_id=request.session_id,
+        cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+    )
+
+
+def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
+    """Raises InvalidRequest as `from_request`."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return Text(request.text)
+        case "messages":
+            return _messages(request.messages)
+        case "token_ids" if isinstance(request, GenerateRequest):
+            return TokenIds(request.token_ids.ids)
+        case _:
+            fields = request.DESCRIPTOR.oneofs_by_name["prompt"].fields
+            return Nothing(tuple(field.name for field in fields))
+
+
+def _messages(sent: ChatMessages) -> Messages:
+    if len(sent.tools) > MAX_TOOLS:
+        raise InvalidRequest(f"messages.tools has {len(sent.tools)} tools, {MAX_TOOLS} allowed")
+    if len(sent.template_settings) > MAX_SETTINGS_BYTES:
+        raise InvalidRequest(
+            f"messages.template_settings has {len(sent.template_settings)} characters, "
+            f"{MAX_SETTINGS_BYTES} allowed"
+        )
+    tools = [_tool(text, f"messages.tools[{n}]") for n, text in enumerate(sent.tools)]
+    return Messages(
+        [_turn(message) for message in sent.messages],
+        tools,
+        _object(sent.template_settings or "{}", "messages.template_settings"),
+        sent.reasoning_effort if sent.HasField("reasoning_effort") else None,
+        Ending.CONTINUED if sent.continue_final_message else Ending.OPENED,
+    )
+
+
+def _turn(message: ChatMessage) -> Turn:
+    calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
+    return Turn(
+        role=message.role,
+        content=None if calls and not message.content else message.content,
+        name=message.name if message.HasField("name") else None,
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+    )
+
+
+def _tool(text: str, field: str) -> dict[str, Any]:
+    match tool := _object(text, field):
+        case {"type": "function", "function": {"name": str()}}:
+            return tool
+        case _:
+            raise InvalidRequest(f"{field} is no function with a name, as OpenAI's API has it")
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is no JSON object: {error}") from None

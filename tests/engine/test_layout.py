@@ -1,0 +1,90 @@
+"""Where layers lie in pages: together where they keep the same, and nowhere twice."""
+
+import pytest
+import torch
+
+from common.engine.memory.layout import MAX_PADDING, TYPICAL_TOKENS, KVLayout
+from common.engine.memory.states import PagedKV
+
+BF16 = torch.bfloat16
+
+
+def mixed(full: int, sliding: int, window: int, heads: int, head_dim: int) -> list[PagedKV]:
+    return [PagedKV(heads, head_dim)] * full + [PagedKV(heads, head_dim, window)] * sliding
+
+
+def test_layers_that_keep_the_same_share_one_table_and_lie_as_they_are_numbered():
+    layout = KVLayout.of([PagedKV(2, 8)] * 3, 16, BF16)
+    assert layout.windows == (None,)
+    assert [(place.table, place.index) for place in layout.places] == [(0, 0), (0, 1), (0, 2)]
+    assert layout.page_bytes == 2 * 3 * 2 * 16 * 8 * 2
+    assert layout.padding == 0
+
+
+@pytest.mark.parametrize(
+    "layers, full_tables, window_tables, padding",
+    [
+        pytest.param(mixed(13, 13, 4096, 4, 256), 1, 1, 0.0, id="gemma 2 2B"),
+        pytest.param(mixed(12, 12, 128, 8, 64), 1, 1, 0.0, id="gpt-oss 20B"),
+        pytest.param(mixed(8, 40, 1024, 8, 256), 1, 5, 0.0, id="gemma 3 12B"),
+        pytest.param(mixed(5, 29, 1024, 4, 256), 1, 6, 0.026, id="gemma 3 4B"),
+        pytest.param(mixed(10, 52, 1024, 16, 128), 2, 11, 0.042, id="gemma 3 27B"),
+        pytest.param(mixed(0, 32, 4096, 8, 128), 0, 1, 0.0, id="mistral 0.1"),
+    ],
+)
+def test_kinds_of_layers_are_cut_into_tables_that_waste_little(
+    layers: list[PagedKV], full_tables: int, window_tables: int, padding: float
+) -> None:
+    layout = KVLayout.of(layers, 16, BF16)
+    assert layout.tables.num_full == full_tables
+    assert layout.tables.num_tables == full_tables + window_tables
+    assert layout.padding == pytest.approx(padding, abs=0.001)
+    assert layout.padding <= MAX_PADDING
+
+
+def test_a_long_request_of_gemma_3_27b_takes_a_fifth_of_what_all_its_tokens_would():
+    layout = KVLayout.of(mixed(10, 52, 1024, 16, 128), 16, BF16)
+    num_tokens = TYPICAL_TOKENS[-1]
+    held = layout.tables.pages_for(num_tokens) * layout.page_bytes
+    assert held == pytest.approx(3.2e9, rel=0.03)
+    assert num_tokens * layout.token_bytes == pytest.approx(16.6e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        mixed(3, 4, 40, 2, 8),
+        [PagedKV(2, 8), PagedKV(1, 8), PagedKV(2, 8), PagedKV(4, 24, 30), PagedKV(1, 8, 30)],
+        [PagedKV(1, 10)] + [PagedKV(2, 16, 100)] * 5,
+    ],
+    ids=["alike", "of several shapes", "one large"],
+)
+def test_every_number_of_a_layer_lies_in_its_own_place(layers: list[PagedKV]) -> None:
+    layout = KVLayout.of(layers, 16, torch.float32)
+    pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
+    by_table: dict[int, int] = {}
+    for layer, state in enumerate(layers):
+        view = layout.view(pages, layer)
+        assert view.shape == (3, state.kv_heads, 2, 16, state.head_dim)
+        assert layout.windows[layout.places[layer].table] == state.window
+        table = layout.places[layer].table
+        by_table[table] = by_table.get(table, 0) + view[0].numel() * 4
+    for table, used in by_table.items():
+        pages.zero_()
+        for layer, place in enumerate(layout.places):
+            if place.table == table:
+                layout.view(pages, layer)[1].add_(1.0)
+        written = pages.view(torch.float32)
+        assert int((written[1] == 1.0).sum()) * 4 == used <= layout.page_bytes
+        assert not written[[0, 2]].any()
+
+
+def test_layouts_that_differ_are_described_differently():
+    layers = mixed(2, 2, 40, 2, 8)
+    others = [mixed(2, 2, 48, 2, 8), mixed(2, 3, 40, 2, 8), mixed(2, 2, 40, 1, 8), layers[:2]]
+    described = {KVLayout.of(each, 16, BF16).describe() for each in (layers, *others)}
+    assert len(described) == 5
+    assert KVLayout.of(layers, 16, BF16).describe() == (
+        "head,layer,kv,token: 1 x (2 layers x 2 heads x 8), "
+        "1 x (2 layers x 2 heads x 8 of 40 tokens)"
+    )

@@ -1,0 +1,201 @@
+"""A quantised checkpoint computes what its numbers stand for, and says so; others are refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from common.engine.models import fingerprint, load
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.families import read_decoder
+from common.engine.models.linear import choose, onednn, rounding_of
+from common.engine.models.weights import load_weights, weight_bytes
+from common.errors import ConfigError
+from tests.engine.test_linear import nbytes
+from tests.engine.test_model_parity import Recorder, prompt
+from tests.support.checkpoints import make_checkpoint
+from tests.support.quantised import FORMATS, INT8, compressed, requantised
+from tests.support.steps import Steps
+
+CPU = torch.device("cpu")
+multiplies_int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("floats"), "llama")
+
+
+@pytest.fixture
+def dequantised(monkeypatch):
+    """A processor that does not multiply bytes."""
+    monkeypatch.setattr(choose, "multiplies_int8", lambda device: False)
+
+
+def logits(directory, dtype=torch.float32):
+    model = Recorder(load(directory, CPU, dtype))
+    steps = Steps(model, overlap=False)
+    steps.prefill(steps.add(prompt(50)), chunk=20)
+    steps.close()
+    return torch.cat(model.seen)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantised_checkpoint_computes_what_its_numbers_stand_for(
+    source, tmp_path, name, dequantised
+):
+    quantised, twin = requantised(source, tmp_path, FORMATS[name])
+    found = logits(quantised)
+    torch.testing.assert_close(found, logits(twin), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, logits(source), atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["fp8 by block", INT8, "awq", "gptq int4"])
+def test_experts_may_be_quantised_too(tmp_path, architecture, name, dequantised):
+    source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
+    quantised, twin = requantised(source, tmp_path, FORMATS[name])
+    torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
+
+
+def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(tmp_path):
+    quantised = make_checkpoint(tmp_path / "quantised", "gpt_oss", num_local_experts=3)
+    twin = shutil.copytree(quantised, tmp_path / "twin")
+    tensors = load_file(quantised / "model.safetensors")
+    stored, meant = dict(tensors), dict(tensors)
+    for name in (name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))):
+        count, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 123, (count, rows, columns // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert floats.shape == (count, columns, rows)
+        meant[name] = floats.contiguous()
+    save_file(stored, quantised / "model.safetensors")
+    save_file(meant, twin / "model.safetensors")
+    path = quantised / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(config))
+    torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
+    assert read_decoder(quantised).model.stored == "MXFP4 experts"
+
+
+@multiplies_int8
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
+    """Inputs are rounded to eight bits, as for --quantize int8; matrices are not rounded again,
+    and what the checkpoint has as floats stays that."""
+    source = make_checkpoint(tmp_path / "floats", architecture)
+    quantised, twin = requantised(source, tmp_path, FORMATS[INT8])
+    decoder = load_weights(Checkpoint(quantised), read_decoder(quantised), CPU, torch.float32)
+    assert decoder.head.weight.dtype == torch.float32
+    # Rounded without loss: what comes back is the matrix, half a step of which would be 0.1.
+    x = torch.eye(64) * 127
+    floats = load_weights(Checkpoint(twin), read_decoder(twin), CPU, torch.float32)
+    for layer, exact in zip(decoder.layers, floats.layers, strict=True):
+        torch.testing.assert_close(
+            layer.mixer.qkv.apply(x), exact.mixer.qkv.apply(x), atol=1e-3, rtol=1e-4
+        )
+    if architecture == "llama":  # an expert that is chosen otherwise is no small error
+        expected = logits(twin)
+        assert (logits(quantised) - expected).abs().max() < 0.6 * expected.std()
+
+
+@pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_take_what_is_said_before_they_are_loaded(tmp_path, architecture, name, dtype):
+    source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
+    quantised, _ = requantised(source, tmp_path, FORMATS[name])
+    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
+    decoder = load_weights(checkpoint, spec, CPU, dtype)
+    taken = decoder.embedding.nbytes + nbytes(decoder.norm) + nbytes(decoder.layers)
+    assert weight_bytes(checkpoint, spec, CPU, dtype) == taken + decoder.head.nbytes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_quantised_is_told_and_part_of_the_fingerprint(source, tmp_path, name):
+    quantised, twin = requantised(source, tmp_path, FORMATS[name])
+    stored = read_decoder(quantised).model.stored
+    assert any(word in stored for word in ("fp8", "int4", "int8")), stored
+    assert read_decoder(twin).model.stored == "not quantised"
+    one, other = fingerprint(quantised), fingerprint(twin)
+    assert one["config"] != other["config"] and one["weights"] != other["weights"]
+
+
+def test_nodes_that_round_inputs_differ_from_those_that_do_not(monkeypatch):
+    monkeypatch.setattr(choose, "multiplies_int8", lambda device: device.type == "cpu")
+    assert rounding_of(CPU, "none", int8_stored=True) == "int8 as stored"
+    assert rounding_of(torch.device("cuda"), "none", int8_stored=True) == "none"
+    assert rounding_of(CPU, "none", int8_stored=False) == "none"
+    assert rounding_of(CPU, "int8", int8_stored=True) == "int8"
+
+
+def _weights(**changes):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    return compressed("pack-quantized", weights | changes)
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"bits": 4}, ["quant_method"]),
+        ({"quant_method": "bitsandbytes"}, ["bitsandbytes", "fp8", "awq", "gptq"]),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size", "two"]),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 32}, ["bits", "4 or 8"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ["group_size", "-1"]),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"},
+            ["checkpoint_format", "marlin"],
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:x": {}}},
+            ["dynamic", "alike"],
+        ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, ["q_proj", "groups of 48"]),
+        ({"quant_method": "awq", "bits": 8, "group_size": 32}, ["bits", "4"]),
+        ({"quant_method": "awq", "group_size": 32, "version": "gemv"}, ["version", "gemv"]),
+        ({"quant_method": "awq", "group_size": 32, "zero_point": False}, ["zero_point"]),
+        (_weights(num_bits=3), ["format", "pack-quantized"]),
+        (_weights(strategy="tensor_group"), ["strategy", "tensor_group"]),
+        (_weights() | {"config_groups": {}}, ["config_groups", "one group"]),
+        (_weights() | {"sparsity_config": {"format": "sparse-24"}}, ["sparsity_config"]),
+        (_weights() | {"format": "nvfp4-pack-quantized"}, ["format", "nvfp4"]),
+        (
+            compressed("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+            ["symmetric", "true"],
+        ),
+    ],
+    ids=lambda value: str(value)[:70],
+)
+def test_what_is_not_supported_is_refused_by_name(source, tmp_path, config, words):
+    quantised, _ = requantised(source, tmp_path, FORMATS["awq"])
+    path = quantised / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    with pytest.raises(ConfigError) as error:
+        load(quantised, CPU, torch.float32)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_tensors_of_another_format_are_named(source, tmp_path):
+    quantised, _ = requantised(source, tmp_path, FORMATS["awq"])
+    path = quantised / "config.json"
+    other = FORMATS["fp8 by block"].config
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": other}))
+    with pytest.raises(ConfigError, match=r"misses 28 tensors: .*down_proj\.weight"):
+        load(quantised, CPU, torch.float32)
+
+
+def test_groups_that_are_not_there_are_refused(source, tmp_path):
+    def encode(weight):
+        tensors, floats = FORMATS["gptq int4"].encode(weight)
+        tensors["g_idx"][0] = 99
+        return tensors, floats
+
+    odd = type(FORMATS["gptq int4"])(FORMATS["gptq int4"].config, encode)
+    quantised, _ = requantised(source, tmp_path, odd)
+    with pytest.raises(ConfigError, match="belongs to a group"):
+        load(quantised, CPU, torch.float32)

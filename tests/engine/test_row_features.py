@@ -1,0 +1,164 @@
+"""What single rows ask of their logits: whichever rows stand beside them, with overlap and without,
+and wherever the request goes on."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine.memory.states import PagedKV
+from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.requests.sampling import SamplingParams
+from tests.support.steps import GREEDY, Steps
+
+CPU = torch.device("cpu")
+EOS = 7
+LOGITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.95)
+
+
+class Constant:
+    """A model whose logits are always the same, but for the token after which it is asked: that one
+    it never likes to repeat. No KV."""
+
+    def __init__(self):
+        self.spec = SimpleNamespace(
+            vocabulary_size=len(LOGITS), eos_token_ids=(EOS,), layers=(PagedKV(1, 2),)
+        )
+        self.device, self.dtype = CPU, torch.float32
+
+    def forward(self, inputs, pool, future_tokens):
+        tokens = inputs.token_ids[inputs.sampled].long()
+        return torch.where(tokens < 0, future_tokens.long()[(-1 - tokens).clamp(min=0)], tokens)
+
+    def logits(self, hidden):
+        logits = torch.tensor([LOGITS]).repeat(len(hidden), 1)
+        return logits.scatter_add_(1, hidden[:, None], torch.full((len(hidden), 1), -0.45))
+
+
+def params(**fields):
+    return SamplingParams(max_tokens=9999, seed=3, temperature=0.0, **fields)
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
+def make_steps(request):
+    made = []
+
+    def make(**options):
+        made.append(Steps(Constant(), overlap=request.param, **options))
+        return made[-1]
+
+    yield make
+    for steps in made:
+        steps.close()
+
+
+def generate(steps, *wanted, num_tokens=8, beside=()):
+    """Tokens generated after [0] for each of these parameters, all at once."""
+    slots = [steps.add([0], own) for own in (*wanted, *beside)]
+    for slot in slots:
+        steps.prefill(slot)
+    for _ in range(num_tokens - 1):
+        steps.decode(*slots)
+    steps.settle()
+    return [steps.remove(slot)[1:] for slot in slots][: len(wanted)]
+
+
+PLAIN = [7, 0, 7, 0, 7, 0, 7, 0]
+
+
+def test_without_any_feature_the_likeliest_token_comes(make_steps):
+    assert generate(make_steps(), GREEDY) == [PLAIN]
+
+
+def test_a_bias_is_added_to_the_logits_of_its_tokens_and_of_its_row_alone(make_steps):
+    """Seen failing with the first row's place for all rows."""
+    lifted = params(logit_bias=((2, 0.4), (7, -1.0)))
+    alone = generate(make_steps(), lifted)
+    assert alone == [[2, 0, 2, 0, 2, 0, 2, 0]]
+    other = params(logit_bias=((3, 0.4), (7, -1.0)))
+    both = [*alone, [3, 0, 3, 0, 3, 0, 3, 0]]
+    assert generate(make_steps(), GREEDY, lifted, other, GREEDY) == [PLAIN, *both, PLAIN]
+
+
+def test_nothing_ends_an_answer_before_it_has_so_many_tokens(make_steps):
+    """Seen failing with `<=` for `<`, and without the request's own stop tokens."""
+    wanted = params(min_tokens=3, stop_token_ids=(0,))
+    assert generate(make_steps(), wanted) == [[1, 2, 1, 0, 7, 0, 7, 0]]
+    assert generate(make_steps(), params(min_tokens=2, ignore_eos=True)) == [PLAIN]
+
+
+def test_no_token_but_the_allowed_ones_is_sampled(make_steps):
+    wanted = params(allowed_token_ids=(5, 3, 4))
+    assert generate(make_steps(), wanted, GREEDY) == [[3, 4, 3, 4, 3, 4, 3, 4], PLAIN]
+
+
+def test_a_word_of_one_token_never_comes_and_needs_no_token_before(make_steps):
+    steps = make_steps()
+    assert generate(steps, params(bad_word_ids=((7,),)), GREEDY) == [
+        [1, 0, 1, 0, 1, 0, 1, 0],
+        PLAIN,
+    ]
+
+
+def test_a_word_of_several_tokens_is_never_completed(make_steps):
+    """The newest token is on its way when the next step is launched. Seen failing where such rows
+    do not wait."""
+    word = params(bad_word_ids=((7, 0), (0, 7, 1)))
+    expected = [7, 1, 0, 7, 2, 0, 7, 2]
+    assert generate(make_steps(), word) == [expected]
+    drawn = SamplingParams(max_tokens=99, seed=1, temperature=1.0)
+    penalised = params(frequency_penalty=0.3)
+    beside = [penalised, drawn, GREEDY]
+    alone = [generate(make_steps(), each)[0] for each in beside]
+    assert generate(make_steps(), *beside, word) == [*alone, expected]
+
+
+def test_what_is_forbidden_everywhere_still_gives_a_token(make_steps):
+    wanted = params(allowed_token_ids=(7,), min_tokens=9)
+    (tokens,) = generate(make_steps(), wanted)
+    assert min(tokens) >= 0
+
+
+def test_a_request_that_goes_on_from_its_tokens_is_asked_the_same(make_steps):
+    """As a replay does, and a retracted request that is computed anew."""
+    for wanted in (
+        params(bad_word_ids=((7, 0), (0, 7, 1))),
+        params(min_tokens=5),
+        params(logit_bias=((2, 0.4),), allowed_token_ids=(2, 7)),
+    ):
+        steps = make_steps()
+        (whole,) = generate(steps, wanted)
+        slot = steps.add([0, *whole[:3]], wanted, num_prompt=1)
+        steps.prefill(slot)
+        for _ in range(4):
+            steps.decode(slot)
+        steps.settle()
+        assert steps.remove(slot) == [0, *whole]
+
+
+def test_the_next_request_of_a_slot_is_asked_nothing_of_the_one_before(make_steps):
+    steps = make_steps(num_slots=1)
+    for wanted in (
+        params(logit_bias=((2, 5.0),)),
+        params(allowed_token_ids=(3,)),
+        params(bad_word_ids=((7, 0),)),
+    ):
+        assert generate(steps, wanted) != [PLAIN]
+        assert generate(steps, GREEDY) == [PLAIN]
+
+
+def test_a_step_that_nobody_asks_anything_of_sends_nothing(make_steps):
+    steps = make_steps()
+    slots = [steps.add([0], GREEDY), steps.add([0], params(bad_word_ids=((7,),)))]
+
+    def asked(*rows):
+        ends = np.ones(len(rows), np.int32)
+        slots = np.array(rows, np.int32)
+        samples = np.ones(len(rows), np.bool_)
+        return steps.features.build(
+            ScheduleBatch(1, ForwardMode.DECODE, slots, ends - 1, ends, samples)
+        )
+
+    assert asked(slots[0]).tensors() == []
+    assert len(asked(*slots).tensors()) == 3

@@ -1,0 +1,124 @@
+"""Experts against each token's own sum in float64, wherever tokens go."""
+
+import pytest
+import torch
+
+from kernels.grouped_mlp import grouped_mlp
+from tests.kernels.conftest import DEVICE
+from tests.kernels.test_act_and_mul import in_float64
+
+# tokens, hidden, inner, experts, experts per token
+SHAPES = [
+    (0, 32, 16, 4, 2),
+    (1, 64, 32, 4, 2),
+    (7, 96, 72, 8, 3),  # neither width a whole number of tiles
+    (40, 64, 32, 2, 1),  # more rows to an expert than a tile has
+    (5, 33, 17, 3, 3),
+]
+
+
+def drawn(n, hidden, inner, num_experts, k, dtype=torch.float32):
+    def tensor(*shape):
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    ids = torch.rand(n, num_experts, device=DEVICE).argsort(-1)[:, :k].int().contiguous()
+    return (
+        tensor(n, hidden),
+        tensor(num_experts, 2 * inner, hidden) * hidden**-0.5,
+        tensor(num_experts, hidden, inner) * inner**-0.5,
+        torch.rand(n, k, device=DEVICE),
+        ids,
+    )
+
+
+def exact(x, gate_up, down, weights, ids, activation):
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    out = torch.zeros_like(x)
+    for token, (row, chosen) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
+        for weight, expert in zip(row, chosen, strict=True):
+            inner = in_float64((gate_up[expert] @ x[token])[None], activation)[0]
+            out[token] += weight * (down[expert] @ inner)
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_each_token_gets_the_sum_of_its_experts(implementation, shape, activation):
+    given = drawn(*shape)
+    actual = grouped_mlp(*given, activation)
+    torch.testing.assert_close(actual.double(), exact(*given, activation), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gpt_oss_experts_have_biases_and_gates_that_are_clamped(implementation, shape):
+    x, gate_up, down, weights, ids = drawn(*shape)
+    gate_up *= 5  # beyond the limit, on either side
+    biases = [torch.randn(part.shape[:2], device=DEVICE) for part in (gate_up, down)]
+    found = grouped_mlp(
+        x, gate_up, down, weights, ids, "clamped", gate_up_bias=biases[0], down_bias=biases[1]
+    )
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    for token, (row, chosen) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
+        for weight, expert in zip(row, chosen, strict=True):
+            both = gate_up[expert].double() @ x[token].double() + biases[0][expert]
+            gate, up = both.chunk(2)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            expected[token] += weight * (down[expert].double() @ inner + biases[1][expert])
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+def test_half_precision_is_near_the_exact_sum(implementation, dtype, tolerance):
+    if dtype == torch.bfloat16 and implementation == "triton" and DEVICE.type == "cpu":
+        pytest.skip("the interpreter computes bfloat16 wrongly")
+    given = drawn(9, 64, 48, 4, 2, dtype)
+    actual = grouped_mlp(*given, "silu")
+    assert actual.dtype == dtype
+    torch.testing.assert_close(
+        actual.double(), exact(*given, "silu"), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("expert", [0, 2, 3])
+def test_all_tokens_may_want_the_same_expert(implementation, expert):
+    """And nobody the first or the last."""
+    x, gate_up, down, weights, ids = drawn(70, 32, 16, 4, 1)
+    ids.fill_(expert)
+    expected = exact(x, gate_up, down, weights, ids, "silu")
+    actual = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(monkeypatch):
+    from kernels import device
+
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+    x, gate_up, down, weights, ids = drawn(45, 64, 32, 4, 2)
+    together = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    for rows in (slice(0, 1), slice(3, 20), slice(44, 45)):
+        alone = grouped_mlp(x[rows], gate_up, down, weights[rows], ids[rows], "silu")
+        assert torch.equal(together[rows], alone)
+
+
+def test_experts_that_nobody_wants_are_not_read(implementation):
+    x, gate_up, down, weights, ids = drawn(6, 32, 16, 5, 2)
+    ids[:] = torch.tensor([1, 3], device=DEVICE)
+    expected = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    gate_up[[0, 2, 4]] = torch.nan
+    down[[0, 2, 4]] = torch.nan
+    assert torch.equal(grouped_mlp(x, gate_up, down, weights, ids, "silu"), expected)
+
+
+def test_wrong_shapes_and_dtypes_are_refused():
+    x, gate_up, down, weights, ids = (tensor.cpu() for tensor in drawn(3, 32, 16, 4, 2))
+    for wrong in (
+        (x[:, :31].contiguous(), gate_up, down, weights, ids),
+        (x.half(), gate_up, down, weights, ids),
+        (x, gate_up, down, weights, ids[:2]),
+        (x, gate_up, down, weights, ids.long()),
+        (x, gate_up, down, weights.t(), ids.t()),
+        (x, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, weights, ids),
+    ):
+        with pytest.raises(ValueError, match=r"experts|weights|contiguous"):
+            grouped_mlp(*wrong, "silu")

@@ -1,0 +1,48 @@
+"""Models computed by transformers' classes, through a pair: chunks, hand-offs, caches of both sides
+and retraction know nothing of how a model is computed."""
+
+import random
+
+import pytest
+import torch
+
+from common.engine.memory.layout import KVLayout
+from common.engine.models import load
+from tests.support.checkpoints import greedy_tokens, reference_model
+from tests.support.pair_node import Loaded, Size
+from tests.support.pair_rig import PairRig
+from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
+
+NUM_TOKENS = 14
+CHUNK_TOKENS = 64
+# Little is reserved for growth: a small pool runs out while it decodes.
+BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "gemma3n_text"])
+def test_greedy_tokens_through_a_pair_are_those_of_transformers(tmp_path, kind):
+    """With and without what either side has cached, in a pool that requests outgrow together."""
+    directory = make_tiny(tmp_path, kind)
+    model = load(directory, torch.device("cpu"), torch.float32, backend="transformers")
+    loaded = Loaded(directory, model)
+    source = random.Random(kind)
+    lengths = [1, 15, 16, 17, 3 * CHUNK_TOKENS + 5, *[8] * 6]
+    prompts = [source.choices(range(2, VOCABULARY_SIZE - 64), k=length) for length in lengths]
+    expected = greedy_tokens(reference_model(directory), prompts, NUM_TOKENS)
+    tables = KVLayout.of(model.spec.layers, 16, model.dtype).tables
+    num_pages = tables.pages_to_compute(3 * CHUNK_TOKENS + 5 + NUM_TOKENS)
+    with PairRig(
+        loaded,
+        prefill=[Size(num_slots=4)],
+        decode=[Size(num_pages=num_pages, num_slots=16)],
+        chunk_tokens=CHUNK_TOKENS,
+        scheduler=BOLD,
+    ) as rig:
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        for cold in ((prefill, decode), (), (decode,)):
+            rig.flush(*cold)
+            asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
+            rig.run()
+            assert [one.tokens for one in asked] == expected
+        assert decode.count("handoffs_held") == len(rig.asked)
+        assert decode.count("retractions") > 0

@@ -1,0 +1,141 @@
+"""What rows ask of their logits, across a hand-off: the first token is the prefill node's, the
+others the decode node's, and nobody can tell."""
+
+import random
+
+import pytest
+import torch
+
+from kvtransfer.pairs import wire
+from tests.support.pair_node import Size
+from tests.support.pair_rig import PairRig
+
+NUM_TOKENS = 10
+TOLERANCE = 1e-4
+LENGTHS = (1, 15, 64, 150)
+
+
+def prompts(vocabulary_size):
+    source = random.Random(5)
+    return [[source.randrange(vocabulary_size) for _ in range(length)] for length in LENGTHS]
+
+
+def by_transformers(known, tokens):
+    """log_softmax of the logits after each token, [tokens, vocabulary]."""
+    with torch.inference_mode():
+        logits = known.reference(torch.tensor([tokens])).logits[0].float()
+    return logits.log_softmax(dim=-1)
+
+
+def check(told, tokens, expected, num_top):
+    """expected: of the places before each of `tokens`."""
+    assert len(told) == len(tokens)
+    for each, token, row in zip(told, tokens, expected, strict=True):
+        assert abs(each.logprob - float(row[token])) < TOLERANCE
+        top = row.topk(num_top)
+        assert torch.allclose(torch.tensor(each.top_logprobs), top.values, atol=TOLERANCE)
+        named = row[torch.tensor(each.top_tokens, dtype=torch.long)]
+        assert torch.allclose(named, top.values, atol=TOLERANCE)
+
+
+SMALL = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("pool", ["large", "small", "colocated"])
+def test_logprobs_are_those_of_transformers(known, overlap, pool):
+    """The prompt is in both caches the second time, and is computed all the same where its own are
+    asked for. Seen failing with the prompt matched in the cache, with the targets of a chunk one
+    place off, and without those of the first token."""
+    asking = prompts(known.vocabulary_size)
+    num_pages = 12 if pool == "small" else 64
+    with PairRig(
+        known.loaded,
+        prefill=() if pool == "colocated" else [Size()],
+        decode=[Size(num_pages=num_pages)],
+        overlap=overlap,
+        scheduler=SMALL,
+        **({"mode": "colocated"} if pool == "colocated" else {}),
+    ) as rig:
+        for _ in range(2):
+            asked = [
+                rig.ask(prompt, NUM_TOKENS, logprobs=3, prompt_logprobs=number % 3)
+                for number, prompt in enumerate(asking)
+            ]
+            plain = rig.ask(asking[1], NUM_TOKENS)
+            rig.run()
+            assert not plain.logprobs and not plain.prompt_logprobs
+            for number, one in enumerate(asked):
+                assert one.tokens == known.greedy(one.prompt, NUM_TOKENS)
+                rows = by_transformers(known, [*one.prompt, *one.tokens])
+                length = len(one.prompt)
+                check(one.logprobs, one.tokens, rows[length - 1 : -1], 3)
+                check(one.prompt_logprobs, one.prompt[1:], rows[: length - 1], number % 3)
+
+
+def test_what_may_not_be_sampled_is_not_on_either_node(known):
+    """Against a node that does both halves itself, and what is asked for."""
+    asking = prompts(known.vocabulary_size)
+    likeliest = [known.greedy(prompt, NUM_TOKENS) for prompt in asking]
+    wanted = [
+        {"logit_bias": tuple((token, -100.0) for token in sorted(set(likeliest[0])))},
+        {"allowed_token_ids": (3, 4, 5)},
+        {"bad_word_ids": (tuple(likeliest[2][:1]), tuple(likeliest[2][1:3]))},
+        {"bad_word_ids": (tuple(likeliest[3][:2]), tuple(likeliest[3][1:3])), "temperature": 1.0},
+    ]
+    answers = []
+    for nodes in ({}, {"prefill": (), "mode": "colocated"}):
+        with PairRig(known.loaded, **nodes) as rig:
+            asked = [
+                rig.ask(prompt, NUM_TOKENS, seed=7, **{"temperature": 0.0} | fields)
+                for prompt, fields in zip(asking, wanted, strict=True)
+            ]
+            rig.run()
+            answers.append([one.tokens for one in asked])
+    across, alone = answers
+    assert across == alone
+    assert not set(across[0]) & set(likeliest[0])
+    assert set(across[1]) <= {3, 4, 5}
+    for tokens, fields in zip(across[2:], wanted[2:], strict=True):
+        text = ",".join(map(str, tokens))
+        for word in fields["bad_word_ids"]:
+            assert f",{','.join(map(str, word))}," not in f",{text},"
+
+
+def test_a_token_that_there_is_not_in_a_request_ends_no_node(known):
+    """Seen failing without RequestLimits.check_sampling: the forward raised."""
+    beyond = known.vocabulary_size
+    with PairRig(known.loaded) as rig:
+        for fields in (
+            {"logit_bias": ((beyond, 1.0),)},
+            {"allowed_token_ids": (beyond,)},
+            {"bad_word_ids": ((1, beyond),)},
+        ):
+            refused = rig.ask([1, 2, 3], 4, **fields)
+            rig.run()
+            assert refused.ended.error.startswith(f"sampling.{next(iter(fields))}")
+        fine = rig.ask([1, 2, 3], 4)
+        rig.run()
+        assert fine.tokens == known.greedy([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("missing", ["logprobs", "prompt_logprobs"])
+def test_a_first_token_without_what_is_to_be_told_costs_the_attempt_alone(
+    known, monkeypatch, missing
+):
+    """Seen failing without Handoffs' look at them: the router would have to make them up."""
+    honest, lies = wire._ready_proto, iter([True])
+
+    def lying(ready):
+        message = honest(ready)
+        if message.last and next(lies, False):
+            message.ClearField(missing)
+        return message
+
+    monkeypatch.setattr(wire, "_ready_proto", lying)
+    with PairRig(known.loaded) as rig:
+        asked = rig.ask(range(40), 4, logprobs=1, prompt_logprobs=0)
+        rig.run()
+        assert asked.tokens == known.greedy(range(40), 4)
+        assert (len(asked.logprobs), len(asked.prompt_logprobs)) == (4, 39)
+        assert rig.decode[0].count("handoffs_lost") == 1

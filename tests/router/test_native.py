@@ -1,0 +1,115 @@
+"""/generate, as SGLang's clients use it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from tests.router.openai_rig import api_for, ids
+from tests.support.http_client import connected, sse_events
+
+GENERATE = "/generate"
+
+
+async def test_a_text_is_answered_with_what_was_generated_and_counted(model: Path) -> None:
+    async with api_for(model) as api:
+        sampling = {"max_new_tokens": 8, "temperature": 0, "sampling_seed": 5, "stop": ["x"]}
+        asking = asyncio.create_task(
+            api.post(GENERATE, text="the fox", sampling_params=sampling, rid="mine")
+        )
+        submit = await api.complete(" jumps", cached_tokens=1)
+        told = (await asking).json
+        assert list(submit.token_ids) == [0, *ids("the fox")]
+        sent = submit.sampling
+        assert (sent.max_tokens, sent.temperature, sent.seed) == (8, 0.0, 5)
+        assert (told["text"], told["output_ids"]) == (" jumps", ids(" jumps"))
+        meta = told["meta_info"]
+        assert meta["finish_reason"] == {"type": "stop"}
+        assert (meta["prompt_tokens"], meta["cached_tokens"]) == (len(submit.token_ids), 1)
+        assert meta["completion_tokens"] == len(ids(" jumps"))
+        assert meta["id"] == submit.request_id and meta["e2e_latency"] > 0
+
+
+async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(model: Path) -> None:
+    async with api_for(model) as api, connected(api.router.http_port) as wire:
+        # As `sglang.bench_serving --backend sglang` asks.
+        await wire.post(
+            GENERATE,
+            {
+                "input_ids": [5, 6],
+                "sampling_params": {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True},
+                "stream": True,
+                "lora_path": None,
+                "return_logprob": False,
+                "return_routed_experts": False,
+                "logprob_start_len": -1,
+            },
+        )
+        number = (await api.node.submitted()).request
+        api.node.say({number: ids(" one")})
+        assert (await wire.head())[0] == 200
+        chunks = wire.chunks()
+        stream = await anext(chunks)
+        api.node.say({number: ids(" two")}, ended={number: FINISH_REASON_LENGTH})
+        stream += b"".join([chunk async for chunk in chunks])
+        first, last = sse_events(stream)
+        assert (first["text"], last["text"]) == (" one", " one two")
+        num = len(ids(" one")), len(ids(" one")) + len(ids(" two"))
+        assert first["meta_info"]["finish_reason"] is None
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": num[1]}
+        counted = [each["meta_info"]["completion_tokens"] for each in (first, last)]
+        assert counted == list(num)
+        assert first["meta_info"]["prompt_tokens"] == 2
+
+
+async def test_a_list_of_prompts_makes_a_list_of_answers(model: Path) -> None:
+    async with api_for(model) as api:
+        asking = asyncio.create_task(api.post(GENERATE, input_ids=[[5], [6, 7]]))
+        texts = {}
+        for _ in range(2):
+            submit = await api.node.submitted()
+            texts[tuple(submit.token_ids)] = submit
+        for (first, *_), submit in texts.items():
+            ended = {submit.request: FINISH_REASON_STOP}
+            api.node.say({submit.request: ids(f" {first}")}, ended=ended)
+        assert [each["text"] for each in (await asking).json] == [" 5", " 6"]
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({}, "text"),
+        ({"text": "x", "input_ids": [1]}, "text"),
+        ({"text": []}, "text"),
+        ({"input_ids": [1, [2]]}, "text"),
+        ({"text": ["x"] * 129}, "text"),
+        ({"text": ["x"] * 65, "sampling_params": {"n": 2}}, "sampling_params.n"),
+        ({"text": "x", "return_logprob": True}, "return_logprob"),
+        ({"text": "x", "image_data": "data:"}, "image_data"),
+        ({"text": "x", "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
+        (
+            {"text": "x", "sampling_params": {"skip_special_tokens": False}},
+            "sampling_params.skip_special_tokens",
+        ),
+        (
+            {"text": "x", "sampling_params": {"max_new_token": 5}},
+            "sampling_params.max_new_token",
+        ),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_generated_is_named(
+    model: Path, fields: dict[str, Any], param: str
+) -> None:
+    async with api_for(model) as api:
+        answer = await api.post(GENERATE, **fields)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+async def test_a_sampling_field_out_of_its_range_is_named(model: Path) -> None:
+    async with api_for(model) as api:
+        answer = await api.post(GENERATE, text="x", sampling_params={"top_p": 2})
+        assert answer.status == 400
+        assert answer.error["message"].startswith("sampling.top_p must be")

@@ -1,0 +1,266 @@
+"""What models write is told apart, wherever it is cut into pieces."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from router.parsers.formats import DEEPSEEK
+from router.parsers.listener import Listener
+from router.parsers.speech import NONE, Speech, speech_of
+
+TOOLS = ["f", "get_weather"]
+PARIS = '{"city": "Paris"}'
+TRICKY = '{"q": "a } \\" ] [TOOL_CALLS] </tool_call> {", "n": [1, {"x": null}]}'
+BEGINS, BEGIN, SEP, END, ENDS = DEEPSEEK
+
+
+@dataclass(frozen=True)
+class Told:
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[tuple[str, str]] = field(default_factory=list)
+
+
+def listened(
+    speech: Speech,
+    pieces: Sequence[str],
+    end: str = "",
+    tools: Sequence[str] | None = TOOLS,
+    reasons: bool = True,
+    parallel: bool = True,
+) -> Told:
+    listener = Listener(speech.parser(end, tools, reasons=reasons), parallel=parallel)
+    content = reasoning = ""
+    calls: dict[int, tuple[str, str]] = {}
+    ids: dict[int, str] = {}
+    for number, piece in enumerate(pieces, start=1):
+        heard = listener.hear(piece, last=number == len(pieces))
+        content += heard.content
+        reasoning += heard.reasoning
+        for part in heard.calls:
+            name, arguments = calls.get(part.index, ("", ""))
+            assert bool(part.id) == bool(part.name) == (part.index not in ids)
+            ids.setdefault(part.index, part.id)
+            calls[part.index] = (name + part.name, arguments + part.arguments)
+    assert list(calls) == list(range(len(calls)))
+    assert len(set(ids.values())) == len(ids)
+    return Told(content, reasoning, [calls[index] for index in sorted(calls)])
+
+
+HERMES, LLAMA3 = Speech(tools="hermes"), Speech(tools="llama3")
+MISTRAL, DEEPSEEKS = Speech(tools="mistral"), Speech(tools="deepseek")
+QWEN3, R1 = Speech("qwen3", "hermes"), Speech("deepseek-r1", "deepseek")
+HARMONY = Speech("harmony", "harmony")
+
+
+def hermes(arguments: str, name: str = "f") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def of_v3(arguments: str, name: str = "f") -> str:
+    return f"{BEGIN}function{SEP}{name}\n```json\n{arguments}\n```{END}"
+
+
+CASES: dict[str, tuple[Speech, str, Told]] = {
+    "plain text": (Speech(), " hello <tool_call>\n ", Told(" hello <tool_call>\n ")),
+    "no call": (HERMES, "1 < 2 <tool_cal ", Told("1 < 2 <tool_cal ")),
+    "hermes": (HERMES, hermes(PARIS), Told(calls=[("f", PARIS)])),
+    "hermes, tricky": (HERMES, hermes(TRICKY), Told(calls=[("f", TRICKY)])),
+    "hermes, two and words": (
+        HERMES,
+        f"Let me see. \n\n{hermes(PARIS)}\n{hermes('{}', 'get_weather')}\n",
+        Told("Let me see.", calls=[("f", PARIS), ("get_weather", "{}")]),
+    ),
+    "hermes, keys in another order": (
+        HERMES,
+        f'<tool_call>{{"id": [1, "}}"], "arguments": {PARIS}, "name": "f"}}</tool_call>bye',
+        Told("bye", calls=[("f", PARIS)]),
+    ),
+    "hermes, arguments as a text": (
+        HERMES,
+        hermes(json.dumps(PARIS)),
+        Told(calls=[("f", PARIS)]),
+    ),
+    "hermes, without arguments": (
+        HERMES,
+        '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f", "arguments": null}',
+        Told(calls=[("f", "{}"), ("f", "{}")]),
+    ),
+    "hermes, never closed": (
+        HERMES,
+        f'<tool_call>{{"name": "f", "arguments": {PARIS}}}\n{hermes("{}")}',
+        Told(calls=[("f", PARIS), ("f", "{}")]),
+    ),
+    "hermes, no JSON": (
+        HERMES,
+        "see <tool_call>nothing</tool_call> there",
+        Told("see <tool_call>nothing</tool_call> there"),
+    ),
+    "hermes, cut off": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        Told(calls=[("f", '{"a": "b')]),
+    ),
+    "hermes, an escaped name": (
+        HERMES,
+        '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
+        Told(calls=[("café", "{}")]),
+    ),
+    "llama3": (
+        LLAMA3,
+        '{"name": "get_weather", "parameters": {"city": "Paris"}}',
+        Told(calls=[("get_weather", PARIS)]),
+    ),
+    "llama3, behind a tag": (
+        LLAMA3,
+        f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {PARIS}}}',
+        Told(calls=[("f", PARIS)]),
+    ),
+    "llama3, two": (
+        LLAMA3,
+        f'{{"name": "f", "parameters": {{}}}}; {{"name": "f", "parameters": {TRICKY}}}\n',
+        Told(calls=[("f", "{}"), ("f", TRICKY)]),
+    ),
+    "llama3, other JSON": (
+        LLAMA3,
+        ' {"answer": {"name": "f"}}',
+        Told(' {"answer": {"name": "f"}}'),
+    ),
+    "llama3, an unknown tool": (
+        LLAMA3,
+        '{"name": "Ada", "parameters": {}} is who',
+        Told('{"name": "Ada", "parameters": {}} is who'),
+    ),
+    "llama3, words": (LLAMA3, "Hello {you}", Told("Hello {you}")),
+    "mistral": (
+        MISTRAL,
+        f'[TOOL_CALLS][{{"name": "f", "arguments": {TRICKY}}}, '
+        f'{{"name": "get_weather", "arguments": {PARIS}}}]',
+        Told(calls=[("f", TRICKY), ("get_weather", PARIS)]),
+    ),
+    "mistral, newer": (
+        MISTRAL,
+        f"so [TOOL_CALLS]f[ARGS]{PARIS}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS]{{}}",
+        Told("so", calls=[("f", PARIS), ("get_weather", "{}")]),
+    ),
+    "mistral, newest": (MISTRAL, f"[TOOL_CALLS]f{PARIS}", Told(calls=[("f", PARIS)])),
+    "mistral, words": (MISTRAL, "[TOOL] x", Told("[TOOL] x")),
+    "deepseek v3": (
+        DEEPSEEKS,
+        f"Well.{BEGINS}{of_v3(PARIS)}\n{of_v3('{}', 'get_weather')}{ENDS}",
+        Told("Well.", calls=[("f", PARIS), ("get_weather", "{}")]),
+    ),
+    "deepseek v3.1": (
+        DEEPSEEKS,
+        f"{BEGINS}{BEGIN}f{SEP}{TRICKY}{END}{BEGIN}get_weather{SEP}{PARIS}{END}{ENDS}",
+        Told(calls=[("f", TRICKY), ("get_weather", PARIS)]),
+    ),
+    "deepseek, cut off": (DEEPSEEKS, f"{BEGINS}{BEGIN}function{SEP}get_w", Told()),
+    "qwen3": (
+        QWEN3,
+        f"<think>\nhm, <tool_call> </thin\n</think>\n\nSo: {hermes(PARIS)}",
+        Told("So:", "hm, <tool_call> </thin", [("f", PARIS)]),
+    ),
+    "qwen3, without a thought": (QWEN3, "\n a <think> b", Told("\n a <think> b")),
+    "qwen3, an empty thought": (QWEN3, "<think>\n\n</think>\n\nhi", Told("hi")),
+    "qwen3, cut off": (QWEN3, "<think>\nhm\n", Told("", "hm\n")),
+    "r1": (R1, "hm\n</think>\n\nhi", Told("hi", "hm")),
+    "r1, opened": (
+        R1,
+        f"<think>\nhm\n</think>\n{BEGINS}{of_v3(PARIS)}{ENDS}",
+        Told("", "hm", [("f", PARIS)]),
+    ),
+    "harmony": (
+        HARMONY,
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
+        "hi there<|return|>",
+        Told("hi there", "hm"),
+    ),
+    "harmony, calls": (
+        HARMONY,
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        f"<|constrain|>json<|message|>{TRICKY}<|call|><|start|>assistant to=functions.get_weather"
+        f"<|channel|>commentary json<|message|>{PARIS}<|call|>",
+        Told("Let me see.", "hm", [("f", TRICKY), ("get_weather", PARIS)]),
+    ),
+    "harmony, cut off": (HARMONY, "<|channel|>final<|message|>hi <|en", Told("hi <|en")),
+    "harmony, no harmony": (HARMONY, "hello", Told("hello")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_is_told_apart(name: str) -> None:
+    speech, text, told = CASES[name]
+    assert listened(speech, [text]) == told
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_same_wherever_it_is_cut(name: str) -> None:
+    speech, text, told = CASES[name]
+    for cut in range(len(text) + 1):
+        assert listened(speech, [text[:cut], text[cut:]]) == told, text[:cut]
+    for size in (1, 2, 3, 7):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert listened(speech, [*pieces, ""]) == told, size
+
+
+def test_what_comes_is_told_before_the_rest_is_there() -> None:
+    listener = Listener(QWEN3.parser("", TOOLS, reasons=True))
+    assert listener.hear("<think>hm", last=False).reasoning == "hm"
+    assert listener.hear("</think>So", last=False).content == "So"
+    (begun,) = listener.hear('\n<tool_call>{"name": "f", "arg', last=False).calls
+    assert (begun.name, begun.arguments) == ("f", "")
+    (more,) = listener.hear('uments": {"city": "Pa', last=False).calls
+    assert more.arguments == '{"city": "Pa'
+
+
+@pytest.mark.parametrize(
+    "end, text, told",
+    [
+        ("[assistant]<think>\n", "hm</think>hi", Told("hi", "hm")),
+        ("[assistant]<think>\n\n</think>\n\n", "hi </think>", Told("hi </think>")),
+        ("what is <think>?[assistant]\n", "hi", Told("hi")),
+    ],
+)
+def test_the_end_of_the_prompt_says_whether_it_is_thinking(end: str, text: str, told: Told) -> None:
+    assert listened(QWEN3, [text], end) == told
+    if "<think>?" not in end:
+        assert listened(R1, [text], end) == told
+
+
+@pytest.mark.parametrize("speech", [QWEN3, R1], ids=["qwen3", "r1"])
+def test_reasoning_can_be_left_out(speech: Speech) -> None:
+    assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Told("hi")
+
+
+def test_who_may_call_no_tool_says_what_would_be_a_call() -> None:
+    assert listened(HERMES, [hermes("{}")], tools=None) == Told(hermes("{}"))
+    text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert listened(HARMONY, [text], tools=None) == Told("{}")
+
+
+def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel() -> None:
+    text = hermes(PARIS) + hermes("{}")
+    for pieces in ([text], list(text)):
+        assert listened(HERMES, pieces, parallel=False).calls == [("f", PARIS)]
+
+
+@pytest.mark.parametrize(
+    "template, speech",
+    [
+        ("{{ messages }}", Speech()),
+        ("<tool_call> <think> </think>", Speech("qwen3", "hermes")),
+        ("<tool_call>", Speech(NONE, "hermes")),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", Speech(NONE, "mistral")),
+        (f"{BEGINS} </think>", Speech("qwen3", "deepseek")),
+        ('<|start_header_id|> "parameters"', Speech(NONE, "llama3")),
+        ("<|start|>assistant<|channel|>", Speech("harmony", "harmony")),
+    ],
+)
+def test_a_template_shows_how_its_model_speaks(template: str, speech: Speech) -> None:
+    assert speech_of(template, "auto", "auto") == speech
+    assert speech_of(template, "none", "none") == Speech()
+    assert speech_of(template, "deepseek-r1", "hermes") == Speech("deepseek-r1", "hermes")

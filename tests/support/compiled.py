@@ -1,0 +1,26 @@
+"""The operations compiled for this CPU, for tests that run them beside torch's own."""
+
+import functools
+
+import pytest
+
+from kernels import device
+from kernels.cpu.compiler import NotCompiled, cache_directory, library
+from kernels.cpu.operators import Operators
+
+
+@functools.cache
+def operators_here() -> Operators | None:
+    """Compiled once for this machine, or found in the cache; None where it has no compiler."""
+    try:
+        return Operators(library(cache_directory(), lambda: None), threads=2)
+    except NotCompiled:
+        return None
+
+
+def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "compiled": engines of this test take them, or it is skipped; "torch": they do not."""
+    compiled = operators_here() if kind == "compiled" else None
+    if kind == "compiled" and compiled is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(device, "compiled_for", lambda where: compiled)

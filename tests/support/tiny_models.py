@@ -1,0 +1,168 @@
+"""Tiny random checkpoints of any class that transformers has a causal language model for.
+
+Made from the class's own default configuration, with every field that is a size set to a small one:
+no class has a line of its own here but those whose sizes must fit each other.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.support.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
+
+CONTEXT = 512
+WINDOW = 24  # of windows, and of attention by chunks
+_HIDDEN, _INNER, _HEADS, _LAYERS, _EXPERTS = 64, 96, 4, 4, 8
+_SIZES: Mapping[str, object] = {
+    "vocab_size": VOCABULARY_SIZE,
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "embedding_size"),
+        _HIDDEN,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "mlp_intermediate_size",
+            "ffn_hidden_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "n_inner",
+            "d_ff",
+            "dff",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "expert_intermediate_size",
+            "expert_ffn_hidden_size",
+            "shared_intermediate_size",
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+        ),
+        32,
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), _LAYERS
+    ),
+    "encoder_layers": 2,
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+        ),
+        _HEADS,
+    ),
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "v_head_dim", "qk_nope_head_dim"), 16),
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len"), CONTEXT
+    ),
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS
+    ),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2
+    ),
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "decoder_start_token_id": 1,
+    "eos_token_id": END_TOKEN_ID,
+    "is_decoder": True,
+}
+# What else a class needs to be tiny.
+_OWN: Mapping[str, Mapping[str, object]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2,
+                       "ffn_act_fn": {"name": "silu"}},
+    },
+    "deepseek_v2": {"topk_method": "greedy"},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY_SIZE,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": None,
+    },
+    "gemma4_text": {
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY_SIZE,
+    },
+}  # fmt: skip
+
+
+def tiny_config(kind: str, **own: object) -> PreTrainedConfig:
+    """
+    Args:
+        kind: a model_type.
+        own: fields that are to be otherwise.
+    """
+    made = CONFIG_MAPPING[kind]
+    defaults = made().to_dict()
+    fields = _small(defaults) | dict(_OWN.get(kind, {}))
+    for name, nested in defaults.items():
+        if name == "text_config":
+            fields[name] = {"model_type": nested.get("model_type"), **_small(nested)}
+        elif name.endswith("vision_config") and "num_hidden_layers" in (nested or {}):
+            fields[name] = nested | {"num_hidden_layers": 1}
+    return made(**(fields | own))
+
+
+def _small(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every kind of layer there is stays, two of each at least."""
+    fields = {name: size for name, size in _SIZES.items() if _is_size(defaults, name)}
+    if "qk_rope_head_dim" in defaults:  # every head has its own key, made of a shared latent
+        fields |= {"num_key_value_heads": _HEADS}
+        if "head_dim" in fields:
+            fields["head_dim"] = fields["qk_rope_head_dim"]
+    for name, kinds in defaults.items():
+        if name.endswith("layer_types") and isinstance(kinds, list) and kinds:
+            fields[name] = (list(dict.fromkeys(kinds)) * _LAYERS)[:_LAYERS]
+    return fields
+
+
+def _is_size(defaults: Mapping[str, Any], name: str) -> bool:
+    return name in defaults and not isinstance(defaults[name], (dict, list))
+
+
+def make_tiny(directory: Path, kind: str, *, seed: int = 0, **own: object) -> Path:
+    """Writes config, weights and a byte-level tokenizer, saved by transformers; as
+    `checkpoints.make_checkpoint` with matrices twice as large as drawn, for greedy choices with
+    margins."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **own), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    make_tokenizer(directory)
+    return directory
