@@ -11,17 +11,17 @@ may be evicted. It learns of pages when their KV is final and knows nothing of r
 """
 
 import heapq
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.engine.memory.cache_events import CacheJournal
 from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix_nodes import Node, TreePages, present
+from common.engine.memory.radix_windows import TreeWindows
 from common.engine.rows.batch import Ints
-from common.engine.rows.holding import NO_PAGE, Holding
+from common.engine.rows.holding import Holding
 from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.requests.namespace import SHARED, Namespace
@@ -44,42 +44,6 @@ class Match(NamedTuple):
         return self.holding.flat()
 
 
-class _Node:
-    """A run of pages without a branch. Its children begin with different pages of tokens."""
-
-    __slots__ = (
-        "children",
-        "key",
-        "last_used",
-        "names",
-        "number",
-        "pages",
-        "parent",
-        "passed",
-        "queued",
-        "resumed",
-        "tokens",
-    )
-
-    def __init__(
-        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "_Node | None"
-    ) -> None:
-        self.number = number
-        # Among its parent's children: its first page of tokens, and below the root, before that,
-        # its namespace.
-        self.key = key
-        self.tokens = tokens  # [pages.shape[1] * page_size]
-        self.pages = pages  # [tables, any], NO_PAGE where a window is not kept
-        self.parent = parent
-        self.children: dict[bytes, _Node] = {}
-        self.last_used = 0
-        self.queued = False  # it has an entry in the heap of leaves
-        self.passed = False  # it is in the queue of nodes that have a child
-        self.resumed = False  # somebody went on from within it
-        # Of its pages, as prefix_hash.py names them; kept while the tree has a journal.
-        self.names: list[int] = []
-
-
 class RadixCache:
     """Pages of KV by the tokens they hold. Engine thread only.
 
@@ -96,19 +60,22 @@ class RadixCache:
     ) -> None:
         """windows: see PageTables."""
         self.page_size = page_size
-        self._tables = PageTables(page_size, windows)
-        self._sliding = self._tables.sliding
-        self._full = [window is None for window in windows]
-        self._pages = pages
         self.enabled = enabled
+        self._full = [window is None for window in windows]
+        self._pool = pages
+        self._pages = TreePages(pages)
+        self._windows = TreeWindows(PageTables(page_size, windows), self._pages)
         self._no_pages = np.empty((len(windows), 0), np.int32)
-        self._root = _Node(0, b"", np.empty(0, np.int32), self._no_pages, None)
-        self._leaves: list[tuple[int, int, _Node]] = []  # heap by last use, as it was when pushed
-        self._passed: deque[_Node] = deque()
+        self._root = Node(0, b"", np.empty(0, np.int32), self._no_pages, None)
+        self._leaves: list[tuple[int, int, Node]] = []  # heap by last use, as it was when pushed
         self._clock = 0
         self._numbers = 0
         self._journal: CacheJournal | None = None
-        self.num_pages = 0
+
+    @property
+    def num_pages(self) -> int:
+        """In the tree."""
+        return self._pages.num_held
 
     def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> Match:
         """Finds the longest cached prefix of the namespace, in whole pages; it is used now.
@@ -118,7 +85,7 @@ class RadixCache:
         """
         self._clock += 1
         found: list[Ints] = [self._no_pages]
-        path: list[tuple[_Node, int]] = []  # with where it begins, in pages
+        path: list[tuple[Node, int]] = []  # with where it begins, in pages
         num_pages = 0
         for node, common in self._path(token_ids, namespace):
             node.last_used = self._clock
@@ -127,10 +94,10 @@ class RadixCache:
             num_pages += common
         pages = np.concatenate(found, axis=1)
         shared = pages[self._full]
-        if self._sliding:
-            num_pages = self._last_resumable(pages)
-            self._note_resumed(path, num_pages)
-            pages = self._within_windows(pages[:, :num_pages], num_pages)
+        if self._windows:
+            num_pages = self._windows.last_resumable(pages)
+            _note_resumed(path, num_pages)
+            pages = self._windows.within(pages[:, :num_pages], num_pages)
         return Match(num_pages * self.page_size, Holding(pages), shared)
 
     def lineage(self, token_ids: Ints, namespace: Namespace = SHARED) -> tuple[int, ...]:
@@ -150,19 +117,19 @@ class RadixCache:
         if holding.num_pages < num_pages:
             raise EngineFault(f"{len(token_ids)} tokens are not in {holding.num_pages} pages")
         # And from the page before: the same prompt once more goes on one token before its end.
-        pages = self._within_windows(holding.tables[:, :num_pages], num_pages - 1)
+        pages = self._windows.within(holding.tables[:, :num_pages], num_pages - 1)
         self._clock += 1
         end = num_pages * self.page_size
         node, done = self._root, 0
         for child, common in self._path(token_ids[:end], namespace):
             child.last_used = self._clock
-            self._fill(child, pages[:, done : done + common])
+            self._windows.fill(child, pages[:, done : done + common])
             done += common
-            node = child if common == child.pages.shape[1] else self._split(child, common)
+            node = child if common == child.num_pages else self._split(child, common)
         if done == num_pages:
             return
         rest = pages[:, done:].copy()
-        self._hold(rest)
+        self._pages.hold(rest)
         fresh = token_ids[done * self.page_size : end].copy()
         added = self._add_child(node, (b"" if done else namespace) + self._key(fresh), fresh, rest)
         if self._journal is not None:
@@ -178,34 +145,34 @@ class RadixCache:
         above one that is in use: when nothing else is left, it goes, and the tree forgets the part
         below it.
         """
-        freed = self._thin_passed(num_pages)
+        freed = self._windows.thin(num_pages)
         freed += self._evict_leaves(num_pages - freed)
-        if freed < num_pages and self._pages.num_evictable:
+        if freed < num_pages and self._pool.num_evictable:
             freed += self._cut_off()
         return freed
 
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can give: free ones and those that only the tree holds."""
-        return self._pages.num_free + self._pages.num_evictable
+        return self._pool.num_free + self._pool.num_evictable
 
     def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
         """As PageAllocator.allocate, evicting as needed; nothing is evicted in vain."""
-        short = num_pages - self._pages.num_free
-        if short > self._pages.num_evictable:
+        short = num_pages - self._pool.num_free
+        if short > self._pool.num_evictable:
             return None
         if short > 0:
             self.evict(short)
-        return self._pages.allocate(num_pages, holder)
+        return self._pool.allocate(num_pages, holder)
 
     def flush(self) -> int:
         """Forgets everything; returns how many pages became free."""
-        before = self._pages.num_free
+        before = self._pool.num_free
         for child in list(self._root.children.values()):
             self._forget(child)
         self._leaves.clear()
-        self._passed.clear()
-        return self._pages.num_free - before
+        self._windows.clear()
+        return self._pool.num_free - before
 
     def tell(self, journal: CacheJournal | None) -> None:
         """From now on every page that comes or goes is told to `journal`. O(pages in the tree)."""
@@ -221,20 +188,20 @@ class RadixCache:
 
     def page_names(self) -> list[int]:
         """Of every page in the tree; only while there is a journal."""
-        return [name for node in self._below(self._root) for name in node.names]
+        return [name for node in self._root.below() for name in node.names]
 
     def check(self) -> None:
         """Raises EngineFault where the tree and the page counts disagree. O(pages in the tree)."""
-        nodes = list(self._below(self._root))
-        in_tree = [page for node in nodes for page in _there(node.pages).tolist()]
-        held = np.flatnonzero(self._pages.holds(Holder.CACHE)).tolist()
+        nodes = list(self._root.below())
+        in_tree = [page for node in nodes for page in present(node.pages).tolist()]
+        held = np.flatnonzero(self._pool.holds(Holder.CACHE)).tolist()
         if sorted(in_tree) != held or len(in_tree) != self.num_pages:
             raise EngineFault(
                 f"cache: {len(in_tree)} pages in the tree, {self.num_pages} counted, "
                 f"{len(held)} held"
             )
         for node in nodes:
-            num_pages = node.pages.shape[1]
+            num_pages = node.num_pages
             if len(node.tokens) != num_pages * self.page_size or not num_pages:
                 raise EngineFault(f"cache: node {node.number} has {num_pages} pages")
             if (node.pages[self._full] < 0).any():
@@ -245,7 +212,7 @@ class RadixCache:
                 if not found or not key.endswith(self._key(child.tokens)):
                     raise EngineFault(f"cache: node {child.number} hangs in the wrong place")
 
-    def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[_Node, int]]:
+    def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[Node, int]]:
         """Each node along the longest match, and how many of its pages match (never 0)."""
         size = self.page_size
         node, at, end = self._root, 0, len(token_ids) // size * size
@@ -257,7 +224,7 @@ class RadixCache:
             differs = child.tokens[:length] != token_ids[at : at + length]
             first = int(differs.argmax())
             common = (first if differs[first] else length) // size
-            whole = common == child.pages.shape[1]
+            whole = common == child.num_pages
             yield child, common  # the caller may split it
             if not whole:
                 return
@@ -267,16 +234,16 @@ class RadixCache:
     def _key(self, tokens: Ints) -> bytes:
         return tokens[: self.page_size].tobytes()
 
-    def _add_child(self, parent: _Node, key: bytes, tokens: Ints, pages: Ints) -> _Node:
+    def _add_child(self, parent: Node, key: bytes, tokens: Ints, pages: Ints) -> Node:
         self._numbers += 1
-        node = _Node(self._numbers, key, tokens, pages, parent)
+        node = Node(self._numbers, key, tokens, pages, parent)
         node.last_used = self._clock
         parent.children[key] = node
         self._queue(node)
-        self._note_passed(parent)
+        self._windows.note_passed(parent)
         return node
 
-    def _split(self, node: _Node, num_pages: int) -> _Node:
+    def _split(self, node: Node, num_pages: int) -> Node:
         """Puts the first pages of `node` into a new node above it, which is returned."""
         assert node.parent is not None
         cut = num_pages * self.page_size
@@ -286,18 +253,18 @@ class RadixCache:
         upper.names, node.names = node.names[:num_pages], node.names[num_pages:]
         node.key = self._key(node.tokens)
         upper.children[node.key] = node
-        self._note_passed(upper)
+        self._windows.note_passed(upper)
         return upper
 
-    def _queue(self, node: _Node) -> None:
+    def _queue(self, node: Node) -> None:
         if not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.last_used, node.number, node))
 
     def _evict_leaves(self, num_pages: int) -> int:
         freed = 0
-        in_use: list[_Node] = []
-        while freed < num_pages and self._pages.num_evictable and self._leaves:
+        in_use: list[Node] = []
+        while freed < num_pages and self._pool.num_evictable and self._leaves:
             used, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if node.children or node.parent is None:
@@ -305,13 +272,13 @@ class RadixCache:
             if node.last_used != used:
                 self._queue(node)
                 continue
-            loose = self._loose_at_end(node)
+            loose = self._pages.loose_at_end(node)
             if not loose:
                 in_use.append(node)
                 continue
             from_end = np.cumsum((node.pages >= 0).sum(axis=0)[::-1][:loose])
             count = min(loose, int(np.searchsorted(from_end, num_pages - freed)) + 1)
-            self._trim(node, node.pages.shape[1] - count)
+            self._trim(node, node.num_pages - count)
             freed += int(from_end[count - 1])
         self._clock += 1
         for node in in_use:  # somebody holds its last page: it is being used now
@@ -319,11 +286,11 @@ class RadixCache:
             self._queue(node)
         return freed
 
-    def _trim(self, leaf: _Node, num_pages: int) -> None:
+    def _trim(self, leaf: Node, num_pages: int) -> None:
         """Leaves the first `num_pages` of a leaf; a leaf without pages goes."""
         parent = leaf.parent
         assert parent is not None
-        self._let_go(leaf.pages[:, num_pages:])
+        self._pages.let_go(leaf.pages[:, num_pages:])
         if self._journal is not None:
             self._journal.removed(leaf.names[num_pages:])
             del leaf.names[num_pages:]
@@ -341,12 +308,12 @@ class RadixCache:
 
     def _cut_off(self) -> int:
         """Frees every page that only the tree holds, wherever it sits."""
-        before = self._pages.num_free
+        before = self._pool.num_free
         nodes = list(self._root.children.values())
         while nodes:
             node = nodes.pop()
-            alone = self._alone(node)
-            self._drop_windows(node, alone)
+            alone = self._pages.alone(node)
+            self._windows.drop(node, alone)
             cut = alone[self._full].any(axis=0)
             if cut.any():
                 for child in list(node.children.values()):
@@ -354,125 +321,16 @@ class RadixCache:
                 self._trim(node, int(cut.argmax()))
             else:
                 nodes.extend(node.children.values())
-        return self._pages.num_free - before
+        return self._pool.num_free - before
 
-    # Windows --------------------------------------------------------------------------------------
-
-    def _last_resumable(self, pages: Ints) -> int:
-        """After how many of these pages, [tables, n], one can go on: at most n."""
-        ends = np.arange(pages.shape[1] + 1)
-        whole = np.ones(len(ends), np.bool_)
-        for table, window in self._sliding:
-            lacking = np.concatenate(([0], np.cumsum(pages[table] < 0)))
-            firsts = np.maximum(ends * self.page_size - window + 1, 0) // self.page_size
-            whole &= lacking == lacking[firsts]
-        return int(np.flatnonzero(whole)[-1])
-
-    def _within_windows(self, pages: Ints, num_pages: int) -> Ints:
-        """Of pages [tables, n] those that are looked at from the end of so many on. A copy."""
-        kept = pages.copy()
-        for table, _ in self._sliding:
-            kept[table, : self._tables.live_from(table, num_pages * self.page_size)] = NO_PAGE
-        return kept
-
-    def _note_resumed(self, path: list[tuple[_Node, int]], num_pages: int) -> None:
-        for node, start in path:
-            if start < num_pages <= start + node.pages.shape[1]:
-                node.resumed = True
-
-    def _note_passed(self, node: _Node) -> None:
-        if self._sliding and node is not self._root and not node.passed:
-            node.passed = True
-            self._passed.append(node)
-
-    def _fill(self, node: _Node, pages: Ints) -> None:
-        """Adds window pages that a node lacks among its first ones."""
-        if self._sliding:
-            mine = node.pages[:, : pages.shape[1]]
-            new = np.where(mine < 0, pages, NO_PAGE)
-            self._hold(new)
-            np.copyto(mine, new, where=new >= 0)
-
-    def _thin_passed(self, num_pages: int) -> int:
-        """Frees windows of nodes with a child that no end worth going on from needs."""
-        freed = 0
-        for _ in range(len(self._passed)):
-            if freed >= num_pages:
-                break
-            node = self._passed.popleft()
-            node.passed = False
-            if node.parent is not None and node.children:
-                freed += self._thin(node)
-        return freed
-
-    def _thin(self, node: _Node) -> int:
-        """Returns how many pages that freed. What somebody else holds is looked at again."""
-        below = self._tokens_to_next_end(node)
-        spare = np.zeros(node.pages.shape, np.bool_)
-        for table, window in self._sliding:
-            needed = max(0, window + self.page_size - below)
-            spare[table, : max(0, len(node.tokens) - needed) // self.page_size] = True
-        spare &= node.pages >= 0
-        alone = self._alone(node)
-        if (spare & ~alone).any():
-            self._note_passed(node)
-        return self._drop_windows(node, spare & alone)
-
-    def _tokens_to_next_end(self, node: _Node) -> int:
-        """From a node's end to the first one below that somebody went on from, or may: a branch, or
-        a leaf's end."""
-        num_tokens = 0
-        while len(node.children) == 1 and not node.resumed:
-            (node,) = node.children.values()
-            num_tokens += len(node.tokens)
-        return num_tokens
-
-    def _drop_windows(self, node: _Node, which: NDArray[np.bool_]) -> int:
-        """Lets go of a node's pages in tables with windows, where [tables, pages] is true."""
-        which = which & ~np.array(self._full)[:, None]
-        gone = node.pages[which]
-        if len(gone):
-            self._let_go(gone)
-            node.pages[which] = NO_PAGE
-        return len(gone)
-
-    # Pages ----------------------------------------------------------------------------------------
-
-    def _loose_at_end(self, node: _Node) -> int:
-        """How many of its last pages nobody else holds in any table."""
-        in_use = (~self._alone(node) & (node.pages >= 0)).any(axis=0)
-        held = np.flatnonzero(in_use)
-        num_pages: int = node.pages.shape[1]
-        return num_pages - (int(held[-1]) + 1 if len(held) else 0)
-
-    def _alone(self, node: _Node) -> NDArray[np.bool_]:
-        """[tables, n]: there is a page, and only the tree holds it."""
-        only = self._pages.held_only_by(node.pages.ravel(), Holder.CACHE)
-        return only.reshape(node.pages.shape) & (node.pages >= 0)
-
-    def _hold(self, pages: Ints) -> None:
-        there = _there(pages)
-        self._pages.hold(there, Holder.CACHE)
-        self.num_pages += len(there)
-
-    def _let_go(self, pages: Ints) -> None:
-        there = _there(pages)
-        self.num_pages -= len(there)
-        self._pages.drop(there, Holder.CACHE)
-
-    def _forget(self, node: _Node) -> None:
+    def _forget(self, node: Node) -> None:
         """Takes a node and all below it out of the tree."""
-        for gone in reversed([node, *self._below(node)]):
+        for gone in reversed([node, *node.below()]):
             self._trim(gone, 0)
 
-    def _below(self, node: _Node) -> Iterator[_Node]:
-        """Every node below, parents before children."""
-        nodes = list(node.children.values())
-        while nodes:
-            below = nodes.pop()
-            yield below
-            nodes.extend(below.children.values())
 
-
-def _there(pages: Ints) -> Ints:
-    return pages[pages >= 0]
+def _note_resumed(path: list[tuple[Node, int]], num_pages: int) -> None:
+    """Somebody goes on after so many pages of a path whose nodes begin at these."""
+    for node, start in path:
+        if start < num_pages <= start + node.num_pages:
+            node.resumed = True

@@ -1,0 +1,98 @@
+"""The nodes of the prefix tree, and the tree's holds on the pages in them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.rows.batch import Ints
+
+
+class Node:
+    """A run of pages without a branch. Its children begin with different pages of tokens."""
+
+    __slots__ = (
+        "children",
+        "key",
+        "last_used",
+        "names",
+        "number",
+        "pages",
+        "parent",
+        "passed",
+        "queued",
+        "resumed",
+        "tokens",
+    )
+
+    def __init__(
+        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "Node | None"
+    ) -> None:
+        self.number = number
+        # Among its parent's children: its first page of tokens, and below the root, before that,
+        # its namespace.
+        self.key = key
+        self.tokens = tokens  # [pages.shape[1] * page_size]
+        self.pages = pages  # [tables, any], NO_PAGE where a window is not kept
+        self.parent = parent  # None: it is the root, or gone
+        self.children: dict[bytes, Node] = {}
+        self.last_used = 0
+        self.queued = False  # it has an entry in the heap of leaves
+        self.passed = False  # it is in the queue of nodes that have a child
+        self.resumed = False  # somebody went on from within it
+        # Of its pages, as prefix_hash.py names them; kept while the tree has a journal.
+        self.names: list[int] = []
+
+    @property
+    def num_pages(self) -> int:
+        """In each table."""
+        num_pages: int = self.pages.shape[1]
+        return num_pages
+
+    def below(self) -> Iterator["Node"]:
+        """Every node below, parents before children."""
+        nodes = list(self.children.values())
+        while nodes:
+            node = nodes.pop()
+            yield node
+            nodes.extend(node.children.values())
+
+
+class TreePages:
+    """What the tree holds in the pool, and what of it nobody else does.
+
+    Attributes:
+        num_held: pages in the tree.
+    """
+
+    def __init__(self, pool: PageAllocator) -> None:
+        self._pool = pool
+        self.num_held = 0
+
+    def hold(self, pages: Ints) -> None:
+        """For CACHE, of pages that may be NO_PAGE."""
+        there = present(pages)
+        self._pool.hold(there, Holder.CACHE)
+        self.num_held += len(there)
+
+    def let_go(self, pages: Ints) -> None:
+        there = present(pages)
+        self.num_held -= len(there)
+        self._pool.drop(there, Holder.CACHE)
+
+    def alone(self, node: Node) -> NDArray[np.bool_]:
+        """[tables, n]: there is a page, and only the tree holds it."""
+        only = self._pool.held_only_by(node.pages.ravel(), Holder.CACHE)
+        return only.reshape(node.pages.shape) & (node.pages >= 0)
+
+    def loose_at_end(self, node: Node) -> int:
+        """How many of its last pages nobody else holds in any table."""
+        in_use = (~self.alone(node) & (node.pages >= 0)).any(axis=0)
+        held = np.flatnonzero(in_use)
+        return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)
+
+
+def present(pages: Ints) -> Ints:
+    """Those that are not NO_PAGE."""
+    return pages[pages >= 0]
