@@ -2,7 +2,6 @@
 secrets are replaced. One cluster for all; what a test starts beside it is a stranger to it."""
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,12 +17,12 @@ from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, new_secret
 from common.rpc import make_channel
 from protos.decode_pb2 import Peers, ToNode
-from protos.decode_pb2_grpc import DecodeNodeStub
 from protos.kvtransfer_pb2_grpc import KvTransferStub
 from protos.node_pb2 import AbortRequest, DrainRequest, FlushCacheRequest, WatchCacheRequest
 from protos.node_pb2_grpc import NodeStub
 from tests.support.cluster import Cluster, Node, free_ports
 from tests.support.programs import ROOT, Program
+from tests.support.refused_stream import end_of_stream
 from tests.support.scrapes import scraped, value
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -94,13 +93,10 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
                     await call
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     # Nobody makes a decode node dial an address of his own.
-    async with make_channel(decode.address) as channel:
-        serve = DecodeNodeStub(channel).Serve()  # type: ignore[no-untyped-call]
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await serve.write(ToNode(peers=Peers(prefill_addresses=["127.0.0.1:9"])))
-        # INTERNAL is grpcio's own word, here, for a write that meets the end of its call.
-        refused = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
-        assert await serve.code() in refused
+    peers = ToNode(peers=Peers(prefill_addresses=["127.0.0.1:9"])).SerializeToString()
+    serve = "/baton.v1.DecodeNode/Serve"
+    code, _ = await asyncio.to_thread(end_of_stream, decode.address, serve, peers)
+    assert code is grpc.StatusCode.UNAUTHENTICATED
     assert "127.0.0.1:9 " not in _log(decode)
     assert "a call was refused" in _log(decode) and "knows no cluster secret" in _log(decode)
     scrape = await asyncio.to_thread(scraped, metrics_port)

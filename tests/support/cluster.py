@@ -397,6 +397,19 @@ class Cluster:
                 error.add_note(f"still held: {held(await node.describe())}")
                 raise
 
+    async def until_all_have_had_requests(self) -> None:
+        """Asks until every node has had one. From then on the router, whose policy must be
+        round_robin, gives each node its turns: what nodes say reaches it within a second, not at
+        once."""
+        asked = itertools.count()
+
+        async def all_have() -> bool:
+            await self.generate([1, 2, next(asked) % 256], max_tokens=2, ignore_eos=True)
+            counters = [(await node.describe()).counters for node in self.nodes]
+            return all(counted["handoffs_held"] for counted in counters)
+
+        await self.wait_until(all_have, "every node has requests")
+
     # Requests -----------------------------------------------------------------------------------
 
     async def generate(

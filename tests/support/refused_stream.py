@@ -1,0 +1,18 @@
+"""What a caller is told whose stream is refused while he writes on it."""
+
+import grpc
+
+
+def end_of_stream(address: str, method: str, said: bytes) -> tuple[grpc.StatusCode, str]:
+    """Says something at once, and returns status and sentence of the refusal. Blocks.
+
+    Not over grpc.aio: that makes INTERNAL of a status that is there before all is written.
+    """
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(method)(iter([said]), timeout=60)
+        try:
+            for _ in call:
+                raise AssertionError("it is answered")
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+    raise AssertionError("it is not refused")
