@@ -17,7 +17,7 @@ class FinishRule:
 
     def __init__(self, eos_token_ids: Sequence[int], vocabulary_size: int) -> None:
         self._eos = frozenset(eos_token_ids)
-        self._vocabulary_size = vocabulary_size
+        self.vocabulary_size = vocabulary_size
 
     def decide(self, request: Request, token: int, at_limit: bool) -> Finish | None:
         """What `token`, the newest, means for the request; None: it goes on.
@@ -31,7 +31,7 @@ class FinishRule:
             return request.to_finish
         if token == NOT_FINITE:
             return _fault("the model's logits were not finite")
-        if not 0 <= token < self._vocabulary_size:
+        if not 0 <= token < self.vocabulary_size:
             return _fault(f"token {token} is outside the vocabulary")
         sampling = request.sampling
         if token in sampling.stop_token_ids:

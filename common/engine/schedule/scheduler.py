@@ -21,28 +21,24 @@ from numpy.typing import NDArray
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
-from common.engine.rows.batch import (
-    NOT_FINITE,
-    BatchResult,
-    Ints,
-    RowLogprobs,
-    ScheduleBatch,
-)
+from common.engine.rows.batch import BatchResult, Ints, ScheduleBatch
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import Admission, ExtendRow
 from common.engine.schedule.arrivals import Claim, Room
 from common.engine.schedule.assembly import Step, StepAssembler
+from common.engine.schedule.books import check_books
 from common.engine.schedule.finishing import FinishRule
 from common.engine.schedule.growth import NewTokenRatio
 from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
 from common.engine.schedule.quarantine import Quarantine
+from common.engine.schedule.residents import Residents
+from common.engine.schedule.results import StepResults
 from common.engine.schedule.retracted import RetractedRequests, Swaps
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
 from common.errors import EngineFault, InvalidRequest, NotIdle
-from common.requests.logprobs import Logprobs, join
 
 __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
 
@@ -84,9 +80,7 @@ class Scheduler:
         on_admit: Callable[[Request, Holding], None],
     ) -> None:
         self._mixed_chunk = config.mixed_chunk
-        self._vocabulary_size = np.array(vocabulary_size, np.uint32)
         self._table = table
-        self._sliding = bool(table.tables.sliding)
         self._pages = pages
         self._cache = cache
         self._rule = FinishRule(eos_token_ids, vocabulary_size)
@@ -112,8 +106,25 @@ class Scheduler:
             retracted=self._retracted,
             ratio=self._ratio,
         )
-        self._requests: dict[int, Request] = {}  # by slot
         self._quarantine = Quarantine(table)
+        self._residents = Residents(
+            table=table,
+            pages=pages,
+            cache=cache,
+            admission=self._admission,
+            running=self._running,
+            retracted=self._retracted,
+            quarantine=self._quarantine,
+        )
+        self._results = StepResults(
+            self._rule,
+            table=table,
+            pages=pages,
+            cache=cache,
+            admission=self._admission,
+            retracted=self._retracted,
+            residents=self._residents,
+        )
         self._after_trial = False  # whether the last step was computed for one request alone
         self.on_trial: Request | None = None
         self._assembler = StepAssembler(table)
@@ -122,7 +133,8 @@ class Scheduler:
         self.kept_pages = 0
         self.barrier = math.inf
         self._expiry_due = 0.0
-        self._counts = dict.fromkeys(("generated_tokens", "finished", "deadlines"), 0)
+        self._num_withdrawn = 0  # ended before they had a slot
+        self._num_late = 0
 
     # Requests come and go ------------------------------------------------------------------------
 
@@ -157,10 +169,9 @@ class Scheduler:
         slot = self._admission.take_slot(request, holding)
         if slot is None:
             return False
-        self._requests[slot] = request
+        self._residents.take(slot, request)
         self._cache.insert(request.token_ids[:-1], holding, request.namespace)
-        self._running.join(slot)
-        self._quarantine.take(slot, request)
+        self._residents.run(slot, request)
         return True
 
     def abort(self, request: Request, finish: Finish) -> Finished | None:
@@ -174,10 +185,10 @@ class Scheduler:
             if request not in self._admission.waiting:
                 return None
             self._admission.waiting.remove(request)
-            self._counts["finished"] += 1
+            self._num_withdrawn += 1
             return Finished(request, finish)
         if request in self._retracted or not self._table.in_flight(slot):
-            self._end(request)
+            self._residents.end(request)
             return Finished(request, finish)
         if request.to_finish is None:
             request.to_finish = finish
@@ -199,13 +210,13 @@ class Scheduler:
         self._expiry_due = now + DEADLINE_CHECK_S
         late = [request for request in self._admission.waiting if request.deadline < now]
         slots = np.flatnonzero(self._table.live & (self._table.deadline < now))
-        late += [self._requests[slot] for slot in slots.tolist()]
+        late += [self._residents.by_slot[slot] for slot in slots.tolist()]
         late = [request for request in late if request.to_finish is None]
-        self._counts["deadlines"] += len(late)
+        self._num_late += len(late)
         finish = out_of_time()
         ended = [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
-        if not self._requests:
+        if not self._residents:
             waiting.clear()  # their turn is now
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
@@ -283,62 +294,35 @@ class Scheduler:
         self._table.hold(step.slots, step.batch.step)
         self._table.length[decodes] += _ONE
         for row in extends:
-            self._requests[row.slot] = row.request
+            self._residents.take(row.slot, row.request)
             if row.last:
                 self._table.length[row.slot] += 1
-                self._running.join(row.slot)
-                self._quarantine.take(row.slot, row.request)
+                self._residents.run(row.slot, row.request)
         self._launched.append(step)
         self._after_trial = alone
-        self.on_trial = self._requests[int(step.slots[0])] if alone else None
+        self.on_trial = self._residents.by_slot[int(step.slots[0])] if alone else None
         return step.batch
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
-        """Takes the result of the oldest launched step.
-
-        Rows of requests that have ended meanwhile are discarded: under overlap the forward that
-        follows a request's last token costs that much.
-        """
+        """Takes the result of the oldest launched step."""
         if not self._launched or self._launched[0].batch is not batch:
             raise EngineFault(f"step {batch.step} is finished out of order")
         step = self._launched.popleft()
         for pages in step.held():
             self._pages.drop(pages, Holder.STEP)
-        chunks: list[ChunkDone] = []
-        finished: list[Finished] = []
-        slots, places, tokens = step.slots, batch.ends, result.tokens
-        if step.extends:
-            self._finish_chunks(step.extends, result, chunks, finished)
-            sampled = batch.samples
-            slots, places, tokens = slots[sampled], places[sampled], tokens[sampled]
-        computed, past = slots, places
-        wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
-        slots, tokens = self._finish_tokens(slots, places, tokens, finished)
-        if self._sliding:
-            self._free_behind(computed, past)
+        outcome = self._results.take(step, result)
         self._table.drop_step(batch.step)
         self.on_trial = None
         if self._quarantine:
             self._quarantine.let_out()
-        self._counts["generated_tokens"] += len(tokens)
-        streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
-        logprobs = (
-            [
-                ((int(stream), int(request)), wanted[slot])
-                for slot, stream, request in zip(slots, streams, requests, strict=True)
-                if slot in wanted
-            ]
-            if wanted
-            else ()
-        )
-        return StepOutcome(streams, requests, tokens, chunks, finished, logprobs)
+        return outcome
 
     # What there is ------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Is any request here? Safe to ask from another thread."""
-        return bool(self._requests or len(self._admission.waiting))
+        return bool(self._residents or len(self._admission.waiting))
 
     @property
     def num_waiting(self) -> int:
@@ -362,14 +346,16 @@ class Scheduler:
         return {
             "waiting": len(self._admission.waiting),
             "chunked": int(self._admission.chunked is not None),
-            "on_device": len(self._requests) - len(self._retracted),
+            "on_device": self._residents.num_on_device,
             "retracted": len(self._retracted),
         }
 
     def counters(self) -> dict[str, int]:
         """Totals since the start."""
         return {
-            **self._counts,
+            "generated_tokens": self._results.num_tokens,
+            "finished": self._residents.num_ended + self._num_withdrawn,
+            "deadlines": self._num_late,
             "steps": self._assembler.num_steps,
             "retractions": self._retraction.num_retractions,
             "recomputed": self._retraction.num_recomputed,
@@ -386,20 +372,15 @@ class Scheduler:
         Raises:
             EngineFault: something leaked, or was given away twice.
         """
-        self._pages.check()
-        self._cache.check()
-        self._table.check()
-        self._retracted.check()
-        slots = np.flatnonzero(self._table.live)
-        if sorted(self._requests) != slots.tolist():
-            raise EngineFault(f"slots {slots} are live, requests have {sorted(self._requests)}")
-        known: dict[Holder, list[Pages]] = {holder: [] for holder in Holder}
-        known[Holder.REQUEST] = [self._table.pages_of(int(slot)) for slot in slots]
-        known[Holder.STEP] = [pages for step in self._launched for pages in step.held()]
-        known[Holder.STEP] += self._retracted.unsaved_pages()
-        del known[Holder.CACHE]  # the tree has checked those
-        for holder, pages in known.items():
-            self._check_holds(holder, [*pages, *elsewhere.get(holder, ())])
+        check_books(
+            table=self._table,
+            pages=self._pages,
+            cache=self._cache,
+            residents=self._residents,
+            retracted=self._retracted,
+            launched=self._launched,
+            elsewhere=elsewhere,
+        )
         if not self.has_work:
             self._ratio.reset()
 
@@ -424,7 +405,7 @@ class Scheduler:
             may_admit=not self._retracted,  # what was taken off the device comes back first
             kept_slots=self.kept_slots,
             barrier=self.barrier,
-            alone=not self._requests,
+            alone=not self._residents,
             suspect=suspect,
         )
 
@@ -447,7 +428,7 @@ class Scheduler:
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
             # Of all: pages that keep these from going on may be in a quarantine, or outside.
-            kept = self._retraction.make_room(self._running.ready(), self._requests)
+            kept = self._retraction.make_room(self._running.ready(), self._residents.by_slot)
             return slots[np.isin(slots, kept)]
         self._ratio.decay()
         return slots
@@ -455,141 +436,5 @@ class Scheduler:
     def _bring_back(self) -> None:
         """What was taken off the device, as far as there is room again."""
         for request in self._retracted.take_lost():
-            slot = request.slot
-            assert slot is not None
-            request.token_ids = self._table.tokens_of(slot)
-            self._table.release(request)
-            del self._requests[slot]
-            self._quarantine.forget(slot)
-            self._admission.waiting.put_back(request)
-        on_device = len(self._requests) - len(self._retracted)
-        self._retraction.bring_back(device_empty=not on_device)
-
-    # Finishing ------------------------------------------------------------------------------------
-
-    def _finish_chunks(
-        self,
-        extends: Sequence[ExtendRow],
-        result: BatchResult,
-        chunks: list[ChunkDone],
-        finished: list[Finished],
-    ) -> None:
-        """The tree learns what was computed; a request told to end between its chunks does."""
-        tokens = result.tokens[: len(extends)].tolist()
-        for place, (row, token) in enumerate(zip(extends, tokens, strict=True)):
-            request = row.request
-            if request.slot != row.slot:
-                continue  # it ended with an earlier step
-            self._admission.computed(row)
-            if token == NOT_FINITE:  # its pages are not to be trusted, by nobody
-                if not row.last:
-                    finish = self._rule.decide(request, token, at_limit=False)
-                    assert finish is not None
-                    finished.append(Finished(request, finish))
-                    self._end(request)
-                continue
-            if request not in self._retracted:  # whose pages are gone
-                holding = self._table.holding_of(row.slot)
-                self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
-                if self._sliding:
-                    self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
-            if request.to_finish is None:
-                chunks.append(_chunk(row, place, token, result))
-            elif not row.last:
-                finished.append(Finished(request, request.to_finish))
-                self._end(request)
-
-    def _free_behind(self, slots: NDArray[np.intp], num_tokens: Ints) -> None:
-        """Of rows that have so many tokens finished, at the edge of a page. Launched ones do not
-        count: the step in flight may still read what they leave behind."""
-        at_edge = (num_tokens % self._table.page_size == 0) & self._table.live[slots]
-        for slot, past in zip(slots[at_edge].tolist(), num_tokens[at_edge].tolist(), strict=True):
-            # Row by row: two that share a prefix may let go of the same page.
-            self._pages.drop(self._table.free_behind(slot, past), Holder.REQUEST)
-
-    def _wanted_logprobs(self, batch: ScheduleBatch, found: RowLogprobs) -> Mapping[int, Logprobs]:
-        """By slot, of those that are still here."""
-        wanted = {}
-        for row in found.rows.tolist():
-            slot = int(batch.slots[row])
-            request = self._requests.get(slot)
-            if request is not None and self._table.live[slot]:
-                wanted[slot] = found.of(row, request.sampling.logprobs)
-        return wanted
-
-    def _finish_tokens(
-        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
-    ) -> tuple[NDArray[np.intp], Ints]:
-        """Gives each row its token, which has token index places[row]; returns the rows and
-        tokens that there are to tell."""
-        table = self._table
-        live = table.live[slots]
-        if np.count_nonzero(live) < len(slots):
-            slots, places, tokens = slots[live], places[live], tokens[live]
-        known = places + _ONE
-        stops = table.stop_ids[slots] == tokens[:, None]
-        odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
-        last = known >= table.max_length[slots]
-        if not (np.count_nonzero(stops) or np.count_nonzero(odd) or np.count_nonzero(last)):
-            table.tokens[slots, places] = tokens
-            table.known[slots] = known
-            return slots, tokens
-        told = ~odd & (table.max_length[slots] > 0)
-        table.tokens[slots[told], places[told]] = tokens[told]
-        table.known[slots[told]] = known[told]
-        for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
-            request, token = self._requests[int(slots[row])], int(tokens[row])
-            finish = self._rule.decide(request, token, at_limit=bool(last[row]))
-            assert finish is not None
-            num_generated = int(known[row]) - request.num_prompt
-            finished.append(Finished(request, finish, num_generated))
-            self._end(request, learn=token != NOT_FINITE)
-        return slots[told], tokens[told]
-
-    def _end(self, request: Request, *, learn: bool = False) -> None:
-        """Takes a request out. With `learn`, in `finish` only, the tree gets its full pages: KV of
-        all tokens that are known but the newest."""
-        slot = request.slot
-        assert slot is not None
-        holding = self._table.holding_of(slot)
-        if request in self._retracted:
-            self._retracted.forget(request)
-        elif learn:
-            self._cache.insert(self._table.tokens_of(slot)[:-1], holding, request.namespace)
-        self._pages.drop(holding.flat(), Holder.REQUEST)
-        self._running.leave(slot)
-        self._quarantine.forget(slot)
-        self._admission.forget(request)
-        self._table.set_pages(slot, Holding.none(self._table.tables.num_tables))
-        self._table.release(request)
-        del self._requests[slot]
-        self._counts["finished"] += 1
-
-    def _check_holds(self, holder: Holder, known: Sequence[Pages]) -> None:
-        counts = np.zeros(self._pages.num_pages, np.int32)
-        for pages in known:
-            counts[pages] += 1
-        wrong = np.flatnonzero(counts != self._pages.holds(holder))
-        if len(wrong):
-            raise EngineFault(f"pages {wrong} have {holder.name} holds that nobody knows of")
-
-
-def _chunk(row: ExtendRow, place: int, token: int, result: BatchResult) -> ChunkDone:
-    """What is done with a row, the step's `place`th. Of a prompt that is computed anew, so are its
-    log-probabilities."""
-    request, prompt = row.request, result.prompt_logprobs
-    if row.start == 0:
-        request.prompt_logprobs.clear()
-    if prompt is not None and request.sampling.prompt_logprobs >= 0:
-        request.prompt_logprobs.append(prompt.of(place, request.sampling.prompt_logprobs))
-    if not row.last:
-        return ChunkDone(request, row.start, row.end, None)
-    own = result.logprobs if request.sampling.logprobs >= 0 else None
-    return ChunkDone(
-        request,
-        row.start,
-        row.end,
-        token,
-        own.of(place, request.sampling.logprobs) if own else None,
-        join(request.prompt_logprobs) if request.prompt_logprobs else None,
-    )
+            self._residents.put_back(request)
+        self._retraction.bring_back(device_empty=not self._residents.num_on_device)

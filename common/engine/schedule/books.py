@@ -1,0 +1,55 @@
+"""The scheduler's books: every page, host page and slot is accounted for, and each holder known."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from common.engine.memory.pages import Holder, PageAllocator, Pages
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.assembly import Step
+from common.engine.schedule.residents import Residents
+from common.engine.schedule.retracted import RetractedRequests
+from common.errors import EngineFault
+
+
+def check_books(
+    *,
+    table: RequestTable,
+    pages: PageAllocator,
+    cache: RadixCache,
+    residents: Residents,
+    retracted: RetractedRequests,
+    launched: Iterable[Step],
+    elsewhere: Mapping[Holder, Iterable[Pages]],
+) -> None:
+    """Compares what is held with what somebody knows of.
+
+    Args:
+        elsewhere: pages that others hold, by what for; an array for each hold.
+    Raises:
+        EngineFault: something leaked, or was given away twice.
+    """
+    pages.check()
+    cache.check()
+    table.check()
+    retracted.check()
+    slots = np.flatnonzero(table.live)
+    if sorted(residents.by_slot) != slots.tolist():
+        raise EngineFault(f"slots {slots} are live, requests have {sorted(residents.by_slot)}")
+    known: dict[Holder, list[Pages]] = {holder: [] for holder in Holder}
+    known[Holder.REQUEST] = [table.pages_of(int(slot)) for slot in slots]
+    known[Holder.STEP] = [held for step in launched for held in step.held()]
+    known[Holder.STEP] += retracted.unsaved_pages()
+    del known[Holder.CACHE]  # the tree has checked those
+    for holder, mine in known.items():
+        _check_holds(pages, holder, [*mine, *elsewhere.get(holder, ())])
+
+
+def _check_holds(pages: PageAllocator, holder: Holder, known: Sequence[Pages]) -> None:
+    counts = np.zeros(pages.num_pages, np.int32)
+    for held in known:
+        counts[held] += 1
+    wrong = np.flatnonzero(counts != pages.holds(holder))
+    if len(wrong):
+        raise EngineFault(f"pages {wrong} have {holder.name} holds that nobody knows of")

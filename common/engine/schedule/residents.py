@@ -1,0 +1,98 @@
+"""The requests that have a slot, from admission to their end: in chunks, running or retracted.
+
+One way to run and one way out, whoever asks: every part of the scheduler that keeps something of a
+request is told here.
+"""
+
+from collections.abc import Mapping
+
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import Holding
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.admission import Admission
+from common.engine.schedule.quarantine import Quarantine
+from common.engine.schedule.retracted import RetractedRequests
+from common.engine.schedule.running import RunningBatch
+
+
+class Residents:
+    """By slot. Engine thread only.
+
+    Attributes:
+        num_ended: since the start.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        admission: Admission,
+        running: RunningBatch,
+        retracted: RetractedRequests,
+        quarantine: Quarantine,
+    ) -> None:
+        self._table = table
+        self._pages = pages
+        self._cache = cache
+        self._admission = admission
+        self._running = running
+        self._retracted = retracted
+        self._quarantine = quarantine
+        self._requests: dict[int, Request] = {}
+        self.num_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def by_slot(self) -> Mapping[int, Request]:
+        """Not to be changed."""
+        return self._requests
+
+    @property
+    def num_on_device(self) -> int:
+        return len(self._requests) - len(self._retracted)
+
+    def take(self, slot: int, request: Request) -> None:
+        """It has this slot; of each chunk anew."""
+        self._requests[slot] = request
+
+    def run(self, slot: int, request: Request) -> None:
+        """Its prompt is computed, or will be by a launched step: it decodes from now on."""
+        self._running.join(slot)
+        self._quarantine.take(slot, request)
+
+    def end(self, request: Request, *, learn: bool = False) -> None:
+        """Takes a request out, with its pages. With `learn`, once its forward is finished, the
+        tree gets its full pages: KV of all tokens that are known but the newest."""
+        slot = request.slot
+        assert slot is not None
+        holding = self._table.holding_of(slot)
+        if request in self._retracted:
+            self._retracted.forget(request)
+        elif learn:
+            self._cache.insert(self._table.tokens_of(slot)[:-1], holding, request.namespace)
+        self._pages.drop(holding.flat(), Holder.REQUEST)
+        self._running.leave(slot)
+        self._admission.forget(request)
+        self._table.set_pages(slot, Holding.none(self._table.tables.num_tables))
+        self._leave(slot, request)
+        self.num_ended += 1
+
+    def put_back(self, request: Request) -> None:
+        """To the head of the waiting queue, with all its tokens: it was retracted and nothing of
+        its KV is left."""
+        slot = request.slot
+        assert slot is not None
+        request.token_ids = self._table.tokens_of(slot)
+        self._leave(slot, request)
+        self._admission.waiting.put_back(request)
+
+    def _leave(self, slot: int, request: Request) -> None:
+        self._quarantine.forget(slot)
+        self._table.release(request)
+        del self._requests[slot]

@@ -1,0 +1,189 @@
+"""What the result of a step means for its requests: chunks that are done, tokens that are there to
+tell, and those that have ended with it.
+
+Rows of requests that have ended meanwhile are discarded: under overlap the forward that follows a
+request's last token costs that much.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import (
+    NOT_FINITE,
+    BatchResult,
+    Ints,
+    RowLogprobs,
+    ScheduleBatch,
+)
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.admission import Admission, ExtendRow
+from common.engine.schedule.assembly import Step
+from common.engine.schedule.finishing import FinishRule
+from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
+from common.engine.schedule.residents import Residents
+from common.engine.schedule.retracted import RetractedRequests
+from common.requests.logprobs import Logprobs, join
+
+_ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
+
+
+class StepResults:
+    """Engine thread only.
+
+    Attributes:
+        num_tokens: told since the start.
+    """
+
+    def __init__(
+        self,
+        rule: FinishRule,
+        *,
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        admission: Admission,
+        retracted: RetractedRequests,
+        residents: Residents,
+    ) -> None:
+        self._rule = rule
+        self._table = table
+        self._sliding = bool(table.tables.sliding)
+        self._pages = pages
+        self._cache = cache
+        self._admission = admission
+        self._retracted = retracted
+        self._residents = residents
+        self._vocabulary_size = np.array(rule.vocabulary_size, np.uint32)
+        self.num_tokens = 0
+
+    def take(self, step: Step, result: BatchResult) -> StepOutcome:
+        """Of each step once, in the order of their launch."""
+        batch = step.batch
+        chunks: list[ChunkDone] = []
+        finished: list[Finished] = []
+        slots, places, tokens = step.slots, batch.ends, result.tokens
+        if step.extends:
+            self._finish_chunks(step.extends, result, chunks, finished)
+            sampled = batch.samples
+            slots, places, tokens = slots[sampled], places[sampled], tokens[sampled]
+        computed, past = slots, places
+        wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
+        slots, tokens = self._finish_tokens(slots, places, tokens, finished)
+        if self._sliding:
+            self._free_behind(computed, past)
+        self.num_tokens += len(tokens)
+        streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
+        logprobs = (
+            [
+                ((int(stream), int(request)), wanted[slot])
+                for slot, stream, request in zip(slots, streams, requests, strict=True)
+                if slot in wanted
+            ]
+            if wanted
+            else ()
+        )
+        return StepOutcome(streams, requests, tokens, chunks, finished, logprobs)
+
+    def _finish_chunks(
+        self,
+        extends: Sequence[ExtendRow],
+        result: BatchResult,
+        chunks: list[ChunkDone],
+        finished: list[Finished],
+    ) -> None:
+        """The tree learns what was computed; a request told to end between its chunks does."""
+        tokens = result.tokens[: len(extends)].tolist()
+        for place, (row, token) in enumerate(zip(extends, tokens, strict=True)):
+            request = row.request
+            if request.slot != row.slot:
+                continue  # it ended with an earlier step
+            self._admission.computed(row)
+            if token == NOT_FINITE:  # its pages are not to be trusted, by nobody
+                if not row.last:
+                    finish = self._rule.decide(request, token, at_limit=False)
+                    assert finish is not None
+                    finished.append(Finished(request, finish))
+                    self._residents.end(request)
+                continue
+            if request not in self._retracted:  # whose pages are gone
+                holding = self._table.holding_of(row.slot)
+                self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
+                if self._sliding:
+                    self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
+            if request.to_finish is None:
+                chunks.append(_chunk(row, place, token, result))
+            elif not row.last:
+                finished.append(Finished(request, request.to_finish))
+                self._residents.end(request)
+
+    def _free_behind(self, slots: NDArray[np.intp], num_tokens: Ints) -> None:
+        """Of rows that have so many tokens finished, at the edge of a page. Launched ones do not
+        count: the step in flight may still read what they leave behind."""
+        at_edge = (num_tokens % self._table.page_size == 0) & self._table.live[slots]
+        for slot, past in zip(slots[at_edge].tolist(), num_tokens[at_edge].tolist(), strict=True):
+            # Row by row: two that share a prefix may let go of the same page.
+            self._pages.drop(self._table.free_behind(slot, past), Holder.REQUEST)
+
+    def _wanted_logprobs(self, batch: ScheduleBatch, found: RowLogprobs) -> Mapping[int, Logprobs]:
+        """By slot, of those that are still here."""
+        wanted = {}
+        for row in found.rows.tolist():
+            slot = int(batch.slots[row])
+            request = self._residents.by_slot.get(slot)
+            if request is not None and self._table.live[slot]:
+                wanted[slot] = found.of(row, request.sampling.logprobs)
+        return wanted
+
+    def _finish_tokens(
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
+    ) -> tuple[NDArray[np.intp], Ints]:
+        """Gives each row its token, which has token index places[row]; returns the rows and
+        tokens that there are to tell."""
+        table = self._table
+        live = table.live[slots]
+        if np.count_nonzero(live) < len(slots):
+            slots, places, tokens = slots[live], places[live], tokens[live]
+        known = places + _ONE
+        stops = table.stop_ids[slots] == tokens[:, None]
+        odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
+        last = known >= table.max_length[slots]
+        if not (np.count_nonzero(stops) or np.count_nonzero(odd) or np.count_nonzero(last)):
+            table.tokens[slots, places] = tokens
+            table.known[slots] = known
+            return slots, tokens
+        told = ~odd & (table.max_length[slots] > 0)
+        table.tokens[slots[told], places[told]] = tokens[told]
+        table.known[slots[told]] = known[told]
+        for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
+            request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
+            finish = self._rule.decide(request, token, at_limit=bool(last[row]))
+            assert finish is not None
+            num_generated = int(known[row]) - request.num_prompt
+            finished.append(Finished(request, finish, num_generated))
+            self._residents.end(request, learn=token != NOT_FINITE)
+        return slots[told], tokens[told]
+
+
+def _chunk(row: ExtendRow, place: int, token: int, result: BatchResult) -> ChunkDone:
+    """What is done with a row, the step's `place`th. Of a prompt that is computed anew, so are its
+    log-probabilities."""
+    request, prompt = row.request, result.prompt_logprobs
+    if row.start == 0:
+        request.prompt_logprobs.clear()
+    if prompt is not None and request.sampling.prompt_logprobs >= 0:
+        request.prompt_logprobs.append(prompt.of(place, request.sampling.prompt_logprobs))
+    if not row.last:
+        return ChunkDone(request, row.start, row.end, None)
+    own = result.logprobs if request.sampling.logprobs >= 0 else None
+    return ChunkDone(
+        request,
+        row.start,
+        row.end,
+        token,
+        own.of(place, request.sampling.logprobs) if own else None,
+        join(request.prompt_logprobs) if request.prompt_logprobs else None,
+    )
