@@ -70,6 +70,13 @@ inline Lanes load(const T* p, int64_t count = WIDTH) {
     return widened(part);
 }
 
+inline Ints load(const int32_t* p, int64_t count) {
+    Ints ints = {};
+    if (count >= WIDTH) std::memcpy(&ints, p, sizeof ints);
+    else std::memcpy(&ints, p, count * sizeof *p);
+    return ints;
+}
+
 template <class T>
 inline void store(T* p, Lanes lanes, int64_t count = WIDTH) {
     if (count >= WIDTH) return narrowed(p, lanes);

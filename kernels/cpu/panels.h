@@ -57,8 +57,10 @@ void add_tile(
 #pragma GCC unroll 8
         for (int part = 0; part < PARTS; part++) own[row][part] = typename Kind::Sums{};
     for (int64_t word = 0; word < words; word++, panel += COLUMNS) {
-        Words weights[PARTS];
-        std::memcpy(weights, panel, sizeof weights);
+        Words weights[PARTS];  // one by one, else they go by way of memory
+#pragma GCC unroll 8
+        for (int part = 0; part < PARTS; part++)
+            std::memcpy(&weights[part], panel + part * WIDTH, sizeof weights[part]);
 #pragma GCC unroll 8
         for (int row = 0; row < COUNT; row++) {
             Words input = Words{} + rows[row * stride + word];

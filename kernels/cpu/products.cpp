@@ -148,9 +148,7 @@ void int8_product(
         });
         auto finish = [&](int64_t row, int64_t column, Ints sums) {
             int64_t left = num_outputs - column;
-            Ints offset = {};
-            std::memcpy(&offset, zeros + column, std::min<int64_t>(WIDTH, left) * 4);
-            Lanes value = __builtin_convertvector(sums - offset, Lanes);
+            Lanes value = __builtin_convertvector(sums - load(zeros + column, left), Lanes);
             value = value * load(scales + column, left) * row_scales[row];
             if (bias) value += load((const T*)bias + column, left);
             store((T*)out + row * num_outputs + column, value, left);
