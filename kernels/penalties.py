@@ -44,6 +44,10 @@ def apply_penalties(
         raise ValueError("rows, count_rows and the penalties differ in length, or are strided")
     if device.uses_triton(logits):
         apply_penalties_triton(logits, rows, counts, count_rows, repetition, frequency, presence)
+    elif (compiled := device.compiled(logits)) is not None:
+        compiled.apply_penalties(
+            logits, rows, counts, count_rows, repetition, frequency, presence, IN_PROMPT
+        )
     else:
         apply_penalties_reference(logits, rows, counts, count_rows, repetition, frequency, presence)
 

@@ -1,6 +1,6 @@
 """One token per row of logits: a pure function of logits, seed and absolute token index.
 
-Both implementations order tokens by their raw logits, scale and filter by the same operations in
+All implementations order tokens by their raw logits, scale and filter by the same operations in
 float32 and draw with the same random bits, so they choose the same tokens: unless the mass ahead
 of a token is within about 1e-6 of top_p, or two tokens are within a rounding error of the logarithm
 of each other.
@@ -60,9 +60,20 @@ def sample(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
         _check(columns, len(logits))
     if device.uses_triton(logits):
         return sample_triton(logits, columns)
-    if columns is None and (compiled := device.compiled(logits)) is not None:
+    if (compiled := device.compiled(logits)) is None:
+        return sample_reference(logits, columns)
+    if columns is None:
         return compiled.likeliest(logits, NOT_FINITE)
-    return sample_reference(logits, columns)
+    return compiled.sample(
+        logits,
+        temperature=columns.temperature,
+        top_k=columns.top_k,
+        top_p=columns.top_p,
+        min_p=columns.min_p,
+        seeds=columns.seeds,
+        positions=columns.positions,
+        not_finite=NOT_FINITE,
+    )
 
 
 def _check(columns: SamplingColumns, num_rows: int) -> None:

@@ -21,6 +21,8 @@ _FUNCTIONS = {
     "decode_attention": "iplpllllppppllllllddpp",
     "extend_attention": "iplpllllpppppllllllddpp",
     "likeliest": "iplpllip",
+    "sample": "iplpppppppllip",
+    "apply_penalties": "plpplppppllip",
     "embed": "ppplpllp",
     "pack_panels": "ipllpp",
     "float_product": "ipplpplllp",
@@ -144,26 +146,11 @@ class Operators:
         """Rows of one query each: q [n, heads, head_dim] into contiguous out [n, heads * head_dim];
         int32 page_starts and lengths [n]."""
         sinks = None if sinks is None else sinks.float()  # held until the call is over
-        _, kv_heads, _, page_size, head_dim = kv.shape
         self._library.decode_attention(
-            _DTYPES[q.dtype],
-            q.data_ptr(),
-            q.stride(0),
-            kv.data_ptr(),
-            *kv.stride()[:4],
-            page_ids.data_ptr(),
-            page_starts.data_ptr(),
-            lengths.data_ptr(),
+            *_queries_and_pages(q, kv, page_ids, page_starts, lengths),
             out.data_ptr(),
             q.shape[0],
-            kv_heads,
-            q.shape[1] // kv_heads,
-            page_size,
-            head_dim,
-            window or 0,
-            scale,
-            soft_cap or 0.0,
-            None if sinks is None else sinks.data_ptr(),
+            *_heads(q, kv, window, scale, soft_cap, sinks),
             self._team,
         )
 
@@ -185,27 +172,12 @@ class Operators:
         """Rows of any number of queries: q [n, heads, head_dim] into contiguous
         out [n, heads * head_dim]; int32 page_starts and lengths [rows], query_starts [rows + 1]."""
         sinks = None if sinks is None else sinks.float()  # held until the call is over
-        _, kv_heads, _, page_size, head_dim = kv.shape
         self._library.extend_attention(
-            _DTYPES[q.dtype],
-            q.data_ptr(),
-            q.stride(0),
-            kv.data_ptr(),
-            *kv.stride()[:4],
-            page_ids.data_ptr(),
-            page_starts.data_ptr(),
-            lengths.data_ptr(),
+            *_queries_and_pages(q, kv, page_ids, page_starts, lengths),
             query_starts.data_ptr(),
             out.data_ptr(),
             lengths.shape[0],
-            kv_heads,
-            q.shape[1] // kv_heads,
-            page_size,
-            head_dim,
-            window or 0,
-            scale,
-            soft_cap or 0.0,
-            None if sinks is None else sinks.data_ptr(),
+            *_heads(q, kv, window, scale, soft_cap, sinks),
             self._team,
         )
 
@@ -223,6 +195,65 @@ class Operators:
             self._team,
         )
         return tokens
+
+    def sample(
+        self,
+        logits: Tensor,
+        *,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        not_finite: int,
+    ) -> Tensor:
+        num_rows, vocabulary = logits.shape
+        tokens = torch.empty(num_rows, dtype=torch.int32)
+        self._library.sample(
+            _DTYPES[logits.dtype],
+            logits.data_ptr(),
+            logits.stride(0),
+            temperature.data_ptr(),
+            top_k.data_ptr(),
+            top_p.data_ptr(),
+            min_p.data_ptr(),
+            seeds.data_ptr(),
+            positions.data_ptr(),
+            tokens.data_ptr(),
+            num_rows,
+            vocabulary,
+            not_finite,
+            self._team,
+        )
+        return tokens
+
+    def apply_penalties(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        counts: Tensor,
+        count_rows: Tensor,
+        repetition: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+        in_prompt: int,
+    ) -> None:
+        self._library.apply_penalties(
+            logits.data_ptr(),
+            logits.stride(0),
+            rows.data_ptr(),
+            counts.data_ptr(),
+            counts.stride(0),
+            count_rows.data_ptr(),
+            repetition.data_ptr(),
+            frequency.data_ptr(),
+            presence.data_ptr(),
+            rows.shape[0],
+            logits.shape[1],
+            in_prompt,
+            self._team,
+        )
 
     def embed(self, token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
         out = weight.new_empty(token_ids.shape[0], weight.shape[1])
@@ -311,3 +342,41 @@ class Operators:
             self._team,
         )
         return out
+
+
+def _queries_and_pages(
+    q: Tensor, kv: Tensor, page_ids: Tensor, page_starts: Tensor, lengths: Tensor
+) -> tuple[int, ...]:
+    """What both kinds of attention take first."""
+    return (
+        _DTYPES[q.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        kv.data_ptr(),
+        *kv.stride()[:4],
+        page_ids.data_ptr(),
+        page_starts.data_ptr(),
+        lengths.data_ptr(),
+    )
+
+
+def _heads(
+    q: Tensor,
+    kv: Tensor,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> tuple[int | float | None, ...]:
+    """What both take last."""
+    _, kv_heads, _, page_size, head_dim = kv.shape
+    return (
+        kv_heads,
+        q.shape[1] // kv_heads,
+        page_size,
+        head_dim,
+        window or 0,
+        scale,
+        soft_cap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+    )

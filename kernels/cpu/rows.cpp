@@ -1,12 +1,11 @@
-// What is computed row by row: norms, rotation and the store of K and V, activations, embedding, the
-// likeliest token. One pass over memory each.
+// What is computed row by row: norms, rotation and the store of K and V, activations, embedding. One
+// pass over memory each.
 //
 // The caller (operators.py) has checked shapes, and passes addresses, strides in elements and the
 // team of threads. Arithmetic is float32, with the roundings that the operations' Python files
 // name.
 
 #include <cmath>
-#include <limits>
 
 #include "lanes.h"
 #include "team.h"
@@ -163,42 +162,6 @@ void act_and_mul(
                 Lanes value = activated(load(gate + i, size - i), activation) * up;
                 store((T*)out + row * size + i, value, size - i);
             }
-        });
-    });
-}
-
-// See kernels/sampling.py: the likeliest token of every row, or not_finite.
-void likeliest(
-    int dtype, const void* logits, int64_t stride, int32_t* tokens, int64_t num_rows, int64_t size,
-    int32_t not_finite, Team* team
-) {
-    typed(dtype, [&](auto* number) {
-        using T = std::remove_pointer_t<decltype(number)>;
-        each(num_rows, num_rows * size * sizeof(T), team, [&](int64_t row) {
-            const T* own = (const T*)logits + row * stride;
-            const Lanes zero = {};
-            Lanes best = zero - std::numeric_limits<float>::infinity(), wrong = zero;
-            Ints places = {}, where = {};
-            for (int i = 0; i < WIDTH; i++) places[i] = i;
-            for (int64_t i = 0; i < size; i += WIDTH, places += WIDTH) {
-                Lanes value = load(own + i, size - i);
-                if (size - i < WIDTH)
-                    for (int64_t lane = size - i; lane < WIDTH; lane++)
-                        value[lane] = -std::numeric_limits<float>::max();
-                wrong += value - value;  // NaN from the first infinity or NaN on
-                Ints better = value > best;
-                best = better ? value : best;
-                where = better ? places : where;
-            }
-            float largest = best[0];
-            int32_t token = where[0];
-            for (int i = 1; i < WIDTH; i++) {
-                if (best[i] > largest || (best[i] == largest && where[i] < token)) {
-                    largest = best[i];
-                    token = where[i];
-                }
-            }
-            tokens[row] = sum(wrong) == 0 ? token : not_finite;
         });
     });
 }

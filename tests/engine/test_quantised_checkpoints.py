@@ -32,7 +32,7 @@ def source(tmp_path_factory):
 @pytest.fixture
 def dequantised(monkeypatch):
     """A processor that does not multiply bytes."""
-    monkeypatch.setattr(choose, "multiplies_int8", lambda device: False)
+    monkeypatch.setattr(choose, "_int8", lambda device: None)
 
 
 def logits(directory, dtype=torch.float32):
@@ -127,7 +127,7 @@ def test_what_is_quantised_is_told_and_part_of_the_fingerprint(source, tmp_path,
 
 
 def test_nodes_that_round_inputs_differ_from_those_that_do_not(monkeypatch):
-    monkeypatch.setattr(choose, "multiplies_int8", lambda device: device.type == "cpu")
+    monkeypatch.setattr(onednn, "multiplies_int8", lambda: True)
     assert rounding_of(CPU, "none", int8_stored=True) == "int8 as stored"
     assert rounding_of(torch.device("cuda"), "none", int8_stored=True) == "none"
     assert rounding_of(CPU, "none", int8_stored=False) == "none"

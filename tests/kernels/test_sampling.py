@@ -1,6 +1,7 @@
 """Sampling: which tokens may come, how often they do, and on what alone they depend."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -205,9 +206,14 @@ def mixture(n):
     )
 
 
+def vars_of(parameters):
+    return {field.name: getattr(parameters, field.name) for field in fields(parameters)}
+
+
 def on(target, parameters):
-    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    return SamplingColumns(**{name: getattr(parameters, name).to(target) for name in names})
+    return SamplingColumns(
+        **{name: column.to(target) for name, column in vars_of(parameters).items()}
+    )
 
 
 LOGITS = {
@@ -240,6 +246,17 @@ def test_triton_chooses_the_tokens_of_the_reference(kind, n, vocabulary):
     wide = torch.full((n, vocabulary + 3), torch.nan, dtype=logits.dtype, device=DEVICE)
     wide[:, :vocabulary] = logits  # what lies between the rows is no logit
     tokens = sample_triton(wide[:, :vocabulary], on(DEVICE, parameters))
+    assert tokens.tolist() == sample_reference(logits, parameters).tolist()
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+def test_compiled_for_a_cpu_it_chooses_the_tokens_of_the_reference(kind, operators):
+    n, vocabulary = 60, 4099
+    parameters = mixture(n)
+    logits = LOGITS[kind](n, vocabulary)
+    wide = torch.full((n, vocabulary + 3), torch.nan, dtype=logits.dtype)
+    wide[:, :vocabulary] = logits  # what lies between the rows is no logit
+    tokens = operators.sample(wide[:, :vocabulary], **vars_of(parameters), not_finite=NOT_FINITE)
     assert tokens.tolist() == sample_reference(logits, parameters).tolist()
 
 
