@@ -27,6 +27,7 @@ COMMANDS = {
         "loadtest", "measure: load, colocated or disaggregated, break-even", ("httptools", "numpy")
     ),
     "top": Command("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
+    "explain": Command("cli.explain", "what happened to one request, on every program"),
     "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),
     "secret": Command("cli.secret", "print a new cluster secret, or what is made of one"),
     "check": Command(

@@ -5,6 +5,7 @@ ServingError                      status sent to the peer
 ├── Unauthenticated               UNAUTHENTICATED      the caller has not proved who it is
 ├── Forbidden                     PERMISSION_DENIED    it has, and may not call this
 ├── NotIdle                       FAILED_PRECONDITION
+├── NotKnown                      NOT_FOUND            nothing is known by that name
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
 │   ├── QueueTooLong                                   the same, and when: what waits takes too long
 │   └── RateLimited                                    retry later: the client's own limit
@@ -59,6 +60,10 @@ class Forbidden(ServingError):
 
 class NotIdle(ServingError):
     status = StatusCode.FAILED_PRECONDITION
+
+
+class NotKnown(ServingError):
+    status = StatusCode.NOT_FOUND
 
 
 class Overloaded(ServingError):

@@ -147,6 +147,7 @@ class Dispatcher:
         if self._is_exhausted(attempt) or now >= until or self._is_short(request):
             return False
         self.unpaired.append(Waiter(request, candidates, attempt, until))
+        self._live.stamps(request).unpaired = now
         return True
 
     def _why_here(self, request: Request, usable: Sequence[OwnerUp], attempt: int) -> str:
@@ -175,4 +176,5 @@ class Dispatcher:
         self._scheduler.add(request)
         self._prompts.join(request.key, Place(request.turn, num_tokens), now)
         self._counts.local_prefill(why)
-        self._live.stamps(request).queued = now
+        stamps = self._live.stamps(request)
+        stamps.queued, stamps.why_here = now, why

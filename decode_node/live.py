@@ -5,14 +5,17 @@ and what its router is told. Knows nothing of where it waits, nor of pages.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.errors import QueueTooLong, ServingError
+from common.node.flight_recorder import FlightRecorder
+from common.node.flights import of_request
 from common.node.messages import Ended
 from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
+from common.requests.flight import Flight, Flights
 from common.requests.logprobs import Logprobs
 from decode_node.counts import DecodeCounts
 
@@ -30,6 +33,7 @@ class LiveRequests:
         self._by_origin: dict[tuple[int, int], Request] = {}
         self._tokens = HeldTokens(most_tokens)
         self._stamps: dict[int, RequestStamps] = {}  # by request key
+        self._recorder = FlightRecorder(RequestStamps)
 
     def __len__(self) -> int:
         return len(self._by_origin)
@@ -86,13 +90,43 @@ class LiveRequests:
         finish = Finish(FinishReason.ERROR, str(error), error.status, retry_after_s)
         self._tell_end(request, finish)
 
+    def explain(self, request_id: str) -> Flights:
+        """What happened here to those of that id, under way and ended."""
+        found = [*self._recorder.find(request_id), *self._under_way(request_id)]
+        now = time.monotonic()
+        return Flights(tuple(of_request(each, now) for each in found), len(self._recorder))
+
+    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+        """Ids and flights of the last that have ended, and of all under way."""
+        found = [*self._recorder.last(num_ended), *self._under_way()]
+        now = time.monotonic()
+        return [(stamps.request_id, of_request(stamps, now)) for stamps in found]
+
+    def _under_way(self, request_id: str | None = None) -> Iterable[RequestStamps]:
+        """Of that id; None: of any."""
+        for request in self:
+            if request_id in (None, request.request_id):
+                stamps = self._stamps[request.key]
+                _complete(stamps, request)
+                yield stamps
+
     def _tell_end(self, request: Request, finish: Finish) -> None:
         self._tokens.drop(request.key)
         stamps = self._stamps.pop(request.key)
-        stamps.admitted, stamps.away = request.admitted, request.away
+        _complete(stamps, request)
         stamps.ended = time.monotonic()
+        reason_name = finish.reason.name.lower()
+        stamps.end = f"{reason_name}: {finish.error}" if finish.error else reason_name
+        failed = finish.reason is FinishReason.ERROR or stamps.had_trouble
+        self._recorder.record(stamps, failed=failed)
         stream, number = request.origin
         code, _ = finish.status.value
         reason = int(finish.reason)
         ended = Ended(number, reason, finish.error, code, stamps, finish.retry_after_s)
         self._outbox.end(stream, ended)
+
+
+def _complete(stamps: RequestStamps, request: Request) -> None:
+    """With what the scheduler notes in the request itself."""
+    stamps.admitted, stamps.away = request.admitted, request.away
+    stamps.cached_tokens = request.cached_tokens

@@ -40,6 +40,7 @@ from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
 from common.page_tables import PageTables
 from common.queueing.drain import Backlog, Drain, may_wait_s
+from common.requests.flight import Flight, Flights
 from decode_node.answer_pace import AnswerPace
 from decode_node.counts import DecodeCounts
 from decode_node.destinations import Destinations
@@ -243,6 +244,12 @@ class DecodeRole:
             self._abort(request, Finish(FinishReason.ABORT, "aborted by an operator"))
         return len(doomed)
 
+    def explain(self, request_id: str) -> Flights:
+        return self._live.explain(request_id)
+
+    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+        return self._live.flights(num_ended)
+
     # What the router sends ----------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
@@ -277,7 +284,12 @@ class DecodeRole:
         request.suspect_of(message.engine_deaths)
         self._next_key += 1
         stamps = RequestStamps(
-            message.request_id, request.num_prompt, message.trace, message.received or now, now
+            message.request_id,
+            request.num_prompt,
+            message.trace,
+            message.received or now,
+            now,
+            num_generated=message.num_generated,
         )
         self._live.begin(request, stamps)
         try:

@@ -29,11 +29,14 @@ from common.engine.schedule.scheduler import ChunkDone, Scheduler
 from common.errors import InvalidRequest, Overloaded, QueueTooLong
 from common.logs.throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
+from common.node.flight_recorder import FlightRecorder
+from common.node.flights import of_handoff
 from common.node.messages import HandoffTraced
 from common.node.stamps import HandoffStamps
 from common.page_tables import PageTables
 from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.queueing.waiting_line import Place
+from common.requests.flight import Flight, Flights
 from common.tracing.context import is_sampled, log_fields
 from kvtransfer.ports import (
     Admit,
@@ -91,6 +94,7 @@ class PrefillRole:
         self._inflight: dict[int, Prefilling] = {}
         self._lent: dict[int, Ints] = {}  # pages held for publication
         self._stamps: dict[int, HandoffStamps] = {}  # from Opened to HandoffDropped
+        self._recorder = FlightRecorder(HandoffStamps)
         self._prompts = Drain()  # granted, and not computed yet
         self._guided: Guided[int] = Guided(guides)
         self._log = ThrottledLog(log, Throttle(most=100))
@@ -204,6 +208,20 @@ class PrefillRole:
             self._fail(serial, "aborted by an operator", retryable=False)
         return len(doomed)
 
+    def explain(self, request_id: str) -> Flights:
+        under_way = tuple(self._stamps.values())
+        found = [
+            *self._recorder.find(request_id),
+            *(each for each in under_way if each.request_id == request_id),
+        ]
+        now = time.monotonic()
+        return Flights(tuple(of_handoff(each, now) for each in found), len(self._recorder))
+
+    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+        found = [*self._recorder.last(num_ended), *tuple(self._stamps.values())]
+        now = time.monotonic()
+        return [(stamps.request_id, of_handoff(stamps, now)) for stamps in found]
+
     # A hand-off's way ---------------------------------------------------------------------------
 
     def _open(self, event: Opened) -> None:
@@ -213,6 +231,7 @@ class PrefillRole:
             len(event.token_ids) - event.num_generated,
             event.traceparent,
             now,
+            attempt=event.id.attempt,
         )
         if self._desk.draining:
             self._counts["refused/draining"] += 1
@@ -271,7 +290,8 @@ class PrefillRole:
         request = self._bootstrap.pop(event.serial, None)
         if request is None:
             return  # failed here before the grant arrived; HandoffDropped is under way
-        self._stamps[event.serial].granted = time.monotonic()
+        stamps = self._stamps[event.serial]
+        stamps.granted, stamps.prefix_tokens = time.monotonic(), event.prefix_tokens
         self._prefilling[event.serial] = Prefilling(
             serial=event.serial,
             request=request,
@@ -304,7 +324,8 @@ class PrefillRole:
         num_tokens = len(request.token_ids)
         lent = holding.take(self._tables.handed_over(num_tokens, handoff.prefix_tokens))
         self._tokens.drop(handoff.serial)
-        self._stamps[handoff.serial].admitted = request.admitted
+        stamps = self._stamps[handoff.serial]
+        stamps.admitted, stamps.cached_tokens = request.admitted, request.cached_tokens
         self._pages.hold(lent, Holder.PUBLICATION)
         self._lent[handoff.serial] = lent
         self._port.post(
@@ -382,9 +403,10 @@ class PrefillRole:
                 id=tuple(event.id),
                 because=event.reason,
             )
+        stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
+        self._recorder.record(stamps, failed=not event.held)
         if is_sampled(stamps.traceparent):
-            stamps.dropped = time.monotonic()
-            self._desk.notify(HandoffTraced(stamps, event.held, event.reason))
+            self._desk.notify(HandoffTraced(stamps))
         self._forget(event.serial, Finish(FinishReason.ABORT, event.reason))
         lent = self._lent.pop(event.serial, None)
         if lent is not None:

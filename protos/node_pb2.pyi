@@ -111,3 +111,25 @@ class AbortResponse(_message.Message):
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     aborted: int
     def __init__(self, aborted: _Optional[int] = ...) -> None: ...
+
+class ExplainHereRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainHereResponse(_message.Message):
+    __slots__ = ("flights", "kept")
+    FLIGHTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    flights: _containers.RepeatedCompositeFieldContainer[Flight]
+    kept: int
+    def __init__(self, flights: _Optional[_Iterable[_Union[Flight, _Mapping]]] = ..., kept: _Optional[int] = ...) -> None: ...
+
+class Flight(_message.Message):
+    __slots__ = ("began_ago_s", "events")
+    BEGAN_AGO_S_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    began_ago_s: float
+    events: _containers.RepeatedCompositeFieldContainer[_router_pb2.RequestEvent]
+    def __init__(self, began_ago_s: _Optional[float] = ..., events: _Optional[_Iterable[_Union[_router_pb2.RequestEvent, _Mapping]]] = ...) -> None: ...

@@ -59,6 +59,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Node/Explain',
+                request_serializer=protos_dot_node__pb2.ExplainHereRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.ExplainHereResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -99,6 +104,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What happened here to the requests of this id: those under way, and the last that have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_node__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_node__pb2.AbortResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_node__pb2.ExplainHereRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.ExplainHereResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +280,33 @@ class Node:
             '/baton.v1.Node/Abort',
             protos_dot_node__pb2.AbortRequest.SerializeToString,
             protos_dot_node__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Explain',
+            protos_dot_node__pb2.ExplainHereRequest.SerializeToString,
+            protos_dot_node__pb2.ExplainHereResponse.FromString,
             options,
             channel_credentials,
             insecure,

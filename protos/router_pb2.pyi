@@ -273,3 +273,69 @@ class LinkState(_message.Message):
     path: str
     gib_per_s: float
     def __init__(self, peer: _Optional[str] = ..., path: _Optional[str] = ..., gib_per_s: _Optional[float] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("request_id", "label", "outcome", "error", "seconds", "prompt_tokens", "cached_tokens", "completion_tokens", "events", "nodes")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    label: str
+    outcome: str
+    error: str
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    events: _containers.RepeatedCompositeFieldContainer[ExplainedEvent]
+    nodes: _containers.RepeatedCompositeFieldContainer[ExplainingNode]
+    def __init__(self, request_id: _Optional[str] = ..., label: _Optional[str] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[ExplainedEvent, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[ExplainingNode, _Mapping]]] = ...) -> None: ...
+
+class ExplainedEvent(_message.Message):
+    __slots__ = ("at_s", "where", "node", "event")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    where: str
+    node: str
+    event: RequestEvent
+    def __init__(self, at_s: _Optional[float] = ..., where: _Optional[str] = ..., node: _Optional[str] = ..., event: _Optional[_Union[RequestEvent, _Mapping]] = ...) -> None: ...
+
+class ExplainingNode(_message.Message):
+    __slots__ = ("role", "address", "parts", "kept", "problem")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    address: str
+    parts: int
+    kept: int
+    problem: str
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., parts: _Optional[int] = ..., kept: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class RequestEvent(_message.Message):
+    __slots__ = ("at_s", "what", "detail")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    what: str
+    detail: str
+    def __init__(self, at_s: _Optional[float] = ..., what: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...

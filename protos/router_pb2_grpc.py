@@ -59,6 +59,11 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.GetClusterResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Router/Explain',
+                request_serializer=protos_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -98,6 +103,14 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What happened to one request, as this router and all of its nodes know it. NOT_FOUND where
+        none of them knows it any more. GET /requests/NAME/events on the HTTP port is the same as JSON.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +138,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=protos_dot_router__pb2.GetClusterRequest.FromString,
                     response_serializer=protos_dot_router__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +280,33 @@ class Router:
             '/baton.v1.Router/GetCluster',
             protos_dot_router__pb2.GetClusterRequest.SerializeToString,
             protos_dot_router__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Explain',
+            protos_dot_router__pb2.ExplainRequest.SerializeToString,
+            protos_dot_router__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

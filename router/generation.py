@@ -137,7 +137,7 @@ class Generator:
                 )
                 break
             except NodeUnavailable as error:
-                record.timeline.lose()
+                record.timeline.lose(str(error))
                 losses.add(chosen.decode.address, error, len(answer.token_ids))
                 if len(answer.token_ids) >= job.sampling.max_tokens:
                     raise

@@ -22,6 +22,7 @@ from common.node.messages import (
     WatchCache,
 )
 from common.queueing.drain import Backlog
+from common.requests.flight import Flights
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Inside(Protocol):
     def flush_cache(self) -> int: ...
 
     def abort(self, request_id: str) -> int: ...
+
+    def explain(self, request_id: str) -> Flights: ...
 
 
 class Desk:
@@ -194,5 +197,7 @@ class Desk:
                     return Answer(ask.number, error=str(error))
             case "abort":
                 return Answer(ask.number, integer=inside.abort(ask.argument))
+            case "explain":
+                return Answer(ask.number, flights=inside.explain(ask.argument))
             case unknown:
                 return Answer(ask.number, error=f"unknown question {unknown!r}")

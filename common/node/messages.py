@@ -12,6 +12,7 @@ import msgspec
 from common.distribution import Counted
 from common.node.stamps import HandoffStamps, RequestStamps
 from common.queueing.drain import Backlog
+from common.requests.flight import Flights
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
@@ -59,7 +60,7 @@ class StreamEnded(msgspec.Struct, frozen=True, tag=True):
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """A question of `Node`; answered by one Answer with the same number.
 
-    what: "describe" | "drain" | "flush_cache" | "abort" (argument = request_id)
+    what: "describe" | "drain" | "flush_cache" | "abort" | "explain" (argument = request_id of both)
     """
 
     number: int
@@ -129,8 +130,6 @@ class HandoffTraced(msgspec.Struct, frozen=True, tag=True):
     """A hand-off that was given, and is over; sent only for those that have a span here."""
 
     stamps: HandoffStamps
-    held: bool
-    reason: str
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -138,6 +137,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     error: str = ""  # NotIdle and the like; empty on success
     integer: int = 0  # pages freed, requests aborted
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
+    flights: Flights | None = None
 
 
 class Moving(msgspec.Struct, frozen=True, tag=True):

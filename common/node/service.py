@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from common.config import NodeConfig
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, NodeUnavailable
 from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
 from common.node.supervision import Supervision
 from common.queueing.drain import Backlog
+from common.requests.flight import Flights, to_proto
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 
@@ -110,3 +111,14 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise InvalidRequest("request_id is empty")
         answer = await self._engine.ask("abort", request.request_id)
         return node_pb2.AbortResponse(aborted=answer.integer)
+
+    async def Explain(
+        self, request: node_pb2.ExplainHereRequest, context: Any
+    ) -> node_pb2.ExplainHereResponse:
+        """UNAVAILABLE while the engine stands still: only it knows."""
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty")
+        if self._supervision.ready and not self._supervision.moves(time.monotonic()):
+            raise NodeUnavailable("the engine of this node stands still")
+        answer = await self._engine.ask("explain", request.request_id)
+        return to_proto(answer.flights or Flights((), 0))

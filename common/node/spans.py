@@ -44,11 +44,11 @@ def tell_handoff(tracer: Tracer | None, handoff: HandoffTraced) -> None:
         children=list(_children(stamps.timeline(), stamps.opened)),
         attributes={
             "baton.request_id": stamps.request_id,
-            "baton.held": int(handoff.held),
+            "baton.held": int(stamps.held),
             "baton.chunks": stamps.num_chunks,
             "gen_ai.usage.input_tokens": stamps.num_prompt,
         },
-        error="" if handoff.held else handoff.reason,
+        error="" if stamps.held else stamps.reason,
     )
 
 

@@ -51,6 +51,11 @@ class RequestStamps(msgspec.Struct, array_like=True, eq=False):
     first_token: float = 0.0
     away: list[float] = []  # when it left the device, came back, left again
     ended: float = 0.0
+    num_generated: int = 0  # of the tokens that it came with
+    unpaired: float = 0.0  # it waits for a prefill node to be paired again
+    why_here: str = ""  # it is prefilled on this node
+    cached_tokens: int = 0  # of its prompt, in either node's cache
+    end: str = ""  # how it ended
 
     def open(self, attempt: AttemptStamps) -> None:
         """Of more than can be told, the last ones are."""
@@ -60,6 +65,11 @@ class RequestStamps(msgspec.Struct, array_like=True, eq=False):
     def note_first_token(self, now: float) -> None:
         """The first first token counts: a redo samples none that is told."""
         self.first_token = self.first_token or now
+
+    @property
+    def had_trouble(self) -> bool:
+        """Whether somebody may ask why it took so long."""
+        return bool(self.away) or any(attempt.lost for attempt in self.attempts)
 
     def timeline(self) -> Timeline:
         """Of a request that has ended."""
@@ -99,6 +109,11 @@ class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
     done: float = 0.0  # its last chunk
     num_chunks: int = 0
     dropped: float = 0.0
+    attempt: int = 1  # of its reader, for this request
+    cached_tokens: int = 0  # found in this node's cache
+    prefix_tokens: int = 0  # that its reader had
+    held: bool = False  # its reader has everything
+    reason: str = ""  # of one that was dropped without
 
     def times(self) -> PrefillTimes:
         """Of a hand-off whose last chunk is done."""

@@ -10,7 +10,7 @@ from router.clients.client import Client
 from router.clients.guard import Guard
 
 _HEADER = "authorization"
-_FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster"})
+_FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Explain"})
 
 
 class Callers:

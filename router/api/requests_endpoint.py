@@ -1,5 +1,6 @@
-"""GET /requests and GET /requests/ID: where the time of a request went, as JSON. A client's own
-name for a request is as good as its id: it finds the newest one that is called so.
+"""GET /requests and GET /requests/ID: where the time of a request went, as JSON, and what happened
+to it, at GET /requests/ID/events. A client's own name for a request is as good as its id: it finds
+the newest one that is called so.
 
 Each process of a router knows its own requests, and answers for all: it asks the others.
 """
@@ -12,6 +13,9 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
+from common.errors import NodeUnavailable, NotKnown
+from router.api.cluster_report import plain
+from router.api.explain import Explainer
 from router.api.http.answers import whole
 from router.api.http.request import Request
 from router.api.openai.problems import Refusal
@@ -21,6 +25,7 @@ from router.siblings.asking import Siblings
 
 PATH = "/requests"
 _ALL, _ONE = "/requests", "/request"  # as processes ask each other
+_EVENTS = "/events"
 _FRESH = (("cache-control", "no-store"),)
 
 _Content = dict[str, Any]
@@ -55,9 +60,10 @@ class OwnRequests:
 class RequestsEndpoint:
     """Each method is a handler of HTTP requests."""
 
-    def __init__(self, own: OwnRequests, siblings: Siblings) -> None:
+    def __init__(self, own: OwnRequests, siblings: Siblings, explainer: Explainer) -> None:
         self._own = own
         self._siblings = siblings
+        self._explainer = explainer
 
     async def all(self, request: Request) -> web.Response:
         told = await self._siblings.ask(_ALL)
@@ -69,8 +75,23 @@ class RequestsEndpoint:
         }
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
-    async def one(self, request: Request) -> web.Response:
-        name = unquote(request.route.removeprefix(f"{PATH}/"))
+    async def below(self, request: Request) -> web.Response:
+        """A slash that is part of a name is escaped there."""
+        name = request.route.removeprefix(f"{PATH}/")
+        if name.endswith(_EVENTS):
+            return await self._explained(unquote(name.removesuffix(_EVENTS)))
+        return await self._one(unquote(name))
+
+    async def _explained(self, name: str) -> web.Response:
+        try:
+            told = await self._explainer.explain(name)
+        except NotKnown as unknown:
+            return Refusal(404, str(unknown), code="request_not_found").response()
+        except NodeUnavailable as silent:
+            return Refusal(503, str(silent), code="request_not_found").response()
+        return whole(200, msgspec.json.encode(plain(told)), headers=_FRESH)
+
+    async def _one(self, name: str) -> web.Response:
         found, num_silent = self._own.one(name), 0
         if found is None or found["id"] != name:
             told = await self._siblings.ask(_ONE, name=name)

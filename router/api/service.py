@@ -11,6 +11,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.tracing.context import HEADER
 from protos import router_pb2, router_pb2_grpc, sampling_pb2
 from router.api.cluster_report import ClusterReport
+from router.api.explain import Explainer
 from router.api.grpc_voice import GrpcVoice
 from router.clients.client import Client
 from router.clients.guard import Guard
@@ -36,6 +37,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         guard: Guard,
         generator: Generator,
         report: ClusterReport,
+        explainer: Explainer,
         model: ServedModel,
         *,
         budget_s: float,
@@ -47,6 +49,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._guard = guard
         self._generator = generator
         self._report = report
+        self._explainer = explainer
         self._model = model
         self._budget_s = budget_s
 
@@ -102,6 +105,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GetClusterRequest, context: Context
     ) -> router_pb2.GetClusterResponse:
         return await self._report.make()
+
+    async def Explain(
+        self, request: router_pb2.ExplainRequest, context: Context
+    ) -> router_pb2.ExplainResponse:
+        """NOT_FOUND where nobody knows it any more."""
+        if not request.name:
+            raise InvalidRequest("name is empty")
+        return await self._explainer.explain(request.name)
 
     def _voice(self, prompt: SharedPrompt, tools: Sequence[Any]) -> GrpcVoice:
         """

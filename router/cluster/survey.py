@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -33,6 +34,21 @@ class NodeReport:
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
     at: float = field(default_factory=time.monotonic)
+
+
+class Member(Protocol):
+    """Somebody to ask."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def stub(self) -> Any:
+        """Of its Node service."""
+        ...
 
 
 class _Known:
@@ -81,6 +97,10 @@ class Survey:
     def leave(self, address: str) -> None:
         """Nobody asks the node any more, and it is not fit."""
         del self._known[address]
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return tuple(self._known.values())
 
     def fit(self, address: str) -> bool:
         """Whether the node's last description lets it have requests; False before the first."""

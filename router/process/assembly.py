@@ -27,6 +27,7 @@ from protos import router_pb2, router_pb2_grpc
 from router.api import metrics_endpoint, requests_endpoint
 from router.api.callers import Callers
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
+from router.api.explain import Explainer, OwnEvents
 from router.api.http.server import HttpServer
 from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
 from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
@@ -37,6 +38,7 @@ from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import NOT_READY, Cluster
 from router.cluster.discovery import Discovery
 from router.cluster.engine_pulse import Patience
+from router.cluster.inquiry import Inquiry
 from router.cluster.membership import Membership
 from router.cluster.survey import NodeReport, Survey
 from router.generation import Generator
@@ -139,11 +141,15 @@ async def running(
         state = OwnState(admission, _constants(config, model), why_not_ready)
         report = ClusterReport(survey, WholeState(state, others, place.began))
         own = OwnRequests(timelines)
-        listed = RequestsEndpoint(own, others)
+        own_events = OwnEvents(timelines)
+        explainer = Explainer(own_events, others, Inquiry(survey))
+        listed = RequestsEndpoint(own, others, explainer)
         counted = (
             WholeMetricsEndpoint(keeper) if place.is_shared else MetricsEndpoint(counts.registry)
         )
-        service = RouterService(clients.guard, generator, report, served, budget_s=config.budget_s)
+        service = RouterService(
+            clients.guard, generator, report, explainer, served, budget_s=config.budget_s
+        )
         callers = Callers(clients.guard)
         server = rpc.make_server(
             shares_port=place.is_shared, max_message_bytes=served.limits.message_bytes
@@ -181,9 +187,14 @@ async def running(
                 requests_endpoint.PATH: listed.all,
                 metrics_endpoint.PATH: counted,
             },
-            others_below={f"{requests_endpoint.PATH}/": listed.one},
+            others_below={f"{requests_endpoint.PATH}/": listed.below},
         )
-        tells = {**state.tells, **own.tells, **metrics_endpoint.telling(counts.registry)}
+        tells = {
+            **state.tells,
+            **own.tells,
+            **own_events.tells,
+            **metrics_endpoint.telling(counts.registry),
+        }
         await resources.enter_async_context(told(place, tells))
         http_port = await http.start(
             config.front.host, config.http_port, shares_port=place.is_shared

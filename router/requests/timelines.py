@@ -17,6 +17,7 @@ from common.tracing.tracer import Child, Tracer
 from protos import decode_pb2
 
 NUM_KEPT = 256  # requests that have ended
+NUM_FAILED_KEPT = 64  # of those before them, that failed or were replayed
 MAX_BYTES = 32 << 10  # of a timeline; a longer one is none of ours
 
 
@@ -27,6 +28,8 @@ class Submission:
     decode: str  # address
     submitted: float
     lost: float = 0.0
+    because: str = ""  # it was lost
+    num_tokens: int = 0  # of the answer, that it came with
     told: float = 0.0  # when its timeline came
     # Of its own: what came keeps the whole Step in memory that it was part of.
     message: decode_pb2.Timeline | None = None
@@ -86,11 +89,13 @@ class RequestTimeline:
             self.on_told(self)
 
     def submit(self, decode: str) -> None:
-        self.submissions.append(Submission(decode, time.monotonic()))
+        now = time.monotonic()
+        self.submissions.append(Submission(decode, now, num_tokens=self.completion_tokens))
 
-    def lose(self) -> None:
+    def lose(self, because: str) -> None:
         """The decode node of the last submission has let it go."""
-        self.submissions[-1].lost = time.monotonic()
+        last = self.submissions[-1]
+        last.lost, last.because = time.monotonic(), because[:MAX_TEXT]
 
     def split(self) -> tuple[float, ...] | None:
         """The time to first token by TtftPhase; None where it cannot be told."""
@@ -134,12 +139,14 @@ class Timelines:
         self._metrics = metrics
         self._tracer = tracer
         self._live: dict[str, RequestTimeline] = {}
-        self._ended: deque[RequestTimeline] = deque(maxlen=NUM_KEPT)
+        self._ended: deque[RequestTimeline] = deque()
+        self._failed: deque[RequestTimeline] = deque(maxlen=NUM_FAILED_KEPT)
 
     def __iter__(self) -> Iterator[RequestTimeline]:
         """Newest first, those under way before all others."""
         yield from reversed(self._live.values())
         yield from reversed(self._ended)
+        yield from reversed(self._failed)
 
     def find(self, name: str) -> RequestTimeline | None:
         """The one with that id; else the newest one with that label."""
@@ -178,10 +185,17 @@ class Timelines:
         timeline.outcome, timeline.error = outcome, error[:MAX_TEXT]
         if self._live.get(timeline.request_id) is timeline:
             del self._live[timeline.request_id]
-            self._ended.append(timeline)
+            self._keep(timeline)
             self._count(timeline)
         if self._tracer is not None and timeline.trace.own:
             self._trace(self._tracer, timeline)
+
+    def _keep(self, timeline: RequestTimeline) -> None:
+        self._ended.append(timeline)
+        if len(self._ended) > NUM_KEPT:
+            oldest = self._ended.popleft()
+            if oldest.outcome == "error" or len(oldest.submissions) > 1:
+                self._failed.append(oldest)
 
     def _count(self, timeline: RequestTimeline) -> None:
         parts = timeline.split()

@@ -12,6 +12,7 @@ from common.engine.drive import drive
 from common.engine.loop import last_words
 from common.engine.loop.clock import StepClock
 from common.engine.rows.batch import BatchResult, ScheduleBatch
+from common.requests.flight import Flight
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import Rig
 
@@ -47,6 +48,9 @@ class _StandsStill:
         return {}
 
     def handoffs(self) -> list[dict[str, object]]:
+        return []
+
+    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
         return []
 
 

@@ -11,6 +11,7 @@ from common import logs
 from common.config import EngineConfig, SchedulerConfig
 from common.engine.loop.clock import StepClock
 from common.engine.drive import drive
+from common.requests.flight import Event, Flight
 
 
 class Stuck:
@@ -24,6 +25,10 @@ class Stuck:
         yield {"queue": "transfer", "request_id": "the first", "owner": "p0:1"}
         yield {"queue": "transfer", "request_id": "the second", "owner": "p1:1"}
         {broken}
+
+    def flights(self, num_ended):
+        events = Event(0.0, "submitted"), Event(0.25, "opened", "at p0:1")
+        yield "the first", Flight(9.0, events)
 
 
 logs.setup("engine", "info", "text")
@@ -49,6 +54,7 @@ def test_its_log_has_all_queues_every_handoff_and_every_stack():
     for name, owner in (("the first", "p0:1"), ("the second", "p1:1")):
         assert f'queue=transfer request_id="{name}" owner={owner}' in ended.stderr
     assert "in poll" in ended.stderr
+    assert 'events="0.000 submitted; 0.250 opened"' in ended.stderr
 
 
 def test_it_ends_even_if_it_cannot_say_what_it_had():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from protos.router_pb2 import ExplainResponse
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, held, slowed
 
@@ -117,7 +118,9 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
         async def answer(index: int) -> list[int]:
             how = SAMPLED if index >= len(prompts) else {}
             tokens: list[int] = []
-            stream = cluster.stream(prompts[index % len(prompts)], **how, **_LENGTH)
+            stream = cluster.stream(
+                prompts[index % len(prompts)], request_id=f"answer {index}", **how, **_LENGTH
+            )
             async for response in stream:
                 tokens += response.token_ids
                 begun[index] = len(tokens)
@@ -153,6 +156,22 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
             assert (await task).token_ids == known.tokens(prompt, NUM_TOKENS)
         assert await cluster.metric("baton_replays_total") == 6
         assert not held(await other.describe())
+        explained = [await cluster.explain(f"answer {index}") for index in range(len(begun))]
+        assert [_replay_told(one, doomed, other) for one in explained].count(True) == 4
+
+
+def _replay_told(told: ExplainResponse, doomed: Node, other: Node) -> bool:
+    """Whether it was replayed; if so, why and where is told, and by the node that has ended it."""
+    by_router = {e.event.what: e.event.detail for e in told.events if e.where == "router"}
+    if "replayed" not in by_router:
+        return False
+    assert told.outcome == "length" and told.completion_tokens == MID_ANSWER
+    assert doomed.address in by_router["placed"] and doomed.address in by_router["lost"]
+    assert other.address in by_router["replayed"]
+    assert {e.node for e in told.events if e.where == "decode"} == {other.address}
+    (silent,) = [node.address for node in told.nodes if node.problem]
+    assert silent == doomed.address
+    return True
 
 
 async def _until_free(cluster: Cluster, node: Node) -> None:

@@ -14,6 +14,7 @@ from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, Toke
 from protos.sampling_pb2 import Sampling
 from router.api.callers import Callers
 from router.api.cluster_report import ClusterReport
+from router.api.explain import Explainer
 from router.api.service import RouterService
 from router.clients.guard import Guard
 from router.generation import Generator
@@ -130,6 +131,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
         guard,
         cast(Generator, None),
         cast(ClusterReport, None),
+        cast(Explainer, None),
         ServedModel(
             cast(ModelFiles, None),
             cast(RouterTokenizer, busy),

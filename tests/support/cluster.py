@@ -42,6 +42,8 @@ from protos.node_pb2 import (
 )
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import (
+    ExplainRequest,
+    ExplainResponse,
     GenerateRequest,
     GenerateResponse,
     GetClusterRequest,
@@ -366,6 +368,13 @@ class Cluster:
         """The cluster, as the router knows it."""
         response: GetClusterResponse = await self._stub.GetCluster(
             GetClusterRequest(), timeout=RPC_S
+        )
+        return response
+
+    async def explain(self, name: str) -> ExplainResponse:
+        """What happened to a request, by its id or its client's name for it."""
+        response: ExplainResponse = await self._stub.Explain(
+            ExplainRequest(name=name), timeout=RPC_S
         )
         return response
 

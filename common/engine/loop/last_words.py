@@ -12,8 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import NoReturn, Protocol
 
 from common.logs import kv
+from common.requests.flight import Flight
 
 log = logging.getLogger(__name__)
+
+NUM_ENDED = 32  # of the last that did, told
+NUM_TOLD = 256  # with those that are here
 
 Fields = Mapping[str, object]  # of a line of the log
 
@@ -29,12 +33,22 @@ class Standing(Protocol):
         """One entry for each that is open: the queue it is in, whose it is, how far it is."""
         ...
 
+    def flights(self, num_ended: int) -> Iterable[tuple[str, Flight]]:
+        """What has happened to each request that is here, and to the last that have ended: its id
+        and its flight."""
+        ...
+
 
 def tell(seconds: float, role: Standing) -> None:
-    """Writes all queues, every hand-off and every thread's stack to the log."""
+    """Writes all queues, every hand-off, the last events of requests and every thread's stack to
+    the log."""
     log.error("the engine stands still and ends %s", kv(seconds=seconds, **role.queues()))
     for fields in role.handoffs():
         log.error("an open hand-off %s", kv(**fields))
+    for request_id, flight in [*role.flights(NUM_ENDED)][-NUM_TOLD:]:
+        events = "; ".join(f"{event.at:.3f} {event.what}" for event in flight.events)
+        began_ago_s = flight.began_ago_s
+        log.error("a request %s", kv(request_id=request_id, began_ago_s=began_ago_s, events=events))
     sys.stderr.flush()
     faulthandler.dump_traceback()
 

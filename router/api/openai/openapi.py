@@ -237,6 +237,10 @@ def document(version: str) -> Schema:
                 "parameters": [_in_path("id")],
                 "get": _for_operators("Where the time of one request went, by phase.", "404"),
             },
+            "/requests/{id}/events": {
+                "parameters": [_in_path("id")],
+                "get": _for_operators("What happened to one request, on all programs.", "404"),
+            },
             "/health": {"get": _for_anybody("The process lives.")},
             "/ready": {"get": _for_anybody("A request could be placed now.", "503")},
             "/metrics": {"get": _for_operators("Prometheus metrics, as text.")},

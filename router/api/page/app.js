@@ -2,6 +2,7 @@
 
 import { Ask } from "./ask.js";
 import { byId, mark, say } from "./dom.js";
+import { Events } from "./events.js";
 import { Feed } from "./feed.js";
 import { age } from "./format.js";
 import { KeyForm, wantsKey } from "./key.js";
@@ -21,7 +22,11 @@ const sides = [
   new Nodes(byId("decode-nodes"), byId("decode-count"), "decode"),
 ];
 const links = new Links(byId("fabric"), byId("links"), byId("paths"));
-const timeline = new Timeline((request) => ask.agree(request));
+const events = new Events();
+const timeline = new Timeline((request) => {
+  ask.agree(request);
+  events.show(request.id);
+});
 const requests = new Requests((id) => timeline.show(id));
 const ask = new Ask((id) => {
   requests.choose(id);

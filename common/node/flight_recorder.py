@@ -1,0 +1,82 @@
+"""The last requests that have ended on a node, as their stamps: what `Explain` is answered from.
+
+They are kept as bytes, so many and no more whatever is in them. What leaves in favour of newer ones
+and had failed is kept on, in a place of its own.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+KEPT_BYTES = 1 << 20
+FAILED_BYTES = 256 << 10
+
+
+class Stamps(Protocol):
+    request_id: str
+
+
+S = TypeVar("S", bound=Stamps)
+
+
+class _Kept(NamedTuple):
+    request_id: str
+    failed: bool
+    stamps: bytes
+
+
+class FlightRecorder(Generic[S]):
+    """Engine thread only; the watchdog reads it once that thread stands still.
+
+    Args:
+        kind: of stamps.
+    """
+
+    def __init__(
+        self, kind: type[S], *, kept_bytes: int = KEPT_BYTES, failed_bytes: int = FAILED_BYTES
+    ) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._recent = _Ring(kept_bytes)
+        self._failed = _Ring(failed_bytes)
+
+    def __len__(self) -> int:
+        return len(self._recent.rows) + len(self._failed.rows)
+
+    def record(self, stamps: S, *, failed: bool) -> None:
+        """Of a request that has ended."""
+        row = _Kept(stamps.request_id, failed, self._encoder.encode(stamps))
+        for left in self._recent.put(row):
+            if left.failed:
+                self._failed.put(left)
+
+    def find(self, request_id: str) -> Iterator[S]:
+        """Oldest first."""
+        for ring in (self._failed, self._recent):
+            for row in ring.rows:
+                if row.request_id == request_id:
+                    yield self._decoder.decode(row.stamps)
+
+    def last(self, number: int) -> list[S]:
+        """The newest, oldest of them first."""
+        rows = list(self._recent.rows)[-number:]
+        return [self._decoder.decode(row.stamps) for row in rows]
+
+
+class _Ring:
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self.rows: deque[_Kept] = deque()
+
+    def put(self, row: _Kept) -> list[_Kept]:
+        """Returns those that had to leave."""
+        self.rows.append(row)
+        self._num_bytes += len(row.stamps)
+        left = []
+        while self._num_bytes > self._most_bytes:
+            left.append(self.rows.popleft())
+            self._num_bytes -= len(left[-1].stamps)
+        return left

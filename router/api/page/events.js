@@ -1,0 +1,56 @@
+// What happened to one request, on the router and on its nodes. Asked for only while it is open:
+// the router has to ask every node.
+
+import { byId, element, keep, say } from "./dom.js";
+import { duration } from "./format.js";
+import { fetchJson } from "./feed.js";
+
+export class Events {
+  constructor() {
+    this.id = undefined;
+    this.details = byId("events");
+    this.details.addEventListener("toggle", () => this.load());
+  }
+
+  /** Args: the id of the request that is shown. */
+  show(id) {
+    this.id = id;
+    this.load();
+  }
+
+  async load() {
+    if (!this.details.open || this.id === undefined) return;
+    const id = this.id;
+    let told = { events: [], nodes: [] };
+    let problem = "";
+    try {
+      told = await fetchJson(`/requests/${encodeURIComponent(id)}/events`);
+    } catch (error) {
+      problem = error.message;
+    }
+    if (this.id !== id) return; // another one has been chosen meanwhile
+    const silent = told.nodes.filter((node) => node.problem);
+    const words = silent.map((node) => `${node.role} ${node.address} has not answered: ${node.problem}`);
+    say(byId("events-note"), [problem, ...words].filter(Boolean).join("; "));
+    const rows = told.events.map((event, i) => ({ ...event, key: `${i}` }));
+    keep(byId("event-rows"), rows, (row) => row.key, make, fill);
+  }
+}
+
+const make = () =>
+  element(
+    "tr",
+    {},
+    element("td", { class: "number" }),
+    element("td", {}),
+    element("td", {}),
+    element("td", {}),
+  );
+
+function fill(line, { at_s: at, where, node, event }) {
+  const [moment, place, what, detail] = line.children;
+  say(moment, duration(at));
+  say(place, [where, node].filter(Boolean).join(" "));
+  say(what, event.what);
+  say(detail, event.detail);
+}

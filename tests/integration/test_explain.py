@@ -1,0 +1,62 @@
+"""`baton explain` beside a router and nodes that are real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.http_client import get
+from tests.support.programs import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+LABEL = "the client's own name"
+PROMPT = list(range(100))
+
+
+def _explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli.explain", *arguments, f"--router={cluster.address}"]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120
+    )
+
+
+async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable[..., Cluster]):
+    """By its client's name and by its id, in text and as JSON, over gRPC and HTTP."""
+    async with make() as cluster:
+        await cluster.generate(PROMPT, max_tokens=4, request_id=LABEL, ignore_eos=True)
+        await cluster.until_nothing_is_held()  # what is released is told
+        (prefill,), (decode,) = cluster.prefill, cluster.decode
+        said = _explain(cluster, LABEL)
+        assert (said.returncode, said.stderr) == (0, "")
+        assert f"called {LABEL}" in said.stdout and "length after" in said.stdout
+        for place in ("router", f"decode {decode.address}", f"prefill {prefill.address}"):
+            assert f"  {place} " in said.stdout
+        told = json.loads(_explain(cluster, LABEL, "--json").stdout)
+        moments = [event.get("at_s", 0.0) for event in told["events"]]
+        assert moments == sorted(moments)
+        here = [event["event"]["what"] for event in told["events"] if "node" not in event]
+        assert here == ["arrived", "tokenised", "placed", "first token", "last token", "ended"]
+        there = [e["event"]["what"] for e in told["events"] if e["where"] == "prefill"]
+        assert there == ["opened", "granted", "prefills", "computed", "released"]
+        by_id = (await get(cluster.http_port, f"/requests/{told['request_id']}/events")).json
+        assert by_id["label"] == LABEL
+        assert sorted(e["event"]["what"] for e in by_id["events"]) == sorted(
+            e["event"]["what"] for e in told["events"]
+        )
+        unknown = await get(cluster.http_port, "/requests/nobody/events")
+        assert unknown.status == 404
+        words = unknown.json["error"]["message"]
+        assert "'nobody'" in words and f"prefill {prefill.address} its last 1" in words
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.explain("nobody")
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.NOT_FOUND, words)
+        said = _explain(cluster, "nobody")
+        assert (said.returncode, said.stdout) == (1, "")
+        assert said.stderr == f"baton explain: NOT_FOUND: {words}\n"

@@ -1,0 +1,103 @@
+"""What both nodes say of a request when they are asked what happened to it."""
+
+from common.requests.flight import Flight
+from kvtransfer.messages import Grant
+from tests.support.pair_node import Node, Size
+from tests.support.pair_rig import PairRig
+from tests.support.pair_states import LONG, OTHER
+
+NAME = "the one"
+
+
+def explained(rig: PairRig, node: Node, name: str = NAME) -> list[Flight]:
+    before = len(node.router.answers)
+    rig.tell(node, "explain", name)
+    rig.until(lambda: len(node.router.answers) > before, "the node answers")
+    flights = node.router.answers[-1].flights
+    assert flights is not None
+    return list(flights.flights)
+
+
+def whats(flight: Flight) -> list[str]:
+    moments = [event.at for event in flight.events]
+    assert moments == sorted(moments) and moments[0] == 0.0
+    return [event.what for event in flight.events]
+
+
+def test_a_hand_off_is_told_by_both_nodes_from_its_submission_to_its_end(known):
+    with PairRig(known.loaded, chunk_tokens=32) as rig:
+        rig.ask(LONG, request_id=NAME)
+        rig.ask(OTHER, request_id="another")
+        rig.run()
+        (here,) = explained(rig, rig.decode[0])
+        told = whats(here)
+        assert [what for what in told if what not in ("read", "first token")] == [
+            *("submitted", "taken", "opened", "granted", "ready", "held", "joined", "ended")
+        ]
+        assert {"read", "first token"} < set(told)
+        assert here.events[-1].detail == "length"
+        (there,) = explained(rig, rig.prefill[0])
+        assert whats(there) == ["opened", "granted", "prefills", "computed", "released"]
+
+
+def test_a_request_under_way_is_told_up_to_now(known):
+    with PairRig(known.loaded) as rig:
+        rig.wires.hold_back(Grant)
+        asked = rig.ask(LONG, request_id=NAME)
+        rig.until(lambda: rig.prefill[0].role.queues()["bootstrap"], "it is opened")
+        (here,) = explained(rig, rig.decode[0])
+        assert whats(here) == ["submitted", "taken", "opened", "granted"]
+        (there,) = explained(rig, rig.prefill[0])
+        assert whats(there) == ["opened"]
+        assert here.began_ago_s > here.events[-1].at
+        rig.wires.let_go()
+        rig.run(asked)
+        assert not explained(rig, rig.decode[0], "somebody else's")
+
+
+def test_a_lost_hand_off_says_why_and_the_next_one_where(known):
+    with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
+        rig.faults[0].fail_next("by the test")
+        rig.ask(LONG, owners=[0, 1], request_id=NAME)
+        rig.run()
+        (here,) = explained(rig, rig.decode[0])
+        (lost,) = [event for event in here.events if event.what == "lost"]
+        assert "hand-off 1" in lost.detail and "by the test" in lost.detail
+        opened = [event.detail for event in here.events if event.what == "opened"]
+        assert [rig.prefill[i].front.address in opened[i] for i in (0, 1)] == [True, True]
+        (first,), (second,) = (explained(rig, node) for node in rig.prefill)
+        assert (whats(first)[-1], whats(second)[-1]) == ("dropped", "released")
+        assert first.events[-1].detail
+
+
+def test_a_prompt_that_is_prefilled_here_says_why(known):
+    with PairRig(known.loaded, prefill=()) as rig:
+        rig.ask(LONG, request_id=NAME)
+        rig.run()
+        (here,) = explained(rig, rig.decode[0])
+        assert whats(here) == ["submitted", "taken", "queued", "prefills", "first token", "ended"]
+        assert "no prefill node" in here.events[2].detail
+
+
+def test_a_retracted_request_says_when_it_was_off_the_device(known):
+    bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.02}
+    with PairRig(known.loaded, decode=[Size(num_pages=16)], scheduler=bold) as rig:
+        for number, prompt in enumerate((LONG, OTHER)):
+            rig.ask(prompt, 60, request_id=f"{number}")
+        rig.run()
+        told = [
+            what
+            for number in range(2)
+            for flight in explained(rig, rig.decode[0], f"{number}")
+            for what in whats(flight)
+        ]
+        assert told.count("retracted") == told.count("returned") >= 1
+
+
+def test_what_was_refused_says_so_on_both_nodes(known):
+    with PairRig(known.loaded, context_length=64) as rig:
+        rig.ask(LONG, request_id=NAME)
+        rig.run()
+        (here,) = explained(rig, rig.decode[0])
+        assert whats(here) == ["submitted", "taken", "ended"]
+        assert here.events[-1].detail.startswith("error: ")
