@@ -1,7 +1,7 @@
 """What happened to one request, of all who know: the process that had it, and every node.
 
-No clock is compared with another host's: a node says how long ago something was, and its moments are
-late by the way that its answer took.
+No clock is compared with another host's: a node says how long ago something was, and its moments
+are late by the way that its answer took.
 """
 
 import time

@@ -119,6 +119,21 @@ def test_the_timeline_of_ones_own_request_appears_in_three_lanes(view: View, clu
     assert any(part.startswith("prefill ") for part in parts)
 
 
+def test_what_happened_to_a_request_is_told_once_somebody_opens_it(view: View, cluster: Cluster):
+    view.ask("a prompt to be explained", **GREEDY)
+    view.answered()
+    view.until(lambda: view.texts("#phase-rows td:first-child"), "its timeline is there")
+    assert not view.all("#event-rows tr")
+    view.run("document.querySelector('#events summary').click()")
+    places = view.until(lambda: view.texts("#event-rows td:nth-child(2)"), "its events are there")
+    assert set(places) == {
+        "router",
+        *(f"prefill {node.address}" for node in cluster.prefill),
+        *(f"decode {node.address}" for node in cluster.decode),
+    }
+    assert {"placed", "granted"} <= set(view.texts("#event-rows td:nth-child(3)"))
+
+
 def test_an_answer_can_be_stopped(view: View):
     view.ask("on and on", max_tokens=4000, temperature=0)
     view.until(lambda: view.text("#answer"), "the answer begins")
