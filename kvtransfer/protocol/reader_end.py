@@ -36,26 +36,14 @@ from kvtransfer.ports import (
     OwnerDown,
     OwnerUp,
     ReaderCommand,
-    ReadsEnded,
 )
-from kvtransfer.protocol.actions import (
-    CloseLink,
-    EndStream,
-    OpenLink,
-    ReaderAction,
-    Send,
-    StartRead,
-)
+from kvtransfer.protocol.actions import EndStream, ReaderAction, Send
 from kvtransfer.protocol.attempt import Attempt
 from kvtransfer.protocol.beats import Beats, earliest
 from kvtransfer.protocol.deadlines import Deadlines
-from kvtransfer.protocol.link_reads import LinkReads, LinkState
 from kvtransfer.protocol.pace import Pace
+from kvtransfer.protocol.reader_links import ReaderLinks
 from kvtransfer.protocol.states import KVPoll
-
-# Longest until a link is up, from the moment it is opened or told to close: several paths of 5 s
-# to connect and 5 s to probe.
-LINK_S = 30.0
 
 
 class _Wait(IntEnum):
@@ -88,11 +76,9 @@ class ReaderEnd:
         self._progress_s = config.progress_s
         self._released_s = config.released_s
         self._streams: dict[int, _Stream] = {}
-        self._links: dict[int, LinkReads] = {}  # by stream, which a closing link outlives
+        self._links = ReaderLinks()
         self._attempts: dict[HandoffId, Attempt] = {}
-        self._landing: dict[HandoffId, int] = {}  # posted reads, from grant to ReadsEnded
         self._deadlines: Deadlines[_Key] = Deadlines()
-        self._link_deadlines: Deadlines[int] = Deadlines()
         self._beats = Beats(config)
         self._actions: list[ReaderAction] = []
 
@@ -105,12 +91,12 @@ class ReaderEnd:
     @property
     def num_reads(self) -> int:
         """Reads given to links and not over."""
-        return sum(self._landing.values())
+        return self._links.num_reads
 
     def next_deadline(self) -> float | None:
         """When `tick` is to be called, in the clock of `now`."""
         return earliest(
-            (self._beats.next_deadline(), self._deadlines.next(), self._link_deadlines.next())
+            (self._beats.next_deadline(), self._deadlines.next(), self._links.next_deadline())
         )
 
     def engine_moves(self, moving: bool) -> None:
@@ -131,7 +117,6 @@ class ReaderEnd:
             if peer.owner == owner:
                 self._end_stream(old, "the owner has another stream")
         self._streams[stream] = _Stream(owner, address, num_pages, Pace(self._progress_s))
-        self._links[stream] = LinkReads()
         self._beats.start(stream, now)
         self._open_link(stream, now)
         return self._taken()
@@ -151,15 +136,12 @@ class ReaderEnd:
     def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
         """The link of this stream is proved."""
         peer = self._streams.get(stream)
-        link = self._links[stream]
-        if peer is not None and link.state is LinkState.OPENING:
-            link.state = LinkState.UP
-            self._link_deadlines.drop(stream)
+        if peer is not None and self._links.proved(stream):
             self._beat(stream)
             if not peer.announced:
                 peer.announced = True
                 self._actions.append(OwnerUp(peer.owner, peer.address, path, gib_per_s))
-            self._post_reads(stream)
+            self._actions += self._links.post(stream)
         return self._taken()
 
     def read_ended(self, stream: int, refused: str, now: float) -> list[ReaderAction]:
@@ -169,45 +151,38 @@ class ReaderEnd:
             refused: empty if all of it has landed, else the reason why the owner does not let it
                 be read.
         """
-        read = self._links[stream].posted.popleft()
-        self._landing[read.id] -= 1
-        attempt = self._attempts.get(read.id)
+        id = self._links.read_ended(stream)
+        attempt = self._attempts.get(id)
         if attempt is None:
-            self._settle(read.id)
+            self._settle(id)
         elif refused:
             self._give_up(attempt, f"read refused: {refused}")
         else:
             attempt.unread -= 1
             self._send_done_if_all_read(attempt, now)
-        self._post_reads(stream)
+        self._actions += self._links.post(stream)
         return self._taken()
 
     def read_late(self, stream: int, now: float) -> list[ReaderAction]:
         """The first read posted to this link has passed its deadline: its attempt is given up and
         the link closed and opened anew."""
-        link = self._links[stream]
-        if link.state is LinkState.UP:
+        if self._links.is_up(stream):
             reason = "a read passed its deadline"
-            self._blame_first(link, reason)
-            self._close_link(stream, reason, now)
+            self._blame_first(stream, reason)
+            self._actions.append(self._links.close(stream, reason, now))
         return self._taken()
 
     def link_closed(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
         """No byte can land any more through this link: closed as asked, or broken by the first
         read posted to it. Reads of other attempts go to its successor (rule 11)."""
-        link = self._links[stream]
-        if link.state is LinkState.UP:
-            self._blame_first(link, reason)
-        for read in reversed(link.closed()):
-            self._landing[read.id] -= 1
-            if read.id in self._attempts:
-                link.waiting.appendleft(read)
-            else:
-                self._settle(read.id)
+        if self._links.is_up(stream):
+            self._blame_first(stream, reason)
+        for id in self._links.closed(stream, going_on=self._attempts):
+            self._settle(id)
         if stream not in self._streams:
-            del self._links[stream]
-        elif link.state is LinkState.OPENING:
-            del self._links[stream]
+            self._links.gone(stream)
+        elif self._links.is_opening(stream):
+            self._links.gone(stream)
             self._end_stream(stream, f"no link: {reason}")
         else:
             self._open_link(stream, now)
@@ -292,8 +267,7 @@ class ReaderEnd:
                 )
             )
         if read is not None:
-            self._links[attempt.stream].waiting.append(read)
-            self._post_reads(attempt.stream)
+            self._actions += self._links.read(attempt.stream, read)
         self._send_done_if_all_read(attempt, now)
 
     def _send_done_if_all_read(self, attempt: Attempt, now: float) -> None:
@@ -341,7 +315,7 @@ class ReaderEnd:
             self._beat(stream)
         for stream in due.silent:
             self._end_stream(stream, "the owner has missed too many beats")
-        for stream in self._link_deadlines.take_due(now):
+        for stream in self._links.take_overdue(now):
             self._end_stream(stream, "no link in time")
         for id, wait in self._deadlines.take_due(now):
             # An attempt that is over has no deadlines, but several of one may be due together.
@@ -379,9 +353,7 @@ class ReaderEnd:
         self._actions.append(Send(stream, message))
 
     def _grant(self, command: GrantHandoff) -> None:
-        if command.id in self._landing:
-            raise EngineFault(f"{command.id} was granted twice")
-        self._landing[command.id] = 0
+        self._links.granted(command.id)
         attempt = self._attempts.get(command.id)
         if attempt is None:
             self._settle(command.id)
@@ -433,46 +405,30 @@ class ReaderEnd:
         del self._attempts[attempt.id]
         for wait in _Wait:
             self._deadlines.drop(_Key(attempt.id, wait))
-        if attempt.stream in self._links:
-            self._links[attempt.stream].forget(attempt.id)
+        self._links.forget(attempt.stream, attempt.id)
         self._settle(attempt.id)
 
     def _settle(self, id: HandoffId) -> None:
         """Tells the engine once an attempt is over and none of its bytes can land any more."""
-        if id not in self._attempts and self._landing.get(id) == 0:
-            del self._landing[id]
-            self._actions.append(ReadsEnded(id))
+        if id not in self._attempts:
+            self._actions += self._links.settle(id)
 
     # Links and streams --------------------------------------------------------------------------
 
     def _open_link(self, stream: int, now: float) -> None:
-        self._links[stream].state = LinkState.OPENING
-        self._link_deadlines.set(stream, now + LINK_S)
-        self._actions.append(OpenLink(stream))
+        self._actions.append(self._links.open(stream, now))
         self._beat(stream)
 
-    def _close_link(self, stream: int, reason: str, now: float) -> None:
-        self._links[stream].state = LinkState.CLOSING
-        self._link_deadlines.set(stream, now + LINK_S)
-        self._actions.append(CloseLink(stream, reason))
-
-    def _blame_first(self, link: LinkReads, reason: str) -> None:
-        attempt = self._attempts.get(link.posted[0].id) if link.posted else None
+    def _blame_first(self, stream: int, reason: str) -> None:
+        id = self._links.first_posted(stream)
+        attempt = None if id is None else self._attempts.get(id)
         if attempt is not None:
             self._give_up(attempt, reason)
-
-    def _post_reads(self, stream: int) -> None:
-        link = self._links[stream]
-        while (read := link.next_to_post()) is not None:
-            self._landing[read.id] += 1
-            self._actions.append(
-                StartRead(stream, read.id, read.source_pages, read.destination_pages)
-            )
 
     def _beat(self, stream: int) -> None:
         if self._beats.moving:
             num_open = sum(attempt.stream == stream for attempt in self._attempts.values())
-            connecting = self._links[stream].state is not LinkState.UP
+            connecting = not self._links.is_up(stream)
             beat = Beat(self._beats.sequence(stream), num_open, connecting)
             self._actions.append(Send(stream, beat))
 
@@ -485,7 +441,6 @@ class ReaderEnd:
     ) -> None:
         peer = self._streams.pop(stream)
         self._beats.stop(stream)
-        self._link_deadlines.drop(stream)
         # First: what is lost must not be opened here again.
         if peer.announced:
             self._actions.append(OwnerDown(peer.owner, peer.address, reason))
@@ -494,9 +449,7 @@ class ReaderEnd:
             self._lose(
                 attempt, reason, retryable=True, engine_died=computing, may_return=may_return
             )
-        if stream in self._links:
-            self._links[stream].state = LinkState.CLOSING
-            self._actions.append(CloseLink(stream, reason))
+        self._actions += self._links.stream_over(stream, reason)
 
     def _taken(self) -> list[ReaderAction]:
         actions, self._actions = self._actions, []

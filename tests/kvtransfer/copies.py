@@ -15,11 +15,12 @@ from kvtransfer.protocol.link_reads import Read
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.pace import Pace
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.protocol.reader_links import ReaderLinks
 
 Copier = Callable[[Any], Any]
 Keyer = Callable[[Any, float], Hashable]
 
-_WITH_ATTRIBUTES = (ReaderEnd, OwnerEnd, Beats, Pace, Deadlines)
+_WITH_ATTRIBUTES = (ReaderEnd, ReaderLinks, OwnerEnd, Beats, Pace, Deadlines)
 # Moments that change nothing in how an end behaves: the pace learns from them, or they are told.
 _TOLD_ONLY = ("admitted_at", "first_ready", "landed")
 _copiers: dict[type, Copier] = {}

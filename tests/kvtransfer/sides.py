@@ -222,17 +222,17 @@ class ReaderSide(Side[ReaderEnd]):
 
     def streams(self) -> set[int]:
         """Those that the end remembers."""
-        return self.live_streams() | self._end._links.keys()
+        return self.live_streams() | self._end._links._links.keys()
 
     def ids(self) -> set[HandoffId]:
         """Those that anything here remembers."""
         under_way = [*self.posts, *self.inbox]
         ids = {self._id(job) for job in self.jobs} | self.reads.keys()
         ids |= {item.id for item in under_way if hasattr(item, "id")}
-        return ids | self._end._attempts.keys() | self._end._landing.keys()
+        return ids | self._end._attempts.keys() | self._end._links._landing.keys()
 
     def at_rest(self) -> bool:
-        return not self._end.num_open and not self._end._landing and not self.reads
+        return not self._end.num_open and not self._end._links._landing and not self.reads
 
     # One input
 

@@ -34,7 +34,8 @@ from kvtransfer.ports import (
     ReadsEnded,
 )
 from kvtransfer.protocol.actions import CloseLink, EndStream, OpenLink, Send, StartRead
-from kvtransfer.protocol.reader_end import LINK_S, ReaderEnd
+from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.protocol.reader_links import LINK_S
 
 PAGE_SIZE = 4
 POOL = 512  # pages of the owner
