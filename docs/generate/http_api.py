@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from router.api.openai import harmless, openapi
+from router.api import openapi
+from router.api.dialect import harmless
 
 _HEAD = """# HTTP API
 

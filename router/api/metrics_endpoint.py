@@ -10,9 +10,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import choose_encoder
 
+from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.openai.problems import Refusal
 from router.siblings.asking import Siblings
 from router.siblings.telling import Tell
 

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from common.errors import NodeUnavailable, NotKnown
 from router.api.cluster_report import plain
+from router.api.dialect.problems import Refusal
 from router.api.explain import Explainer
 from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.openai.problems import Refusal
 from router.api.request_json import details, summary
 from router.requests.timelines import Timelines
 from router.siblings.asking import Siblings

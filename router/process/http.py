@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from common import tls
 from common.config import RouterConfig
 from common.metrics import RouterMetrics
+from router.api import paths as api
+from router.api.dialect import problems
 from router.api.http.request import Handler
 from router.api.http.server import HttpServer
 from router.api.http.service import Service
 from router.api.http.shared import Limits, Shared
 from router.api.http_checks import HttpChecks
-from router.api.openai import api, problems
 from router.api.page import files as page
 from router.clients.assembly import Clients
 from router.generation import Generator

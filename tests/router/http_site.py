@@ -8,13 +8,13 @@ from typing import Any
 from aiohttp import web
 
 from common.metrics import RouterMetrics
+from router.api.dialect import problems
 from router.api.http.answers import Headers, Stream, whole
 from router.api.http.request import Check, Request
 from router.api.http.routes import Routes
 from router.api.http.server import HttpServer
 from router.api.http.service import Service
 from router.api.http.shared import Limits, Peer, Shared
-from router.api.openai import problems
 
 
 class Checked:

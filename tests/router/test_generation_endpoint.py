@@ -7,8 +7,8 @@ import msgspec
 
 from common.errors import DeadlineExceeded
 from common.metrics import RouterMetrics
+from router.api.dialect.generation_endpoint import GenerationEndpoint
 from router.api.openai.completions import Completions
-from router.api.openai.generation_endpoint import GenerationEndpoint
 from router.clients.client import Client, by_address
 from router.generation import Generator, Write
 from router.requests.answer import LastPiece, Usage

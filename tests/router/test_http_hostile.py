@@ -10,8 +10,8 @@ import tracemalloc
 import pytest
 from aiohttp import web
 
+from router.api.dialect.problems import Refusal
 from router.api.http.request import Request
-from router.api.openai.problems import Refusal
 from tests.router.http_site import site
 from tests.router.rig import eventually
 from tests.support.http_client import WAIT_S, connected, get, not_reading, post, request

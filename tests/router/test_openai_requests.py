@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protos.decode_pb2 import Submit
+from router.api.dialect.harmless import OF_COMPLETIONS
 from router.api.openai.completions import CompletionFields
-from router.api.openai.harmless import OF_COMPLETIONS
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
 from tests.support.http_client import connected, post, request

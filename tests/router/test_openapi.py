@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from router.api.openai import openapi
+from router.api import openapi
 from tests.router.openai_rig import api_for
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from router.api.openai.asked import Reply
+from router.api.dialect.asked import Reply
+from router.api.dialect.origin import Origin
 from router.api.openai.completions import Completions
-from router.api.openai.origin import Origin
 from router.requests.answer import Piece
 from tests.support.pipe import Client
 

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.api.openai.problems import Refusal
-from router.api.openai.structure import MAX_NAMED, MAX_NUMBERS, check_structure
+from router.api.dialect.problems import Refusal
+from router.api.dialect.structure import MAX_NAMED, MAX_NUMBERS, check_structure
 
 TOOL = {
     "type": "function",

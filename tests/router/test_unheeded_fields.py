@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from router.api.openai.asked import Asked, Dialect
+from router.api.dialect.asked import Asked, Dialect
+from router.api.dialect.problems import Refusal
 from router.api.openai.chat import Chat
 from router.api.openai.completions import Completions
-from router.api.openai.problems import Refusal
 from router.parsers.speech import Speech
 from router.requests.wanted import Messages, Turn
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from router.api.openai.event_reply import Event
+from router.api.dialect.event_reply import Event
 from router.parsers.listener import Heard
 
 Block = dict[str, Any]

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from router.api.openai.fields import Int32, ModelName
-from router.api.openai.messages import Function, Tool
-from router.api.openai.problems import Refusal
-from router.api.openai.strangers import Ignored, Nothing
+from router.api.dialect.fields import Int32, ModelName
+from router.api.dialect.messages import Function, Tool
+from router.api.dialect.problems import Refusal
+from router.api.dialect.strangers import Ignored, Nothing
 from router.requests.wanted import ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS
 

@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterator
 from router.api.anthropic import fields as asked_for
 from router.api.anthropic.blocks import Blocks
 from router.api.anthropic.fields import MessagesFields
+from router.api.dialect.asked import Asked, Reply
+from router.api.dialect.bodies import BodyReader
+from router.api.dialect.event_reply import Event, reply_of
+from router.api.dialect.fields import Fields, check_multiplied, choices, samplings
+from router.api.dialect.harmless import OF_MESSAGES
+from router.api.dialect.origin import Origin
+from router.api.dialect.problems import Refusal
+from router.api.dialect.tools import guided, listening, offered
 from router.api.http.answers import Headers
 from router.api.http.request import Request
-from router.api.openai.asked import Asked, Reply
-from router.api.openai.bodies import BodyReader
 from router.api.openai.chat import Shown
-from router.api.openai.event_reply import Event, reply_of
-from router.api.openai.fields import Fields, check_multiplied, choices, samplings
-from router.api.openai.harmless import OF_MESSAGES
-from router.api.openai.origin import Origin
-from router.api.openai.problems import Refusal
-from router.api.openai.tools import guided, listening, offered
 from router.parsers.listener import Listener
 from router.parsers.speech import Speech
 from router.requests.answer import LastPiece, Piece

@@ -6,10 +6,9 @@ from typing import Annotated, Any
 import msgspec
 
 from common.requests.sampling import MAX_LOGPROBS
-from router.api.openai.asked import Asked
-from router.api.openai.bodies import BodyReader
-from router.api.openai.chat_voice import Voice
-from router.api.openai.fields import (
+from router.api.dialect.asked import Asked
+from router.api.dialect.bodies import BodyReader
+from router.api.dialect.fields import (
     Fields,
     Int32,
     check_multiplied,
@@ -17,11 +16,12 @@ from router.api.openai.fields import (
     includes_usage,
     samplings,
 )
-from router.api.openai.harmless import OF_CHATS
-from router.api.openai.messages import MessageList, ToolChoice, ToolList, conversation
-from router.api.openai.problems import Refusal
+from router.api.dialect.harmless import OF_CHATS
+from router.api.dialect.messages import MessageList, ToolChoice, ToolList, conversation
+from router.api.dialect.problems import Refusal
+from router.api.dialect.tools import guided, listening, offered
+from router.api.openai.chat_voice import Voice
 from router.api.openai.replies import Choices
-from router.api.openai.tools import guided, listening, offered
 from router.parsers.speech import Speech
 
 # Special tokens that are not left out of an answer's text; of one that may have calls or not.

@@ -7,9 +7,9 @@ import msgspec
 from msgspec.structs import replace
 
 from common.requests.sampling import MAX_LOGPROBS
-from router.api.openai.asked import Asked
-from router.api.openai.bodies import BodyReader
-from router.api.openai.fields import (
+from router.api.dialect.asked import Asked
+from router.api.dialect.bodies import BodyReader
+from router.api.dialect.fields import (
     Fields,
     TokenId,
     check_multiplied,
@@ -17,9 +17,9 @@ from router.api.openai.fields import (
     includes_usage,
     samplings,
 )
-from router.api.openai.harmless import OF_COMPLETIONS
+from router.api.dialect.harmless import OF_COMPLETIONS
+from router.api.dialect.problems import Refusal
 from router.api.openai.likelihoods import TextLogprobs, TextTokens
-from router.api.openai.problems import Refusal
 from router.api.openai.replies import Choices, StopReason, stop_reason
 from router.requests.answer import LastPiece, Piece
 from router.requests.told_tokens import ToldToken

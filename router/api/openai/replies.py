@@ -6,12 +6,12 @@ from typing import Protocol, TypeAlias
 import msgspec
 from aiohttp import web
 
+from router.api.dialect.asked import Reply
+from router.api.dialect.events import DONE, Events
+from router.api.dialect.origin import Origin
+from router.api.dialect.problems import Refusal
 from router.api.http.answers import Headers, whole
 from router.api.http.request import Request
-from router.api.openai.asked import Reply
-from router.api.openai.events import DONE, Events
-from router.api.openai.origin import Origin
-from router.api.openai.problems import Refusal
 from router.requests.answer import LastPiece, Piece
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType

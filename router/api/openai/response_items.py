@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from router.api.openai.event_reply import Event
+from router.api.dialect.event_reply import Event
 from router.parsers.listener import CallPart, Heard
 
 

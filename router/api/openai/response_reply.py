@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from router.api.openai.event_reply import Event
-from router.api.openai.origin import Origin
-from router.api.openai.problems import Refusal
+from router.api.dialect.event_reply import Event
+from router.api.dialect.origin import Origin
+from router.api.dialect.problems import Refusal
 from router.api.openai.response_items import Output
 from router.parsers.listener import Listener
 from router.requests.answer import LastPiece, Piece, Usage

@@ -8,21 +8,21 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from router.api.dialect.asked import Asked, Reply
+from router.api.dialect.bodies import BodyReader
+from router.api.dialect.event_reply import reply_of
+from router.api.dialect.fields import Fields, Int32, ModelName, check_multiplied, choices, samplings
+from router.api.dialect.guides import JsonSchema, ResponseFormat
+from router.api.dialect.harmless import OF_RESPONSES
+from router.api.dialect.messages import Function, Tool
+from router.api.dialect.origin import Origin
+from router.api.dialect.problems import Refusal
+from router.api.dialect.strangers import Ignored
+from router.api.dialect.tools import guided, listening, offered
 from router.api.http.answers import Headers
 from router.api.http.request import Request
-from router.api.openai.asked import Asked, Reply
-from router.api.openai.bodies import BodyReader
 from router.api.openai.chat import Shown
-from router.api.openai.event_reply import reply_of
-from router.api.openai.fields import Fields, Int32, ModelName, check_multiplied, choices, samplings
-from router.api.openai.guides import JsonSchema, ResponseFormat
-from router.api.openai.harmless import OF_RESPONSES
-from router.api.openai.messages import Function, Tool
-from router.api.openai.origin import Origin
-from router.api.openai.problems import Refusal
 from router.api.openai.response_reply import Response
-from router.api.openai.strangers import Ignored
-from router.api.openai.tools import guided, listening, offered
 from router.parsers.speech import Speech
 from router.requests.wanted import Messages, ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS

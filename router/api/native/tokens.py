@@ -8,15 +8,15 @@ import msgspec
 from aiohttp import web
 
 from common.errors import ServingError
+from router.api.dialect import problems
+from router.api.dialect.bodies import BodyReader, take_json
+from router.api.dialect.fields import ModelName, TokenId
+from router.api.dialect.generation_endpoint import Begin
+from router.api.dialect.harmless import OF_DETOKENIZE, OF_TOKENIZE
+from router.api.dialect.messages import MessageList, ToolList, conversation, shown
+from router.api.dialect.problems import Refusal, check_model
 from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.openai import problems
-from router.api.openai.bodies import BodyReader, take_json
-from router.api.openai.fields import ModelName, TokenId
-from router.api.openai.generation_endpoint import Begin
-from router.api.openai.harmless import OF_DETOKENIZE, OF_TOKENIZE
-from router.api.openai.messages import MessageList, ToolList, conversation, shown
-from router.api.openai.problems import Refusal, check_model
 from router.requests.served_model import ServedModel
 from router.requests.wanted import Prompt, Text
 from router.requests.within import Within

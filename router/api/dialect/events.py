@@ -2,9 +2,9 @@
 
 from aiohttp import web
 
+from router.api.dialect.problems import Refusal
 from router.api.http.answers import EVENT_STREAM, Headers, Stream
 from router.api.http.request import Request
-from router.api.openai.problems import Refusal
 
 DONE = b"data: [DONE]\n\n"
 

@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping
 
 from common.metrics import RouterMetrics
 from router.api.anthropic.messages import AnthropicMessages
+from router.api.dialect import problems
+from router.api.dialect.asked import Dialect
+from router.api.dialect.generation_endpoint import Begin, GenerationEndpoint
 from router.api.http.request import Handler
 from router.api.http.routes import Routes
-from router.api.openai import problems
-from router.api.openai.asked import Dialect
+from router.api.native.generate import Native
+from router.api.native.tokens import Tokens
 from router.api.openai.chat import Chat
 from router.api.openai.completions import Completions
-from router.api.openai.generation_endpoint import Begin, GenerationEndpoint
-from router.api.openai.native import Native
-from router.api.openai.operations import MODELS_PATH, Operations
 from router.api.openai.responses import Responses
-from router.api.openai.tokens import Tokens
+from router.api.operations import MODELS_PATH, Operations
 from router.generation import Generator
 from router.requests.served_model import ServedModel
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from common.requests.guide import Guide
-from router.api.openai.messages import Tool
-from router.api.openai.problems import Refusal
+from router.api.dialect.messages import Tool
+from router.api.dialect.problems import Refusal
 
 _ANY_OBJECT = {"type": "object"}
 _PLACES = frozenset({"$defs", "definitions"})  # of what is referred to

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from router.api.openai.problems import Refusal
-from router.api.openai.strangers import Ignored, Nothing
+from router.api.dialect.problems import Refusal
+from router.api.dialect.strangers import Ignored, Nothing
 from router.requests.wanted import Ending, Messages, ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS
 

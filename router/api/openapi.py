@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from router.api.anthropic.fields import MessagesFields
+from router.api.native.generate import Generated, NativeFields
+from router.api.native.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 from router.api.openai.chat import ChatFields
 from router.api.openai.chat_voice import Choice as ChatChoice
 from router.api.openai.chat_voice import ChunkChoice
 from router.api.openai.completions import Choice, CompletionFields
-from router.api.openai.native import Generated, NativeFields
 from router.api.openai.replies import Usage
 from router.api.openai.responses import ResponseFields
-from router.api.openai.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 
 Schema = dict[str, Any]
 

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from router.api.dialect.asked import Reply
+from router.api.dialect.events import Events
+from router.api.dialect.problems import Refusal
 from router.api.http.answers import Headers, whole
 from router.api.http.request import Request
-from router.api.openai.asked import Reply
-from router.api.openai.events import Events
-from router.api.openai.problems import Refusal
 from router.requests.answer import LastPiece, Piece
 
 Event = dict[str, Any]  # has its "type"; what else it says depends on that

@@ -7,16 +7,16 @@ from typing import Annotated, Any, cast
 import msgspec
 from aiohttp import web
 
+from router.api.dialect.asked import Asked, Reply
+from router.api.dialect.bodies import BodyReader
+from router.api.dialect.events import DONE, Events
+from router.api.dialect.fields import Fields, Int32, TokenId, check_multiplied, choices, samplings
+from router.api.dialect.harmless import OF_NATIVE
+from router.api.dialect.origin import Origin
+from router.api.dialect.problems import Refusal
+from router.api.dialect.strangers import Ignored, Nothing
 from router.api.http.answers import Headers, whole
 from router.api.http.request import Request
-from router.api.openai.asked import Asked, Reply
-from router.api.openai.bodies import BodyReader
-from router.api.openai.events import DONE, Events
-from router.api.openai.fields import Fields, Int32, TokenId, check_multiplied, choices, samplings
-from router.api.openai.harmless import OF_NATIVE
-from router.api.openai.origin import Origin
-from router.api.openai.problems import Refusal
-from router.api.openai.strangers import Ignored, Nothing
 from router.requests.answer import LastPiece, Piece
 from router.requests.wanted import Text, TokenIds, Wanted
 from router.text.limits import MAX_CHOICES

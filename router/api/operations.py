@@ -9,10 +9,10 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
+from router.api import openapi
+from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.openai import openapi
-from router.api.openai.problems import Refusal
 
 MODELS_PATH = "/v1/models"
 

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
+from router.api.dialect import problems
+from router.api.dialect.asked import Asked, Dialect, Reply
+from router.api.dialect.bodies import take_json
+from router.api.dialect.origin import Origin
+from router.api.dialect.problems import Refusal, check_model
 from router.api.http.request import Request
-from router.api.openai import problems
-from router.api.openai.asked import Asked, Dialect, Reply
-from router.api.openai.bodies import take_json
-from router.api.openai.origin import Origin
-from router.api.openai.problems import Refusal, check_model
 from router.clients.client import Client
 from router.generation import Generator
 from router.requests.admission import new_request_id

@@ -5,7 +5,7 @@ costs seconds and hundreds of megabytes to decode, all of it on the event loop. 
 separate values costs a few milliseconds. Says nothing of whether a body is JSON.
 """
 
-from router.api.openai.problems import Refusal
+from router.api.dialect.problems import Refusal
 
 # Of texts, objects and lists, keys included. A conversation of 4096 messages with some parts each
 # and hundreds of tools have less; so many take 50 ms to decode.

@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from router.api.dialect import strangers
+from router.api.dialect.harmless import IGNORED, Harmless, asks_nothing
+from router.api.dialect.problems import Refusal
+from router.api.dialect.strangers import Ignored, Shape
+from router.api.dialect.structure import check_structure
 from router.api.http.request import Request
-from router.api.openai import strangers
-from router.api.openai.harmless import IGNORED, Harmless, asks_nothing
-from router.api.openai.problems import Refusal
-from router.api.openai.strangers import Ignored, Shape
-from router.api.openai.structure import check_structure
 
 F = TypeVar("F", bound=msgspec.Struct)
 D = TypeVar("D")

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import msgspec
 
 from common.requests.guide import JSON_OBJECT, Guide
-from router.api.openai.problems import Refusal
-from router.api.openai.strangers import Ignored
+from router.api.dialect.problems import Refusal
+from router.api.dialect.strangers import Ignored
 
 MAX_CHOICES = 1024
 

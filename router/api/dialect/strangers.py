@@ -14,8 +14,8 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import inspect
 
-from router.api.openai.harmless import Harmless, asks_nothing, only
-from router.api.openai.problems import Refusal
+from router.api.dialect.harmless import Harmless, asks_nothing, only
+from router.api.dialect.problems import Refusal
 
 # Types of fields that a record names so that they are quickly read.
 Ignored = Annotated[Any, msgspec.Meta(description="Taken, and changes no answer.")]

@@ -6,9 +6,9 @@ import msgspec
 from msgspec.structs import replace
 
 from common.requests.sampling import SamplingParams
-from router.api.openai.forced import guide_of_calls
-from router.api.openai.messages import Tool, shown
-from router.api.openai.problems import Refusal
+from router.api.dialect.forced import guide_of_calls
+from router.api.dialect.messages import Tool, shown
+from router.api.dialect.problems import Refusal
 from router.parsers.formats import forced
 from router.parsers.listener import Listener
 from router.parsers.source import GrammarParser

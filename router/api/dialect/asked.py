@@ -6,10 +6,10 @@ from typing import Protocol, TypeAlias
 import msgspec
 from aiohttp import web
 
+from router.api.dialect.origin import Origin
+from router.api.dialect.problems import Refusal
 from router.api.http.answers import Headers
 from router.api.http.request import Request
-from router.api.openai.origin import Origin
-from router.api.openai.problems import Refusal
 from router.requests.answer import LastPiece, Piece
 from router.requests.wanted import Wanted
 

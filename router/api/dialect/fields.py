@@ -7,9 +7,9 @@ import msgspec
 from msgspec.structs import replace
 
 from common.requests.sampling import SamplingParams
-from router.api.openai.guides import GuideFields, guide_of
-from router.api.openai.problems import Refusal
-from router.api.openai.strangers import Ignored
+from router.api.dialect.guides import GuideFields, guide_of
+from router.api.dialect.problems import Refusal
+from router.api.dialect.strangers import Ignored
 from router.requests.wanted import UNLIMITED, Prompt, Together, Wanted, any_seed
 from router.text.limits import MAX_CHOICES
 
