@@ -22,7 +22,7 @@ from tests.support.http_client import connected, sse_events
 
 _NUM_QUESTIONS = 24
 _MAX_TOKENS = 12
-_PATIENCE_S = 60.0
+_PATIENCE_S = 150.0
 
 
 @dataclass(slots=True)

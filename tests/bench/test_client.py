@@ -116,7 +116,7 @@ async def test_connections_are_kept_and_replaced_after_a_failure():
 
 async def test_a_server_that_has_gone_is_an_outcome():
     async with stub_openai(lambda _: Script()) as stub, _client(stub.url) as client:
-        gone = OpenAiClient(Server.at("http://127.0.0.1:1"), send="ids", timeout_s=5.0)
+        gone = OpenAiClient(Server.at("http://127.0.0.1:1"), send="ids", timeout_s=60.0)
         outcome = await gone.ask(JOB, time.perf_counter(), 0.0)
         assert outcome.error == "connect"
         with pytest.raises(Unusable, match="Connection refused"):

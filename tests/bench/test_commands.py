@@ -17,8 +17,6 @@ from tests.support.cluster import children_of
 from tests.support.programs import ROOT, runs
 from tests.support.stub_openai import Script, stub_openai
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Bench:
     """One `baton bench ...` in a directory of its own."""
@@ -190,7 +188,6 @@ def tiny(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_compare_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
     work = ("--prompt-tokens=mix:16=1,64=1", "--output-tokens=4", "--long-tokens=64")
     run = await bench("compare", *tiny, *work, "--rate=12", "--duration=1", "--goodput=ttft=60")

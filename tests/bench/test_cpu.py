@@ -142,7 +142,6 @@ def _quick(models, part):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_quick_run_measures_a_colocated_node_that_it_starts_and_ends(tmp_path):
     said = _quick(tmp_path, "context")
     assert {row["load"] for row in said["rows"]} == {"8 streams x 32", "4 streams x 64"}

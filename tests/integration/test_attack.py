@@ -8,7 +8,7 @@ import pytest
 
 from tests.attack.siege import siege
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("seconds", [25.0, pytest.param(120.0, marks=pytest.mark.long)])

@@ -13,11 +13,10 @@ from tests.integration.oracle import oracle
 from tests.support.cluster import RIGS, Cluster, Node, Rig, slowed
 from tests.support.noise_model import write
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 48
 NUM_CLIENTS = 4
-JOIN_S = 60.0
 LONG = 3500  # tokens of an answer that three nodes are restarted under
 
 
@@ -45,7 +44,7 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
         async def has() -> bool:
             return (await node.describe()).counters[counter] > more_than
 
-        await cluster.wait_until(has, f"{node.program.name} counts {counter}", JOIN_S)
+        await cluster.wait_until(has, f"{node.program.name} counts {counter}")
 
     how = ("--policy=round_robin",)
     async with Cluster(model, tmp_path, rig=rig, by_file=True, router_flags=how) as cluster:
@@ -114,7 +113,7 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
                     assert not task.done() or task.result()
                 return all(len(tokens) > n + 2 for tokens, n in zip(told, before, strict=True))
 
-            await cluster.wait_until(more, "all answers go on", JOIN_S)
+            await cluster.wait_until(more, "all answers go on")
 
         async def all_are_usable() -> bool:
             nodes = (await cluster.describe()).nodes
@@ -125,7 +124,7 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
             await cluster.drain(node)
             await all_go_on()
             await cluster.start_again(node)
-            await cluster.wait_until(all_are_usable, "it is back", JOIN_S)
+            await cluster.wait_until(all_are_usable, "it is back")
         await all_go_on()
         for task in answers:
             task.cancel()

@@ -11,7 +11,7 @@ from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, Cluster, Node
 from tests.support.poisoned.sitecustomize import POISON
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 120
 PROMPT = 40  # tokens
@@ -29,7 +29,7 @@ async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
             node.killed = node.child.code is not None
         return sum(node.killed for node in nodes) >= count
 
-    await cluster.wait_until(ended, f"{count} nodes end", 60.0)
+    await cluster.wait_until(ended, f"{count} nodes end")
     assert sum(node.child.code is not None for node in nodes) == count
 
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, slowed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 # Longer than an owner waits for a reader's beats (5 s), shorter than a router for a node's (10 s).
 PAUSE_S = 6.5
@@ -24,7 +24,7 @@ def _prompts(count: int, length: int) -> list[list[int]]:
 
 async def _serves(node: Node) -> bool:
     stub = health_pb2_grpc.HealthStub(node.channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30.0)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=120.0)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -32,7 +32,7 @@ async def _all_begun(cluster: Cluster, begun: list[int]) -> None:
     async def all_have_begun() -> bool:
         return min(begun) >= 5
 
-    await cluster.wait_until(all_have_begun, "every answer has begun", 60.0)
+    await cluster.wait_until(all_have_begun, "every answer has begun")
 
 
 async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_on(
@@ -64,7 +64,7 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
             nodes = (await cluster.describe()).nodes
             return state in [each.state for each in nodes if each.address == stopped.address]
 
-        await cluster.wait_until(lambda: known_as("unhealthy"), "the router knows", 60.0)
+        await cluster.wait_until(lambda: known_as("unhealthy"), "the router knows")
         assert (await stopped.describe()).state == "unhealthy"
         assert not await _serves(stopped) and await _serves(other)
 
@@ -76,13 +76,13 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
             assert reply.token_ids == known.tokens(prompt[::-1], 8)
         # What was there goes on at the other.
         for prompt, task in zip(prompts, old, strict=True):
-            async with asyncio.timeout(60.0):
+            async with asyncio.timeout(120.0):
                 assert await task == known.tokens(prompt, num_tokens)
         assert await cluster.metric("baton_replays_total") == 2
         assert (await stopped.describe()).state == "unhealthy"
 
         cluster.thaw(stopped)
-        await cluster.wait_until(lambda: known_as("ready"), "it is back", 60.0)
+        await cluster.wait_until(lambda: known_as("ready"), "it is back")
         before = (await stopped.describe()).counters["handoffs_held"]
 
         async def used() -> bool:
@@ -90,7 +90,7 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
                 await cluster.generate(prompt, max_tokens=2, ignore_eos=True)
             return (await stopped.describe()).counters["handoffs_held"] > before
 
-        await cluster.wait_until(used, "requests go there again", 60.0)
+        await cluster.wait_until(used, "requests go there again")
         assert await _serves(stopped)
 
 
@@ -104,10 +104,10 @@ async def test_a_prefill_node_whose_engine_is_stopped_says_that_it_is_unhealthy(
         async def serves(wanted: bool) -> bool:
             return await _serves(prefill) is wanted
 
-        await cluster.wait_until(lambda: serves(False), "its health says so", 60.0)
+        await cluster.wait_until(lambda: serves(False), "its health says so")
         assert (await prefill.describe()).state == "unhealthy"
         cluster.thaw(prefill)
-        await cluster.wait_until(lambda: serves(True), "it is well again", 60.0)
+        await cluster.wait_until(lambda: serves(True), "it is well again")
 
 
 async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
@@ -122,6 +122,9 @@ async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
     # seconds, as the prefill nodes have 90 chunks each.
     how: dict[str, Any] = {
         "node_flags": ("--engine.cache.num-pages=256", "--engine.scheduler.chunk-tokens=64"),
+        # However long it takes on a busy machine to go on, and to pair again.
+        "router_flags": ("--silent-s=600", "--dead-s=600"),
+        "decode_flags": ("--pair-again-s=120",),
         "environment": slowed(0.05),
     }
     async with make(num_prefill=2, **how) as cluster:
@@ -138,7 +141,7 @@ async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
             waiting = queues["prealloc"] + queues["transfer"]
             return bool(described.counters["handoffs_held"] and waiting >= 8)
 
-        await cluster.wait_until(under_way, "some are answered, many are not", 60.0)
+        await cluster.wait_until(under_way, "some are answered, many are not")
         cluster.freeze(decode)
         await asyncio.sleep(PAUSE_S)  # this is what happens, not a wait for something
         cluster.thaw(decode)

@@ -89,7 +89,7 @@ async def _until_told(cluster: Cluster, collector: Collector, num_services: int)
         told = [span for span in collector.spans if "baton.request_id" in span.attributes]
         return len(told) >= num_services
 
-    await cluster.wait_until(all_are_there, "the collector has all spans", 60.0)
+    await cluster.wait_until(all_are_there, "the collector has all spans")
 
 
 def _inside(collector: Collector, span: Span) -> dict[str, Span]:

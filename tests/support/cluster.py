@@ -57,9 +57,10 @@ from tests.support.certificates import flags as tls_flags
 from tests.support.http_client import get
 from tests.support.programs import ROOT, runs
 
-START_S = 120.0
-STOP_S = 60.0
-RPC_S = 60.0
+START_S = 180.0
+STOP_S = 120.0
+RPC_S = 120.0
+WAIT_S = 120.0  # for whatever a test waits for
 POLL_S = 0.02
 NUM_PAGES = 512
 # Below the range that the system takes ports of outgoing connections from; of each worker of
@@ -315,7 +316,7 @@ class Cluster:
         await self.kill(prefill)
         await self.wait_until(alone, "the dead node is off the decode node's books")
         await self.start_again(prefill)
-        await self.wait_until(paired, "the decode node has paired again", 60.0)
+        await self.wait_until(paired, "the decode node has paired again")
 
     async def kill_router(self) -> None:
         self._router.send(signal.SIGKILL)
@@ -385,7 +386,7 @@ class Cluster:
         return float(value)
 
     async def wait_until(
-        self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 60.0
+        self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = WAIT_S
     ) -> None:
         """Looks again and again until `condition` holds. It fails with `what` at the deadline."""
         end = time.monotonic() + deadline_s
@@ -393,7 +394,7 @@ class Cluster:
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             await asyncio.sleep(POLL_S)
 
-    async def until_nothing_is_held(self, deadline_s: float = 60.0) -> None:
+    async def until_nothing_is_held(self, deadline_s: float = WAIT_S) -> None:
         """Waits until every page of every live node is free or cached, and no request is queued."""
         for node in self.live_nodes:
 
