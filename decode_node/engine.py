@@ -8,6 +8,7 @@ from common.engine.build import build
 from common.engine.drive import drive, introduce
 from common.engine.loop.clock import StepClock
 from common.engine.memory.cache_events import CacheEvents
+from common.errors import ConfigError
 from common.node.desk import Desk
 from common.node.engine_process import EngineStart, run_engine
 from common.node.ipc import FrameSocket
@@ -29,6 +30,10 @@ TRANSFER_END_S = 3.0
 def body(start: EngineStart[DecodeConfig]) -> None:
     config, channel = start.config, start.channel
     engine = build(config.engine)
+    if not engine.model.spec.generates:
+        raise ConfigError(
+            f"{config.engine.model}: it has no head for tokens; prefill nodes serve what it can do"
+        )
     steps = config.engine.scheduler
     clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
     kv = engine.pool

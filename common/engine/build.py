@@ -148,6 +148,8 @@ def build(config: EngineConfig) -> Engine:
             vocabulary_size=model.spec.vocabulary_size,
             tables=shape.layout.tables,
             num_pages=shape.num_pages,
+            generates=model.spec.generates,
+            num_labels=model.spec.num_labels,
         ),
         fingerprint={
             **fingerprint(directory, config.model_backend),

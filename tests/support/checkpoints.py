@@ -92,6 +92,7 @@ def make_checkpoint(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
+    made_by: type = AutoModelForCausalLM,
     **overrides: object,
 ) -> Path:
     """Writes config, weights, generation config and tokenizer; returns `directory`.
@@ -102,6 +103,7 @@ def make_checkpoint(
 
     Args:
         dtype: of the weights as they are stored; they are drawn in float32.
+        made_by: one of transformers' auto classes: with which head.
         overrides: fields of the architecture's configuration.
     """
     sizes = dict(_SIZES)
@@ -125,7 +127,7 @@ def make_checkpoint(
         sizes |= {"num_hidden_layers": 4, "layer_types": GEMMA_3_LAYERS}
     config = _CONFIGS[architecture](**{**sizes, **overrides})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = made_by.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and not name.endswith("_bias"):

@@ -14,6 +14,7 @@ from common.engine.features.bias import Bias
 from common.engine.features.grammar import Grammar
 from common.engine.features.logprobs import SampledLogprobs
 from common.engine.features.penalties import Penalties
+from common.engine.features.pooling import Heads, PooledPrompts, PoolingWork
 from common.engine.features.prompt_logprobs import PromptLogprobs, PromptWork
 from common.engine.features.sampling import Sampling
 from common.engine.features.seam import Part, RowFeature, Work
@@ -23,9 +24,9 @@ from common.engine.rows.table import RequestTable
 from kernels.sampling import SamplingColumns, sample
 
 _COLUMNS = tuple(f.name for f in fields(SamplingColumns))
-# Bits of a slot: its token is drawn; one of its features waits; its prompt is asked about; then one
-# for each feature.
-_SAMPLED, _WAITING, _PROMPT, _FIRST = 1, 2, 4, 8
+# Bits of a slot: its token is drawn; one of its features waits; its prompt is asked about; it wants
+# no token; then one for each feature.
+_SAMPLED, _WAITING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,16 +38,25 @@ class StepWork:
         works: in the order in which they take the logits.
         late: features that must know more tokens first, see `build_late`; 0: none.
         prompt: what is asked about tokens that are not sampled after.
+        pooling: of rows that want no token.
     """
 
     columns: SamplingColumns | None = None
     works: tuple[Work, ...] = ()
     late: int = 0
     prompt: PromptWork | None = None
+    pooling: PoolingWork | None = None
+
+    @property
+    def places(self) -> list[Tensor]:
+        """Tokens whose hidden states are wanted besides the rows' last ones; prompt's first."""
+        return [work.places for work in (self.prompt, self.pooling) if work is not None]
 
     def tensors(self) -> list[Tensor]:
         """In host memory, contiguous."""
         tensors: list[Tensor] = [] if self.prompt is None else [self.prompt.targets]
+        if self.pooling is not None:
+            tensors += self.pooling.tensors()
         if self.columns is not None:
             tensors += [getattr(self.columns, name) for name in _COLUMNS]
         for work in self.works:
@@ -62,6 +72,8 @@ class StepWork:
             sent: `tensors()`, on the device.
         """
         columns, taken = None, 0 if self.prompt is None else 1
+        if self.pooling is not None:
+            taken += len(self.pooling.tensors())
         if self.columns is not None:
             columns = SamplingColumns(*sent[taken : taken + len(_COLUMNS)])
             taken += len(_COLUMNS)
@@ -97,6 +109,7 @@ class RowFeatures:
         self._table = table
         self._sampling = sampling
         self._prompts = PromptLogprobs(table)
+        self._pooled = PooledPrompts(table)
         self._features = tuple(
             (np.uint32(_FIRST << place), feature) for place, feature in enumerate(features)
         )
@@ -116,7 +129,10 @@ class RowFeatures:
         wanted = self._of_those_that_sample(batch, wanted)
         late = self._unknown(batch, wanted) if anybody & _WAITING else 0
         prompt = self._prompts.build(batch) if anybody & _PROMPT else None
-        return StepWork(columns, self._works(batch, wanted, ~late), late, prompt)
+        pooling = None
+        if anybody & _POOLED:
+            pooling = self._pooled.build(batch, 0 if prompt is None else len(prompt.places))
+        return StepWork(columns, self._works(batch, wanted, ~late), late, prompt, pooling)
 
     def build_late(self, batch: ScheduleBatch, late: int) -> tuple[Work, ...]:
         """The rest of a step, whose rows' tokens are all known now.
@@ -127,10 +143,18 @@ class RowFeatures:
         wanted = self._of_those_that_sample(batch, self._wanted[batch.slots])
         return self._works(batch, wanted, late)
 
-    def rehearsals(self, num_rows: int, num_tokens: int) -> Sequence[StepWork]:
+    def rehearsals(self, num_rows: int, num_tokens: int, heads: Heads) -> Sequence[StepWork]:
         """Of a step of so many rows, with a prompt of so many tokens (0: without one), and nobody's
         tokens: all that `build` may give launches no kernel that one of these has not launched, and
-        needs no more memory."""
+        needs no more memory.
+
+        Args:
+            heads: those that the model has.
+        """
+        pooling = self._pooled.rehearsal(num_rows, num_tokens, heads)
+        pooled = [StepWork(pooling=pooling)] if num_tokens else []
+        if not heads.generates:
+            return pooled
         columns = self._sampling.rehearsal(num_rows)
         works = tuple(feature.rehearsal(num_rows) for _, feature in self._features)
         prompt = self._prompts.rehearsal(num_tokens) if num_tokens else None
@@ -139,6 +163,7 @@ class RowFeatures:
             StepWork(columns),
             StepWork(None, works),
             _NOTHING,
+            *pooled,
         ]
 
     def _works(
@@ -173,6 +198,8 @@ class RowFeatures:
             waits |= int(bit) if part is Part.WAITS else 0
         if self._prompts.acquire(slot, request):
             wanted |= _PROMPT
+        if self._pooled.acquire(slot, request):
+            wanted = _POOLED
         self._wanted[slot] = wanted | (_WAITING if waits else 0)
         self._waits[slot] = waits
 

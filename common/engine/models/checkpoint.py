@@ -5,7 +5,7 @@ Knows names, shapes and bytes; not what they mean.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,17 @@ class Checkpoint:
         with safetensors.safe_open(self.tensors[name].path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
+
+
+def stored_names(directory: Path) -> Collection[str]:
+    """Of the tensors of a checkpoint; none where its weights are not there.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    if not any((directory / name).exists() for name in (_INDEX, _SINGLE)):
+        return ()
+    return Checkpoint(directory).tensors
 
 
 def _files(directory: Path) -> list[Path]:

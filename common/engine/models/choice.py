@@ -30,7 +30,13 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of one that generates."""
+        ...
+
+    def labels(self, hidden: Tensor) -> Tensor:
+        """Of one that has labels, [n, num_labels]."""
+        ...
 
 
 class Servable(Protocol):

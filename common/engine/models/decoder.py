@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from common.engine.memory.kv import KVPool
 from common.engine.models.blocks.layer import Layer, LayerSpec
@@ -26,6 +27,8 @@ class DecoderSpec:
     stored: how the checkpoint stores matrices, those that it does not store as they are.
     embedding_scale: multiplies embeddings, rounded to the dtype that is computed in.
     logit_soft_cap: logits are cap * tanh(logit / cap); None: as they are.
+    prefix: of the names of the decoder's own tensors; checkpoints of decoders without any head have
+        none.
     """
 
     model: ModelSpec
@@ -35,24 +38,36 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
     stored: Scheme = PLAIN
+    prefix: str = "model."
 
     def build(self, source: Source) -> "Decoder":
         """The decoder with weights from `source`."""
         rows, hidden = self.model.vocabulary_size, self.model.hidden_size
         site = Site(source, hidden)
         # The largest first: nothing else is there yet while they are there twice.
-        embedding = source.tensor("model.embed_tokens.weight", (rows, hidden))
-        tied = self.tied_embeddings
+        embedding = source.tensor(f"{self.prefix}embed_tokens.weight", (rows, hidden))
         return Decoder(
             spec=self,
             embedding=embedding,
-            head=source.tied(embedding) if tied else source.linear({"lm_head": rows}, hidden),
+            head=self._head(source, embedding),
+            classes=self._classes(source),
             layers=tuple(
-                layer.build(site.within(f"model.layers.{number}."))
+                layer.build(site.within(f"{self.prefix}layers.{number}."))
                 for number, layer in enumerate(self.layers)
             ),
-            norm=self.norm.build(source, "model.norm", hidden),
+            norm=self.norm.build(source, f"{self.prefix}norm", hidden),
         )
+
+    def _head(self, source: Source, embedding: Tensor) -> Linear | None:
+        if not self.model.generates:
+            return None
+        if self.tied_embeddings:
+            return source.tied(embedding)
+        return source.linear({"lm_head": self.model.vocabulary_size}, self.model.hidden_size)
+
+    def _classes(self, source: Source) -> Tensor | None:
+        labels = self.model.num_labels
+        return source.tensor("score.weight", (labels, self.model.hidden_size)) if labels else None
 
 
 class Decoder:
@@ -60,14 +75,16 @@ class Decoder:
 
     Args:
         embedding: [vocabulary, hidden].
-        head: hidden -> vocabulary.
+        head: hidden -> vocabulary; None: it generates nothing.
+        classes: [labels, hidden]; None: it has none.
     """
 
     def __init__(
         self,
         spec: DecoderSpec,
         embedding: Tensor,
-        head: Linear,
+        head: Linear | None,
+        classes: Tensor | None,
         layers: tuple[Layer, ...],
         norm: RmsNorm,
     ) -> None:
@@ -76,6 +93,7 @@ class Decoder:
         self.dtype = embedding.dtype
         self.embedding = embedding
         self.head = head
+        self.classes = classes
         self.layers = layers
         self.norm = norm
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
@@ -105,9 +123,15 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] in the model's dtype, or in float32 where they are soft-capped."""
+        assert self.head is not None
         logits = self.head.apply(hidden)
         cap = self._logit_soft_cap
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
+
+    def labels(self, hidden: Tensor) -> Tensor:
+        """[n, num_labels] in the model's dtype."""
+        assert self.classes is not None
+        return F.linear(hidden, self.classes)
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

@@ -97,6 +97,10 @@ class Fields:
         return value
 
     @property
+    def size(self) -> int:
+        return len(self._values)
+
+    @property
     def is_empty(self) -> bool:
         return not self._values
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from common.config import Quantize
-from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.checkpoint import Checkpoint, stored_names
 from common.engine.models.decoder import Decoder
 from common.engine.models.families import read_decoder
+from common.engine.models.heads import as_stored
 from common.engine.models.spec import ModelSpec
 from common.engine.models.weights import load_weights, stored_tensors, weight_bytes
 
@@ -27,7 +28,7 @@ class NativeCheckpoint:
             ConfigError: what is wrong with the configuration, or not supported.
         """
         self._directory = directory
-        self._decoder = read_decoder(directory)
+        self._decoder = as_stored(read_decoder(directory), stored_names(directory))
 
     @property
     def spec(self) -> ModelSpec:
@@ -44,4 +45,5 @@ class NativeCheckpoint:
 
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())
-        return hashlib.sha256(repr(replace(self._decoder, model=model)).encode()).hexdigest()
+        decoder = replace(self._decoder, model=model, prefix="")
+        return hashlib.sha256(repr(decoder).encode()).hexdigest()

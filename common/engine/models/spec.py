@@ -17,6 +17,7 @@ class ModelSpec:
     layers: what each layer keeps of a request: pool, layout and hand-off derive from it.
     products_per_token: multiplications of a token with weights, without the head's.
     stored: how the checkpoint stores matrices, for people; int8_stored: they are int8 by channel.
+    generates: it has a head for tokens; num_labels: of its head for classes, 0: it has none.
     """
 
     architecture: str
@@ -29,3 +30,5 @@ class ModelSpec:
     products_per_token: int
     stored: str = NOT_QUANTISED
     int8_stored: bool = False
+    generates: bool = True
+    num_labels: int = 0

@@ -1,6 +1,7 @@
 """What crosses between the scheduler and the runner: one decision, one launch, one result."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -79,12 +80,14 @@ class BatchResult:
     is to be trusted.
 
     logprobs: of the tokens, for the rows that ask for them; prompt_logprobs: of the prompt's tokens
-    that follow those which the step has computed.
+    that follow those which the step has computed. pooled: by row, what the step adds to the vectors
+    of those that want no token.
     """
 
     tokens: Ints
     logprobs: RowLogprobs | None = None
     prompt_logprobs: RowLogprobs | None = None
+    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 NOT_SAMPLED = -1

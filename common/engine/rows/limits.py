@@ -5,21 +5,26 @@ from dataclasses import dataclass
 from common.engine.rows.request import Ints
 from common.errors import InvalidRequest
 from common.page_tables import PageTables
+from common.requests.pooling import Pool, Pooling
 from common.requests.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """context_length counts prompt and output; num_pages is the whole pool."""
+    """context_length counts prompt and output; num_pages is the whole pool. The others: heads."""
 
     context_length: int
     vocabulary_size: int
     tables: PageTables
     num_pages: int
+    generates: bool = True
+    num_labels: int = 0
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises InvalidRequest, with a sentence that names the field, for a token that there is
-        not among those that are written to the logits."""
+        not among those that are written to the logits; or where there are no logits."""
+        if not self.generates:
+            raise InvalidRequest("model: it has no head for tokens, and generates nothing")
         named = {
             "logit_bias": [token for token, _ in sampling.logit_bias],
             "allowed_token_ids": sampling.allowed_token_ids,
@@ -31,6 +36,19 @@ class RequestLimits:
                 raise InvalidRequest(
                     f"sampling.{field} has a token outside the vocabulary of {self.vocabulary_size}"
                 )
+
+    def check_pooling(self, pooling: Pooling) -> None:
+        """Raises InvalidRequest for what the model has no head for, or a token that it has not."""
+        if pooling.pool is Pool.LABELS and not self.num_labels:
+            raise InvalidRequest("model: it has no head for classes")
+        if pooling.pool is Pool.TOKENS and not self.generates:
+            raise InvalidRequest("model: it has no head for tokens")
+        if pooling.tokens and not 0 <= min(pooling.tokens) <= max(pooling.tokens) < (
+            self.vocabulary_size
+        ):
+            raise InvalidRequest(
+                f"label_token_ids has a token outside the vocabulary of {self.vocabulary_size}"
+            )
 
     def check(self, token_ids: Ints) -> None:
         """Raises InvalidRequest, with a sentence that names the field, where the tokens (prompt,

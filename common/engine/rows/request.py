@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
+from common.requests.pooling import Pooling
 from common.requests.sampling import SamplingParams
 from common.requests.trial import TRIAL_TOKENS
 
@@ -73,6 +74,7 @@ class Request:
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
+    pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
@@ -80,6 +82,7 @@ class Request:
     slot: int | None = field(default=None)
     compiled: Any = None  # what its guide has become, before it waits for anything else
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # as far as it is computed
+    pooled: NDArray[np.float32] | None = None  # its vector, as far as it is computed
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step
     admitted: float = 0.0  # time.monotonic() when its first forward was chosen
     away: list[float] = field(default_factory=list)  # when it left the device, came back, left ...
@@ -103,6 +106,13 @@ class Request:
     def suspect(self) -> bool:
         """Whether it is to be computed alone. Of one with a slot, only Quarantine knows."""
         return len(self.token_ids) < self.alone_until
+
+    @property
+    def computed_whole(self) -> bool:
+        """Whether something is wanted of tokens whose KV a cache may have."""
+        if self.pooling is not None:
+            return self.pooling.of_all
+        return self.sampling.prompt_logprobs >= 0
 
     @property
     def turn(self) -> float:

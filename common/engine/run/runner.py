@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.features.composition import RowFeatures, StepWork
+from common.engine.features.pooling import Pooled, nothing_sampled, of_rows
 from common.engine.memory.kv import HostPool, KVPool, swap_in, swap_out
 from common.engine.models import Model
 from common.engine.rows.batch import (
@@ -37,11 +38,13 @@ class _Output:
     """Written by the forward stream, read once its event is done. In host memory.
 
     told, prompt: columns of RowLogprobs, of the tokens and of prompts.
+    pooled: of the rows that want no token.
     """
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     told: Mapping[str, Tensor] = field(default_factory=dict)
     prompt: Mapping[str, Tensor] = field(default_factory=dict)
+    pooled: Pooled = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +90,8 @@ class LaunchedStep:
         tokens, samples = self._output.tokens.numpy(), self._batch.samples
         if np.count_nonzero(samples) != len(samples):
             tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
-        return BatchResult(tokens, _columns(self._output.told), _columns(self._output.prompt))
+        told, prompt = _columns(self._output.told), _columns(self._output.prompt)
+        return BatchResult(tokens, told, prompt, of_rows(self._output.pooled))
 
 
 def _columns(told: Mapping[str, Tensor]) -> RowLogprobs | None:
@@ -123,7 +127,7 @@ class ModelRunner:
         self._features = features
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
-            beside = features.rehearsals(table.num_slots, 0)[0].tensors()
+            beside = features.rehearsals(table.num_slots, 0, model.spec)[0].tensors()
             self._graphs = made_on(
                 stream,
                 lambda: DecodeGraphs(
@@ -163,7 +167,7 @@ class ModelRunner:
 
         def work() -> None:
             for inputs, num_asked in asked:
-                for each in self._features.rehearsals(num_slots, num_asked):
+                for each in self._features.rehearsals(num_slots, num_asked, self._model.spec):
                     self._run(inputs, each, _Output())
 
         self._enqueue(work).wait()
@@ -224,19 +228,27 @@ class ModelRunner:
     def _choose(self, forward: _Forward, asked: StepWork, output: _Output) -> None:
         uploaded, sent, to_logits = forward.uploaded, forward.sent, self._model.logits
         num_rows = len(uploaded.slots)
-        tokens, told = asked.choose(to_logits(forward.hidden[:num_rows]), sent)
-        self._future.store(uploaded.slots, tokens)
-        output.tokens = _to_host(tokens)
-        output.told = {name: _to_host(tensor) for name, tensor in told.items()}
+        last = forward.hidden[:num_rows]
+        if asked.pooling is not None and asked.pooling.only:
+            output.tokens = _to_host(nothing_sampled(last))
+        else:
+            tokens, told = asked.choose(to_logits(last), sent)
+            self._future.store(uploaded.slots, tokens)
+            output.tokens = _to_host(tokens)
+            output.told = {name: _to_host(tensor) for name, tensor in told.items()}
         if asked.prompt is not None:
-            told = asked.prompt.run(to_logits, forward.hidden[num_rows:], sent[0])
+            of_prompt = forward.hidden[num_rows:][: len(asked.prompt.places)]
+            told, sent = asked.prompt.run(to_logits, of_prompt, sent[0]), sent[1:]
             output.prompt = {name: _to_host(tensor) for name, tensor in told.items()}
+        if asked.pooling is not None:
+            parts = asked.pooling.run(self._model, forward.hidden, sent)
+            output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
     def _forward(self, inputs: ForwardBatch, asked: StepWork) -> _Forward:
         """Runs it, over what goes to the device beside it."""
         beside = asked.tensors()
-        if asked.prompt is not None:
-            inputs = inputs.wanting(asked.prompt.places)
+        if asked.places:
+            inputs = inputs.wanting(torch.cat(asked.places))
         elif self._graphs is not None and (size := self._graphs.size_for(inputs)):
             return _Forward(*self._graphs.run(inputs, size, beside))
         uploaded, sent = inputs.to(self._model.device, beside=beside)

@@ -38,6 +38,11 @@ class ExtendRow:
     end: int
     last: bool
 
+    @property
+    def samples(self) -> bool:
+        """Whether a token follows."""
+        return self.last and self.request.pooling is None
+
 
 @dataclass(frozen=True, slots=True)
 class _Full:
@@ -229,7 +234,7 @@ class Admission:
                     break
                 continue
             wanted, namespace = request.token_ids[:-1], request.namespace
-            if request.sampling.prompt_logprobs >= 0:
+            if request.computed_whole:
                 wanted = wanted[:0]  # each of its tokens is computed
             match = self._cache.match(wanted, namespace)
             if self._cache.enabled and self.under_way.worth_waiting(

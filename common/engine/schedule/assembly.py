@@ -79,7 +79,7 @@ class StepAssembler:
             slots.astype(np.int32),
             np.concatenate([np.array([row.start for row in extends], np.int32), starts]),
             np.concatenate([np.array([row.end for row in extends], np.int32), ends]),
-            np.concatenate([np.array([row.last for row in extends]), self._all[: len(decodes)]]),
+            np.concatenate([np.array([row.samples for row in extends]), self._all[: len(decodes)]]),
             swaps.swap_out,
             swaps.swap_in,
         )

@@ -13,7 +13,8 @@ from common.requests.logprobs import Logprobs
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkDone:
     """KV of token indices [start, end) is final, in the request's own pages unless it has been
-    retracted since. With the last chunk comes the token sampled after it.
+    retracted since. With the last chunk comes the token sampled after it, or the vector that is
+    wanted instead.
 
     logprobs: of that token, prompt_logprobs: of those of the prompt but the first one; where they
     are asked for.
@@ -25,6 +26,7 @@ class ChunkDone:
     first_token: int | None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    pooled: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from common.engine.rows.batch import (
     RowLogprobs,
     ScheduleBatch,
 )
+from common.engine.rows.request import Finish, FinishReason
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import Admission, ExtendRow
 from common.engine.schedule.assembly import Step
@@ -103,7 +104,7 @@ class StepResults:
                 continue  # it ended with an earlier step
             self._admission.computed(row)
             if token == NOT_FINITE:  # its pages are not to be trusted, by nobody
-                if not row.last:
+                if not row.samples:
                     finish = self._rule.decide(request, token, at_limit=False)
                     assert finish is not None
                     finished.append(Finished(request, finish))
@@ -116,7 +117,10 @@ class StepResults:
                     self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
             if request.to_finish is None:
                 chunks.append(_chunk(row, place, token, result))
-            elif not row.last:
+                if row.last and not row.samples:
+                    finished.append(Finished(request, Finish(FinishReason.STOP)))
+                    self._residents.end(request)
+            elif not row.samples:
                 finished.append(Finished(request, request.to_finish))
                 self._residents.end(request)
 
@@ -176,8 +180,12 @@ def _chunk(row: ExtendRow, place: int, token: int, result: BatchResult) -> Chunk
         request.prompt_logprobs.clear()
     if prompt is not None and request.sampling.prompt_logprobs >= 0:
         request.prompt_logprobs.append(prompt.of(place, request.sampling.prompt_logprobs))
-    if not row.last:
-        return ChunkDone(request, row.start, row.end, None)
+    if place in result.pooled:
+        part = result.pooled[place]
+        request.pooled = part if request.pooled is None else request.pooled + part
+    if not row.samples:
+        vector = request.pooled if row.last else None
+        return ChunkDone(request, row.start, row.end, None, pooled=vector)
     own = result.logprobs if request.sampling.logprobs >= 0 else None
     return ChunkDone(
         request,

@@ -295,7 +295,7 @@ class Scheduler:
         self._table.length[decodes] += _ONE
         for row in extends:
             self._residents.take(row.slot, row.request)
-            if row.last:
+            if row.samples:
                 self._table.length[row.slot] += 1
                 self._residents.run(row.slot, row.request)
         self._launched.append(step)

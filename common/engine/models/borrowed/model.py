@@ -68,6 +68,9 @@ class BorrowedModel:
         logits: Tensor = output.logits
         return logits[0]
 
+    def labels(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError  # its spec has none
+
 
 class _States(BaseModelOutputWithPast):  # type: ignore[misc]
     """What a decoder gives; all but its states is nothing, whatever it is called."""

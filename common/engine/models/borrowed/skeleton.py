@@ -18,6 +18,7 @@ from common.engine.memory.states import PagedKV
 from common.engine.models.borrowed.probe import Attending, probe
 from common.engine.models.borrowed.refused import Refused
 from common.engine.models.fields import Fields
+from common.engine.models.heads import CLASSIFIER
 from common.errors import ConfigError
 
 # Of one or the other name is how many tokens a class was made for.
@@ -145,6 +146,8 @@ def _name(config: PreTrainedConfig) -> str:
 
 
 def _refuse_early(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    if any(name.endswith(CLASSIFIER) for name in config.architectures or ()):
+        raise Refused("it is a classifier, and only native families have their head for classes")
     if config.is_encoder_decoder:
         raise Refused("it is an encoder and a decoder")
     if type(config) not in AutoModelForCausalLM._model_mapping:

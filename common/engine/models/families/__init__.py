@@ -20,6 +20,7 @@ from common.engine.models.families.qwen2_moe import qwen2_moe
 from common.engine.models.families.qwen3 import qwen3
 from common.engine.models.families.qwen3_moe import qwen3_moe
 from common.engine.models.fields import Fields, eos_token_ids
+from common.engine.models.heads import with_heads
 from common.errors import ConfigError
 
 # By model_type. Takes the ids that end a text as its second argument.
@@ -52,4 +53,4 @@ def read_decoder(directory: Path) -> DecoderSpec:
             f"{directory}: model_type {config.text('model_type')!r} is not supported; "
             f"{', '.join(FAMILIES)} are"
         )
-    return family(config, eos_token_ids(directory, config))
+    return with_heads(family(config, eos_token_ids(directory, config)), config)

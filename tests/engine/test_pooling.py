@@ -1,0 +1,237 @@
+"""Prompts of which no token is wanted, through scheduler, runner and cache, against the states and
+heads of transformers."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from common.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.engine.build import Engine, build
+from common.engine.loop.loop import EventLoop
+from common.engine.models import load
+from common.engine.rows.request import FinishReason, Request
+from common.errors import ConfigError, InvalidRequest
+from common.requests.pooling import Pool, Pooling
+from common.requests.sampling import SamplingParams
+from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+
+CHUNK = 32
+LAST, MEAN = Pooling(Pool.LAST), Pooling(Pool.MEAN)
+
+
+class Pools:
+    """A role that has nothing but a scheduler. `run` turns the loop until all have ended."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, *, overlap: bool = True) -> None:
+        self.engine = engine
+        self.scheduler = engine.scheduler(config, lambda request, holding: None)
+        self.loop = EventLoop(self, engine.runner, overlap=overlap)
+        self.pooled: dict[int, np.ndarray] = {}
+        self.tokens: dict[int, int] = {}
+        self.ended: dict[int, FinishReason] = {}
+        self.added = 0
+
+    def poll(self) -> None:
+        pass
+
+    def next_batch(self):
+        return self.scheduler.next_batch()
+
+    def finish(self, batch, result) -> None:
+        outcome = self.scheduler.finish(batch, result)
+        for chunk in outcome.chunks:
+            if chunk.pooled is not None:
+                self.pooled[chunk.request.key] = chunk.pooled
+            if chunk.first_token is not None:
+                self.tokens[chunk.request.key] = chunk.first_token
+        for finished in outcome.finished:
+            self.ended[finished.request.key] = finished.finish.reason
+
+    def idle(self) -> None:
+        pass
+
+    def add(self, token_ids, pooling: Pooling | None, **sampling: object) -> Request:
+        self.added += 1
+        request = Request(
+            key=self.added,
+            origin=(0, 0),
+            request_id="",
+            token_ids=np.array(token_ids, np.int32),
+            num_prompt=len(token_ids),
+            sampling=SamplingParams(max_tokens=1, seed=0, temperature=0.0, **sampling),
+            deadline=1e18,
+            arrived=float(self.added),
+            pooling=pooling,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def run(self) -> None:
+        in_flight = None
+        while self.scheduler.has_work or in_flight is not None:
+            in_flight = self.loop.step(in_flight)
+        self.scheduler.check_idle()
+
+
+@pytest.fixture
+def pools():
+    made: list[Engine] = []
+
+    def make(directory, *, overlap=True, backend="auto", **cache: object) -> Pools:
+        config = EngineConfig(
+            model=str(directory),
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            cpu_kernels="off",
+            model_backend=backend,
+            cache=CacheConfig(num_pages=128, **cache),
+            scheduler=SchedulerConfig(chunk_tokens=CHUNK, max_running=8),
+        )
+        made.append(build(config))
+        return Pools(made[-1], config, overlap=overlap)
+
+    yield make
+    for engine in made:
+        engine.guides.close()
+        engine.stream.close()
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("generator"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return make_checkpoint(
+        tmp_path_factory.mktemp("classifier"),
+        "llama",
+        made_by=AutoModelForSequenceClassification,
+        num_labels=3,
+        pad_token_id=0,
+    )
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    random = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 256, (n,), generator=random).tolist() for n in lengths]
+
+
+def states(directory, tokens) -> torch.Tensor:
+    """[tokens, hidden], after the decoder's own last norm."""
+    model = AutoModel.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).last_hidden_state[0]
+
+
+def close(found, expected) -> None:
+    torch.testing.assert_close(torch.from_numpy(np.array(found)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_every_way_of_pooling_gives_what_transformers_states_give(
+    pools, generator, overlap, prefix_cache
+):
+    rig = pools(generator, overlap=overlap, prefix_cache=prefix_cache)
+    texts = prompts(1, 16, 33, 100)
+    wanted = [rig.add(text, Pooling(pool)) for text in texts for pool in (1, 2, 3)]
+    told = rig.add(texts[3], Pooling(Pool.TOKENS, (7, 300, 0)))
+    rig.run()
+    for number, text in enumerate(texts):
+        expected = states(generator, text)
+        last, mean, first = (rig.pooled[each.key] for each in wanted[3 * number : 3 * number + 3])
+        close(last, expected[-1])
+        close(mean / len(text), expected.mean(dim=0))
+        close(first, expected[0])
+    model = AutoModelForCausalLM.from_pretrained(generator, dtype=torch.float32)
+    with torch.no_grad():
+        likely = model(torch.tensor([texts[3]])).logits[0, -1].log_softmax(dim=-1)
+    close(rig.pooled[told.key], likely[[7, 300, 0]])
+    assert set(rig.ended.values()) == {FinishReason.STOP}
+
+
+def test_prompts_that_are_pooled_and_prompts_that_generate_share_their_steps(pools, generator):
+    alone, mixed = pools(generator), pools(generator)
+    asked = {"logprobs": 1, "prompt_logprobs": 1}
+    texts = prompts(5, 40, 7, 90)
+    for number, text in enumerate(texts):  # some want to know more of the same step
+        mixed.add(text, [None, LAST, None, MEAN][number], **({} if number % 2 else asked))
+        alone.add(text, None)
+    mixed.run()
+    alone.run()
+    assert set(mixed.tokens) == {1, 3}
+    assert all(mixed.tokens[key] == alone.tokens[key] for key in (1, 3))
+    close(mixed.pooled[2], states(generator, texts[1])[-1])
+    close(mixed.pooled[4] / 90, states(generator, texts[3]).mean(dim=0))
+
+
+def test_what_ends_with_its_last_token_is_found_in_the_cache_and_what_needs_all_is_computed(
+    pools, generator
+):
+    rig = pools(generator)
+    (text,) = prompts(70)
+    first = rig.add(text, LAST)
+    rig.run()
+    again, whole = rig.add(text, LAST), rig.add(text, MEAN)
+    rig.run()
+    assert (first.cached_tokens, again.cached_tokens, whole.cached_tokens) == (0, 64, 0)
+    close(rig.pooled[again.key], torch.from_numpy(np.array(rig.pooled[first.key])))
+    close(rig.pooled[whole.key] / len(text), states(generator, text).mean(dim=0))
+
+
+def test_a_head_for_classes_says_what_transformers_says(pools, classifier):
+    rig = pools(classifier)
+    texts = prompts(3, 50)
+    wanted = [rig.add(text, Pooling(Pool.LABELS)) for text in texts]
+    embedded = rig.add(texts[1], LAST)
+    rig.run()
+    model = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
+    for request, text in zip(wanted, texts, strict=True):
+        with torch.no_grad():
+            close(rig.pooled[request.key], model(torch.tensor([text])).logits[0])
+    close(rig.pooled[embedded.key], states(classifier, texts[1])[-1])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_decoder_that_was_saved_alone_is_pooled(pools, tmp_path, tied):
+    make_checkpoint(tmp_path, "qwen3", made_by=AutoModel, tie_word_embeddings=tied)
+    rig = pools(tmp_path)
+    assert rig.engine.model.spec.generates is tied
+    (text,) = prompts(20)
+    request = rig.add(text, LAST)
+    rig.run()
+    close(rig.pooled[request.key], states(tmp_path, text)[-1])
+
+
+def test_a_model_of_transformers_is_pooled(pools, tmp_path):
+    make_checkpoint(tmp_path, "qwen3")
+    rig = pools(tmp_path, backend="transformers")
+    (text,) = prompts(40)
+    request = rig.add(text, MEAN)
+    rig.run()
+    close(rig.pooled[request.key] / len(text), states(tmp_path, text).mean(dim=0))
+
+
+def test_what_a_model_has_no_head_for_is_refused(pools, generator, classifier):
+    limits = pools(generator).engine.limits
+    with pytest.raises(InvalidRequest, match="no head for classes"):
+        limits.check_pooling(Pooling(Pool.LABELS))
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        limits.check_pooling(Pooling(Pool.TOKENS, (VOCABULARY_SIZE,)))
+    limits = pools(classifier).engine.limits
+    with pytest.raises(InvalidRequest, match="generates nothing"):
+        limits.check_sampling(SamplingParams(max_tokens=1, seed=0))
+    with pytest.raises(InvalidRequest, match="no head for tokens"):
+        limits.check_pooling(Pooling(Pool.TOKENS, (1,)))
+
+
+def test_a_classifier_of_a_class_that_is_borrowed_is_refused(classifier):
+    with pytest.raises(ConfigError, match="it is a classifier"):
+        load(classifier, torch.device("cpu"), torch.float32, backend="transformers")
