@@ -5,26 +5,39 @@ import time
 
 from common import settings
 from common.config import PrefillConfig
+from common.errors import ServingError
 from common.node import spans
 from common.node.front import Front, NodeParts, run_node
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
+from prefill_node.pooling_service import PoolingService
 
 
 def parts(front: Front) -> NodeParts:
-    """Readers call here; nothing else does."""
+    """Readers call here for KV, and routers for vectors."""
     streams = PairStreams(
         front.transfer_socket,
         front.metrics,
         on_beat=lambda: front.supervision.beat(time.monotonic()),
     )
     pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
+    pooling = PoolingService(front.engine, front.supervision.check_length)
+
+    def drain() -> None:
+        pairs.drain()
+        pooling.drain()
+
+    def end(error: ServingError) -> None:
+        streams.close_all(error)
+        pooling.end(error)
+
     return NodeParts(
-        services=(pairs.register,),
+        services=(pairs.register, pooling.register),
         background=(streams.run,),
         handoff=lambda handoff: spans.tell_handoff(front.tracer, handoff),
-        drain=pairs.drain,
-        end=streams.close_all,
+        pooled=pooling.pooled,
+        drain=drain,
+        end=end,
     )
 
 

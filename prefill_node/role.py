@@ -5,6 +5,7 @@
 
 A hand-off may be dropped in any queue: its reader cancelled, its stream ended, its budget ran out.
 Its pages are held for publication from admission until then, whatever becomes of the request.
+Prompts of which a vector is wanted, and no KV, share the scheduler: pooled.py.
 This module knows nothing of streams and sockets: the transfer thread is behind an OwnerPort.
 """
 
@@ -25,13 +26,13 @@ from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.holding import Holding
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
-from common.engine.schedule.scheduler import ChunkDone, Scheduler
+from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.errors import InvalidRequest, Overloaded, QueueTooLong
 from common.logs.throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.flight_recorder import FlightRecorder
 from common.node.flights import of_handoff
-from common.node.messages import HandoffTraced
+from common.node.messages import CancelPooling, FrontMessage, HandoffTraced, PoolPrompts
 from common.node.stamps import HandoffStamps
 from common.page_tables import PageTables
 from common.queueing.drain import Backlog, Drain, may_wait_s
@@ -47,6 +48,7 @@ from kvtransfer.ports import (
     OwnerPort,
     Publish,
 )
+from prefill_node.pooled import PooledCalls
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,14 @@ class PrefillRole:
         self._recorder = FlightRecorder(HandoffStamps)
         self._prompts = Drain()  # granted, and not computed yet
         self._guided: Guided[int] = Guided(guides)
+        self._pooled = PooledCalls(
+            self.scheduler,
+            limits=limits,
+            max_waiting=max_waiting,
+            tokens=self._tokens,
+            prompts=self._prompts,
+            tell=desk.notify,
+        )
         self._log = ThrottledLog(log, Throttle(most=100))
         self._counts = dict.fromkeys(
             (
@@ -124,8 +134,8 @@ class PrefillRole:
             else:
                 self._add(serial, request)
         for finished in self.scheduler.expire(queued_s=self._prompts.queued_s):
-            self._ended_unpublished(finished.request, finished.finish)
-        self._desk.poll(self)
+            self._ended(finished)
+        self._desk.poll(self, self._take)
 
     def next_batch(self) -> ScheduleBatch | None:
         return self.scheduler.next_batch()
@@ -133,12 +143,15 @@ class PrefillRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self.scheduler.finish(batch, result)
         for chunk in outcome.chunks:
+            if chunk.request.pooling is not None:
+                self._pooled.computed(chunk)
+                continue
             handoff = self._prefilling.get(chunk.request.key)
             if handoff is not None:
                 self._chunk_done(handoff, chunk)
         self._prompts.tick(time.monotonic())
         for finished in outcome.finished:
-            self._ended_unpublished(finished.request, finished.finish)
+            self._ended(finished)
 
     def idle(self) -> None:
         self._desk.rest(self, self.check)
@@ -151,7 +164,8 @@ class PrefillRole:
 
     @property
     def busy(self) -> bool:
-        return bool(self._bootstrap or self._prefilling or self._inflight or self._lent)
+        handed_over = self._bootstrap or self._prefilling or self._inflight or self._lent
+        return bool(handed_over or self._pooled)
 
     def queues(self) -> dict[str, int]:
         return {
@@ -159,6 +173,7 @@ class PrefillRole:
             "bootstrap": len(self._bootstrap),
             "guided": len(self._guided),
             "inflight": len(self._inflight),
+            "pooled": len(self._pooled),
         }
 
     def handoffs(self) -> list[dict[str, object]]:
@@ -181,7 +196,11 @@ class PrefillRole:
         ]
 
     def counters(self) -> dict[str, int]:
-        return {**self.scheduler.counters(), **self._counts}
+        return {
+            **self.scheduler.counters(),
+            **self._counts,
+            "pooled_prompts": self._pooled.num_pooled,
+        }
 
     def distributions(self) -> Mapping[str, Counted]:
         return {}
@@ -197,7 +216,7 @@ class PrefillRole:
         return self.scheduler.flush_cache()
 
     def abort(self, request_id: str) -> int:
-        """Gives up every hand-off of this client request."""
+        """Gives up every hand-off, and every prompt to be pooled, of this client request."""
         requests = {
             **self._bootstrap,
             **{serial: handoff.request for serial, handoff in self._prefilling.items()},
@@ -206,7 +225,22 @@ class PrefillRole:
         doomed = [serial for serial, each in requests.items() if each.request_id == request_id]
         for serial in doomed:
             self._fail(serial, "aborted by an operator", retryable=False)
-        return len(doomed)
+        return len(doomed) + self._pooled.abort(request_id)
+
+    # What comes and ends ------------------------------------------------------------------------
+
+    def _take(self, message: FrontMessage) -> None:
+        match message:
+            case PoolPrompts():
+                self._pooled.take(message, draining=self._desk.draining)
+            case CancelPooling(number=number):
+                self._pooled.cancel(number)
+
+    def _ended(self, finished: Finished) -> None:
+        if finished.request.pooling is not None:
+            self._pooled.ended(finished.request, finished.finish)
+        else:
+            self._ended_unpublished(finished.request, finished.finish)
 
     def explain(self, request_id: str) -> Flights:
         under_way = tuple(self._stamps.values())
@@ -319,6 +353,8 @@ class PrefillRole:
 
     def _admitted(self, request: Request, holding: Holding) -> None:
         """The scheduler has reserved the whole prompt and locked what this node has of it."""
+        if request.pooling is not None:
+            return
         handoff = self._prefilling[request.key]
         handoff.holding = holding
         num_tokens = len(request.token_ids)

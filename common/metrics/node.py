@@ -24,7 +24,7 @@ STATES = ("starting", "ready", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
     "guided",  # whose guide is being compiled
-    *("bootstrap", "inflight"),  # of a prefill node alone
+    *("bootstrap", "inflight", "pooled"),  # of a prefill node alone
     *("unpaired", "prealloc", "transfer"),  # of a decode node alone
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "cache")
@@ -147,6 +147,9 @@ RETRACTIONS = Declared(
 RECOMPUTED = Declared(
     "baton_recomputed", "counter", "Retracted requests whose KV had to be computed anew."
 )
+POOLED = Declared(
+    "baton_pooled_prompts", "counter", "Prompts that were computed for their vectors or scores."
+)
 HANDOFFS = Declared(
     "baton_handoffs",
     "counter",
@@ -236,8 +239,9 @@ DECODE = (
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(LINKS, SLOWEST, LINK_CHANGES),
 )
+PREFILL = (POOLED,)
 DECLARED: Mapping[Role, tuple[Declared, ...]] = {
-    "prefill": (*BOTH, *TRUST, INFO, *PROCESS),
+    "prefill": (*BOTH, *PREFILL, *TRUST, INFO, *PROCESS),
     "decode": (*BOTH, *DECODE, *TRUST, INFO, *PROCESS),
 }
 
@@ -264,6 +268,7 @@ _TOTALS = {
     "thread_cpu": THREAD_CPU,
     "process_cpu": ENGINE_CPU,
     "self_checks": SELF_CHECKS,
+    "pooled_prompts": POOLED,
 }
 _GAUGES = {"host_pages": HOST_PAGES, "reads_in_flight": READS_IN_FLIGHT}
 _DISTRIBUTIONS = {
@@ -281,7 +286,7 @@ class NodeMetrics:
     scrapes."""
 
     def __init__(self, role: Role) -> None:
-        self._declared = (*BOTH, *DECODE) if role == "decode" else BOTH
+        self._declared = (*BOTH, *(DECODE if role == "decode" else PREFILL))
         self.trust = TrustMetrics()
         self._streams = STREAMS.numbers()
         self._stream_ends = STREAM_ENDS.numbers()

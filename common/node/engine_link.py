@@ -25,6 +25,8 @@ from common.node.messages import (
     HandoffTraced,
     Moving,
     OnTrial,
+    Pooled,
+    PoolPrompts,
     Start,
     StepTokens,
     SubmitRequest,
@@ -39,6 +41,7 @@ Notice: TypeAlias = (
     | StepTokens
     | OnTrial
     | HandoffTraced
+    | Pooled
     | Moving
     | CacheChanged
     | Drained
@@ -97,7 +100,7 @@ class EngineLink:
         with self._ends():
             await lane.room()
 
-    def submit(self, request: SubmitRequest, lane: Lane) -> None:
+    def submit(self, request: SubmitRequest | PoolPrompts, lane: Lane) -> None:
         """Sends new work.
 
         Raises:

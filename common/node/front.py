@@ -40,6 +40,7 @@ from common.node.messages import (
     HandoffTraced,
     Moving,
     OnTrial,
+    Pooled,
     Start,
     StepTokens,
 )
@@ -89,6 +90,7 @@ class NodeParts:
     on_trial: Callable[[OnTrial], None] = _nothing
     moved: Callable[[Moving], None] = _nothing
     handoff: Callable[[HandoffTraced], None] = _nothing
+    pooled: Callable[[Pooled], None] = _nothing
     drain: Callable[[], None] = _nothing  # take no new work from now on
     end: Callable[[ServingError], None] = _nothing  # end every stream with this error
 
@@ -265,6 +267,8 @@ class _Node:
                 self._parts.on_trial(notice)
             case HandoffTraced():
                 self._parts.handoff(notice)
+            case Pooled():
+                self._parts.pooled(notice)
             case Moving():
                 self._supervision.moved(notice, time.monotonic())
                 self._metrics.engine_moved(notice)

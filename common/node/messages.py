@@ -15,6 +15,7 @@ from common.queueing.drain import Backlog
 from common.requests.flight import Flights
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
+from common.requests.pooling import Pooling
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import NOTHING, Timeline
 from common.tracing.context import UNTRACED, Trace
@@ -75,7 +76,28 @@ class WatchCache(msgspec.Struct, frozen=True, tag=True):
     on: bool
 
 
-FrontMessage: TypeAlias = SubmitRequest | CancelSubmitted | StreamEnded | Ask | WatchCache
+class PoolPrompts(msgspec.Struct, frozen=True, tag=True):
+    """One call for vectors of prompts; answered by one Pooled with the same number."""
+
+    number: int  # the front's own
+    request_id: str
+    prompts: tuple[bytes, ...]  # little-endian int32
+    pooling: Pooling
+    budget_s: float
+    queue_s: float = math.inf  # longest wait for the first forward
+    namespace: Namespace = SHARED
+    engine_deaths: int = 0  # see common/requests/trial.py
+
+
+class CancelPooling(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for that call any more: it is not answered."""
+
+    number: int
+
+
+FrontMessage: TypeAlias = (
+    SubmitRequest | CancelSubmitted | StreamEnded | Ask | WatchCache | PoolPrompts | CancelPooling
+)
 
 # Engine to front --------------------------------------------------------------------------------
 
@@ -132,6 +154,17 @@ class HandoffTraced(msgspec.Struct, frozen=True, tag=True):
     stamps: HandoffStamps
 
 
+class Pooled(msgspec.Struct, frozen=True, tag=True):
+    """What has become of one PoolPrompts: vectors, or an error."""
+
+    number: int
+    vectors: tuple[bytes, ...] = ()  # float32 of each prompt, sums where a mean is wanted
+    cached_tokens: int = 0
+    error: str = ""
+    error_code: int = 0  # gRPC status code; 0: there are vectors
+    retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
     error: str = ""  # NotIdle and the like; empty on success
@@ -185,6 +218,7 @@ EngineMessage: TypeAlias = (
     | StepTokens
     | OnTrial
     | HandoffTraced
+    | Pooled
     | Answer
     | Moving
     | CacheChanged

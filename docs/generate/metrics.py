@@ -65,6 +65,7 @@ def page() -> str:
     for title, declared in (
         ("Router", [each for each in router.DECLARED if each not in common]),
         ("Prefill and decode nodes", node.BOTH),
+        ("Prefill nodes alone", node.PREFILL),
         ("Decode nodes alone", node.DECODE),
         ("Every program", common),
     ):

@@ -37,6 +37,7 @@ from common.node.messages import (
     EngineMessage,
     FrontMessage,
     OnTrial,
+    Pooled,
     StepTokens,
 )
 from common.node.outbox import Outbox
@@ -121,6 +122,7 @@ class RouterEnd:
         self.inbox: deque[FrontMessage] = deque()
         self.asked: dict[int, Asked] = {}
         self.answers: list[Answer] = []
+        self.pooled: list[Pooled] = []
         self.trials: list[int] = []  # numbers of requests, as they began; 0: none any more
         self.drained = False
         self.rested = False  # the event loop had nothing to do
@@ -138,6 +140,8 @@ class RouterEnd:
                 self.drained = True
             case Answer():
                 self.answers.append(message)
+            case Pooled():
+                self.pooled.append(message)
 
     def wait(self, timeout_s: float) -> None:
         """The rig sleeps, for all nodes at once."""

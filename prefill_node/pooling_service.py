@@ -1,0 +1,193 @@
+"""The Pooling service: calls of routers on one side, the engine thread on the other.
+
+Checks by size, forwards, and makes of what the engine has summed what was asked for. The books of
+prompts are the engine's; this end only knows which calls wait.
+"""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any
+
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+from common import rpc
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    QueueTooLong,
+    RequestAborted,
+    RequestFailed,
+    ServingError,
+)
+from common.identity.guard import Guard
+from common.node.engine_link import EngineLink
+from common.node.messages import CancelPooling, Pooled, PoolPrompts
+from common.requests import pooling
+from common.requests.namespace import check_namespace
+from common.requests.pooling import Pool, Pooling
+from common.requests.sampling import MAX_TOKEN_ID
+from common.requests.trial import MAX_DEATHS
+from protos import pooling_pb2, pooling_pb2_grpc
+
+MAX_PROMPTS = 256  # of one call
+MAX_TOKENS = 1 << 20
+MAX_CALLS = 1024  # that wait
+MAX_BUDGET_S = 7 * 24 * 3600.0
+MAX_REQUEST_ID = 256  # characters
+_POOLS = frozenset(map(int, Pool))
+_PATIENCE_S = 5.0  # beyond the budget, by when the engine has ended what is late
+
+_ERRORS: dict[int, type[ServingError]] = {
+    error.status.value[0]: error
+    for error in (InvalidRequest, Overloaded, DeadlineExceeded, NodeUnavailable, RequestAborted)
+}
+
+
+class PoolingService(pooling_pb2_grpc.PoolingServicer):
+    """Event loop only.
+
+    Args:
+        check_length: raises InvalidRequest where so many tokens can never be served.
+    """
+
+    def __init__(self, engine: EngineLink, check_length: Callable[[int], None]) -> None:
+        self._engine = engine
+        self._check_length = check_length
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Pooled]] = {}
+        self._draining = False
+
+    def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
+        """Adds the service to a server; returns its name."""
+        add = pooling_pb2_grpc.add_PoolingServicer_to_server
+        return rpc.add_service(server, add, self, guard)
+
+    async def Pool(
+        self, request: pooling_pb2.PoolRequest, context: Any
+    ) -> pooling_pb2.PoolResponse:
+        """UNAVAILABLE while the model loads, and when the node drains or its engine has ended."""
+        self._engine.check_ready()
+        if self._draining:
+            raise NodeUnavailable("this prefill node is draining")
+        if len(self._calls) >= MAX_CALLS:
+            raise Overloaded(f"{MAX_CALLS} calls wait here already")
+        try:
+            pooled = await self._pooled(self._parsed(request), request.budget_s)
+        except QueueTooLong as late:
+            context.set_trailing_metadata((("retry-after", str(ceil(late.retry_after_s))),))
+            raise
+        lengths = [len(prompt.ids) for prompt in request.prompts]
+        return pooling_pb2.PoolResponse(
+            vectors=[
+                _finished(np.frombuffer(vector, "<f4"), length, request).tobytes()
+                for vector, length in zip(pooled.vectors, lengths, strict=True)
+            ],
+            cached_tokens=pooled.cached_tokens,
+        )
+
+    def pooled(self, message: Pooled) -> None:
+        """The engine's answer to a call."""
+        call = self._calls.get(message.number)
+        if call is not None and not call.done():
+            call.set_result(message)
+
+    def drain(self) -> None:
+        """Takes no new call from now on; those that wait are answered."""
+        self._draining = True
+
+    def end(self, error: ServingError) -> None:
+        """Ends every call with this error."""
+        self._draining = True
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    async def _pooled(self, message: PoolPrompts, budget_s: float) -> Pooled:
+        """Raises ServingError where there are no vectors."""
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[message.number] = answer
+        try:
+            self._engine.submit(message, self._engine.lane())
+            async with asyncio.timeout(budget_s + _PATIENCE_S):
+                pooled: Pooled = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer within the budget of {budget_s:g} s") from None
+        finally:
+            del self._calls[message.number]
+            if not answer.done() or answer.cancelled() or answer.exception() is not None:
+                self._engine.send(CancelPooling(message.number))
+        if not pooled.error_code:
+            return pooled
+        if pooled.retry_after_s:
+            raise QueueTooLong(pooled.error, pooled.retry_after_s)
+        raise _ERRORS.get(pooled.error_code, RequestFailed)(pooled.error)
+
+    def _parsed(self, request: pooling_pb2.PoolRequest) -> PoolPrompts:
+        """Raises InvalidRequest, by size before any token is looked at."""
+        if not 1 <= len(request.prompts) <= MAX_PROMPTS:
+            raise InvalidRequest(f"prompts has {len(request.prompts)}, 1 to {MAX_PROMPTS} allowed")
+        lengths = [len(prompt.ids) for prompt in request.prompts]
+        if sum(lengths) > MAX_TOKENS:
+            raise InvalidRequest(f"prompts has {sum(lengths)} tokens, {MAX_TOKENS} allowed")
+        for length in lengths:
+            self._check_length(length)
+        if not 0.0 < request.budget_s <= MAX_BUDGET_S:  # nor is NaN
+            raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}]")
+        if request.HasField("queue_s") and not 0.0 <= request.queue_s <= MAX_BUDGET_S:
+            raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}]")
+        if len(request.request_id) > MAX_REQUEST_ID:
+            raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
+        return PoolPrompts(
+            number=next(self._numbers),
+            request_id=request.request_id,
+            prompts=tuple(_token_ids(prompt.ids) for prompt in request.prompts),
+            pooling=_pooling(request),
+            budget_s=request.budget_s,
+            queue_s=request.queue_s if request.HasField("queue_s") else math.inf,
+            namespace=check_namespace(request.namespace),
+            engine_deaths=min(request.engine_deaths, MAX_DEATHS),
+        )
+
+
+def _pooling(request: pooling_pb2.PoolRequest) -> Pooling:
+    if request.pool not in _POOLS:
+        raise InvalidRequest(f"pool is {request.pool}, which is none that there is")
+    some = request.label_token_ids[: pooling.MAX_TOLD_TOKENS + 1]
+    wanted = Pooling(Pool(request.pool), tuple(some))
+    pooling.check(wanted)
+    return wanted
+
+
+def _token_ids(ids: Sequence[int]) -> bytes:
+    tokens = np.fromiter(ids, np.int64, len(ids))
+    if len(tokens) and tokens.max() > MAX_TOKEN_ID:
+        raise InvalidRequest(f"prompts has {tokens.max()}, {MAX_TOKEN_ID} is the largest id")
+    return tokens.astype("<i4").tobytes()
+
+
+def _finished(
+    vector: NDArray[np.float32], num_tokens: int, request: pooling_pb2.PoolRequest
+) -> NDArray[np.float32]:
+    """Of the engine's vector: divided where it is a mean, cut, made one long. Float64 inside.
+
+    Raises:
+        RequestFailed: it is not finite.
+        InvalidRequest: more is wanted of it than there is.
+    """
+    if request.dimensions > len(vector):
+        raise InvalidRequest(f"dimensions is {request.dimensions}, the model has {len(vector)}")
+    found = vector[: request.dimensions or None].astype(np.float64)
+    if request.pool == pooling_pb2.POOL_MEAN:
+        found /= num_tokens
+    if not np.isfinite(found).all():
+        raise RequestFailed("the model's hidden states were not finite")
+    if request.normalize:
+        found /= max(float(np.linalg.norm(found)), 1e-12)
+    return found.astype("<f4")

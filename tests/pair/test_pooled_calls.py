@@ -1,0 +1,137 @@
+"""Calls for vectors at a prefill node that has hand-offs too: answers, ends, refusals."""
+
+import numpy as np
+import pytest
+import torch
+from grpc import StatusCode
+from transformers import AutoModel
+
+from common.node.messages import CancelPooling, Pooled, PoolPrompts
+from common.requests.pooling import Pool, Pooling
+from tests.support.checkpoints import VOCABULARY_SIZE
+from tests.support.pair_node import Node, Size
+from tests.support.pair_rig import PairRig
+
+LAST = Pooling(Pool.LAST)
+PROMPTS = [list(range(1, 1 + length)) for length in (1, 40, 130)]
+
+
+@pytest.fixture(scope="module")
+def decoder(known):
+    return AutoModel.from_pretrained(known.loaded.directory, dtype=torch.float32)
+
+
+def last_state(model, prompt) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).last_hidden_state[0, -1]
+
+
+def call(node: Node, number: int, prompts, **fields) -> None:
+    fields = {"pooling": LAST, "budget_s": 300.0, "request_id": f"call {number}", **fields}
+    token_ids = tuple(np.array(prompt, "<i4").tobytes() for prompt in prompts)
+    node.router.inbox.append(PoolPrompts(number=number, prompts=token_ids, **fields))
+
+
+def answered(rig: PairRig, node: Node, count: int = 1) -> list[Pooled]:
+    rig.until(lambda: len(node.router.pooled) == count, f"{count} answers")
+    return node.router.pooled
+
+
+def refusal(rig: PairRig, node: Node) -> tuple[int, str]:
+    (pooled,) = answered(rig, node)
+    assert not pooled.vectors
+    return pooled.error_code, pooled.error
+
+
+def code(status: StatusCode) -> int:
+    return int(status.value[0])
+
+
+def test_prompts_of_calls_are_pooled_beside_hand_offs_that_go_on(known, decoder):
+    with PairRig(known.loaded) as rig:
+        (node,) = rig.prefill
+        asked = [rig.ask(prompt, 6) for prompt in PROMPTS]
+        call(node, 1, PROMPTS)
+        call(node, 2, PROMPTS[::-1])
+        rig.until(lambda: all(each.ended for each in asked), "all answers")
+        told = {pooled.number: pooled for pooled in answered(rig, node, 2)}
+        for number, prompts in ((1, PROMPTS), (2, PROMPTS[::-1])):
+            for vector, prompt in zip(told[number].vectors, prompts, strict=True):
+                found = torch.from_numpy(np.frombuffer(vector, "<f4").copy())
+                torch.testing.assert_close(found, last_state(decoder, prompt), atol=1e-4, rtol=1e-4)
+        for each, prompt in zip(asked, PROMPTS, strict=True):
+            assert each.tokens == known.greedy(prompt, 6)
+        assert node.count("pooled_prompts") == 6
+
+
+def test_a_call_that_nobody_waits_for_leaves_nothing_behind(known):
+    with PairRig(known.loaded, chunk_tokens=16) as rig:
+        (node,) = rig.prefill
+        call(node, 1, PROMPTS)
+        rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
+        node.router.inbox.append(CancelPooling(1))
+        call(node, 2, PROMPTS[:1])
+        (pooled,) = answered(rig, node)
+        assert pooled.number == 2
+
+
+def test_an_operator_ends_a_call_by_its_name(known):
+    with PairRig(known.loaded, chunk_tokens=16) as rig:
+        (node,) = rig.prefill
+        call(node, 1, PROMPTS)
+        rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
+        rig.tell(node, "abort", "call 1")
+        assert refusal(rig, node) == (code(StatusCode.CANCELLED), "aborted by an operator")
+
+
+def test_a_call_ends_with_its_budget(known):
+    with PairRig(known.loaded, chunk_tokens=16) as rig:
+        (node,) = rig.prefill
+        call(node, 1, PROMPTS, budget_s=1e-6)
+        status, sentence = refusal(rig, node)
+        assert status == code(StatusCode.DEADLINE_EXCEEDED)
+        assert "budget" in sentence
+
+
+@pytest.mark.parametrize(
+    "prompts, pooling, said",
+    [
+        ([[1], []], LAST, "the prompt is empty"),
+        ([[1], [VOCABULARY_SIZE]], LAST, "outside the vocabulary"),
+        ([[1], [1] * 512], LAST, "no room in a context"),
+        ([[1]], Pooling(Pool.LABELS), "no head for classes"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_whole(known, prompts, pooling, said):
+    with PairRig(known.loaded) as rig:
+        (node,) = rig.prefill
+        call(node, 1, prompts, pooling=pooling)
+        status, sentence = refusal(rig, node)
+        assert status == code(StatusCode.INVALID_ARGUMENT)
+        assert said in sentence
+        assert node.count("finished") == 0
+
+
+def test_too_many_that_wait_are_refused_and_one_alone_never_is(known):
+    with PairRig(known.loaded, prefill=[Size(max_waiting=4)]) as rig:
+        (node,) = rig.prefill
+        # Both come before the first has begun.
+        call(node, 1, [[token] for token in range(1, 9)])
+        call(node, 2, [[9]])
+        told = {pooled.number: pooled for pooled in answered(rig, node, 2)}
+        assert len(told[1].vectors) == 8
+        assert told[2].error_code == code(StatusCode.RESOURCE_EXHAUSTED)
+
+
+def test_a_node_that_drains_answers_what_it_has_and_takes_no_more(known):
+    with PairRig(known.loaded, chunk_tokens=16) as rig:
+        (node,) = rig.prefill
+        call(node, 1, PROMPTS)
+        rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
+        rig.tell(node, "drain")
+        rig.until(lambda: node.desk.draining, "it drains")
+        call(node, 2, PROMPTS)
+        told = {pooled.number: pooled for pooled in answered(rig, node, 2)}
+        assert len(told[1].vectors) == 3
+        assert told[2].error_code == code(StatusCode.UNAVAILABLE)
+        rig.until(lambda: node.router.drained, "drained")
