@@ -5,11 +5,31 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from cli import generate
 from common import tls
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Sampling
+
+
+class FirstAnswer(Protocol):
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def http(self) -> str:
+        """URL of the router's HTTP port."""
+        ...
+
+    async def ask(self) -> None:
+        """Prints the answer. Raises grpc.aio.AioRpcError where there is none."""
+        ...
+
+    def commands(self) -> list[str]:
+        """To paste."""
+        ...
+
 
 _BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # where no shell looks for it
 

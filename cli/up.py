@@ -15,7 +15,8 @@ from typing import Any
 import grpc.aio
 
 from cli import plan, up_options
-from cli.first_answer import Sample
+from cli.first_answer import FirstAnswer, Sample
+from cli.first_vector import VectorSample
 from cli.screen import Screen
 from cli.system import System
 from common import settings, tls
@@ -44,7 +45,8 @@ async def serve(
     scheme = "http" if certificates is None else "https"
     http = f"{scheme}://{join_address(options.host, options.http_port)}"
     prompt = PROMPT if options.model else DEMO_PROMPT
-    sample = Sample(prompt, programs[0].address, http, certificates)
+    make_sample = Sample if options.decode else VectorSample
+    sample: FirstAnswer = make_sample(prompt, programs[0].address, http, certificates)
     logs = options.var / "log"
     system = System(programs, logs, certificates)
     screen.say(f"starting {len(programs)} programs; their logs are in {logs}/")
@@ -72,7 +74,9 @@ async def serve(
     return 0 if failure is None and not wrong else 1
 
 
-async def _run(system: System, sample: Sample, options: argparse.Namespace, screen: Screen) -> None:
+async def _run(
+    system: System, sample: FirstAnswer, options: argparse.Namespace, screen: Screen
+) -> None:
     """Never returns.
 
     Raises:
@@ -94,7 +98,7 @@ async def _run(system: System, sample: Sample, options: argparse.Namespace, scre
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(system: System, sample: Sample, start_s: float, screen: Screen) -> None:
+async def _start(system: System, sample: FirstAnswer, start_s: float, screen: Screen) -> None:
     """Raises StartFailed where not all are ready in time, or the sample is not answered."""
     try:
         with screen.waiting_for(system.names) as tell:

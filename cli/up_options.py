@@ -30,7 +30,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--model", help="directory or hub id (unset: the demo model)")
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (1)")
-    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes (1)")
+    parser.add_argument(
+        "--decode",
+        type=int,
+        default=1,
+        metavar="N",
+        help="decode nodes (1); 0: embeds and scores only",
+    )
     parser.add_argument("--host", default=plan.HOST, help="where all listen (%(default)s)")
     parser.add_argument(
         "--port", type=_port, default=plan.ROUTER_PORT, help="router's, for gRPC (%(default)s)"
@@ -84,8 +90,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--stop-timeout", type=float, default=60.0, metavar="S", help="for each to end (60)"
     )
     options, node_flags = parser.parse_known_args(arguments)
-    if options.prefill < 0 or options.decode < 1:
-        settings.wrong(PROGRAM, "--decode must be at least 1 and --prefill at least 0")
+    if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
+        settings.wrong(PROGRAM, "--prefill and --decode must be at least 0, and one of them 1")
     return options, node_flags
 
 

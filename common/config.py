@@ -406,6 +406,11 @@ class RouterConfig(Record):
     reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "harmony"] = Field(
         "auto", description="how the model marks what it thinks; auto: as its chat template shows"
     )
+    pooling: Literal["auto", "last", "mean", "cls"] = Field(
+        "auto",
+        description="how hidden states become an embedding; auto: as the checkpoint's "
+        "1_Pooling/config.json says, else that of the last token",
+    )
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek", "harmony"] = (
         Field("auto", description="how the model calls tools; auto: as its chat template shows")
     )

@@ -11,6 +11,8 @@ TEXT_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "modules.json",  # of sentence-transformers, and a directory for each module
+    "*_Pooling/config.json",
 )
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 

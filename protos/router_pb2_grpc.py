@@ -39,6 +39,21 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/baton.v1.Router/Embed',
+                request_serializer=protos_dot_router__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/baton.v1.Router/Score',
+                request_serializer=protos_dot_router__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.ScoreTokens = channel.unary_unary(
+                '/baton.v1.Router/ScoreTokens',
+                request_serializer=protos_dot_router__pb2.ScoreTokensRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ScoreTokensResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/baton.v1.Router/Tokenize',
                 request_serializer=protos_dot_router__pb2.TokenizeRequest.SerializeToString,
@@ -72,6 +87,27 @@ class RouterServicer:
     def Generate(self, request, context):
         """Generates from one prompt and streams the answer as it comes. The last message has
         finish_reason and usage. Cancelling the call cancels the request on every node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Vectors of texts. Prefill nodes make them, and no decode node takes part.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """How well the texts of each pair go together. To rerank documents, sort them by it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreTokens(self, request, context):
+        """How likely each of some tokens is to follow each prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +154,21 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_router__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_router__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_router__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=protos_dot_router__pb2.ScoreRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ScoreResponse.SerializeToString,
+            ),
+            'ScoreTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreTokens,
+                    request_deserializer=protos_dot_router__pb2.ScoreTokensRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ScoreTokensResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -172,6 +223,87 @@ class Router:
             '/baton.v1.Router/Generate',
             protos_dot_router__pb2.GenerateRequest.SerializeToString,
             protos_dot_router__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Embed',
+            protos_dot_router__pb2.EmbedRequest.SerializeToString,
+            protos_dot_router__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Score',
+            protos_dot_router__pb2.ScoreRequest.SerializeToString,
+            protos_dot_router__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/ScoreTokens',
+            protos_dot_router__pb2.ScoreTokensRequest.SerializeToString,
+            protos_dot_router__pb2.ScoreTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,7 +30,7 @@ REQUESTS = Declared(
     "baton_requests",
     "counter",
     "Accepted requests by how they ended.",
-    {"outcome": ("stop", "length", "cancelled", "error")},
+    {"outcome": ("stop", "length", "pooled", "cancelled", "error")},
 )
 REJECTED = Declared(
     "baton_rejected",
@@ -247,7 +247,7 @@ class RouterMetrics:
         """An accepted request's end, so long after its arrival.
 
         Args:
-            outcome: "stop", "length", "cancelled" or "error".
+            outcome: "stop", "length", "pooled", "cancelled" or "error".
         """
         self._live[()] -= 1
         self._ended[outcome,] += 1

@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import (
 
 ROOT = Path(__file__).parents[2]
 # In the order of who calls: clients, operators, routers, decode nodes.
-FILES = ("router", "sampling", "node", "decode", "kvtransfer")
+FILES = ("router", "sampling", "node", "decode", "pooling", "kvtransfer")
 _HEAD = """# gRPC API
 
 Every program has reflection and the health service on: `grpcurl -plaintext HOST:PORT list`. What

@@ -18,6 +18,9 @@ from router.api.openai.chat_voice import ChunkChoice
 from router.api.openai.completions import Choice, CompletionFields
 from router.api.openai.replies import Usage
 from router.api.openai.responses import ResponseFields
+from router.api.pooling.embeddings import EmbeddingFields, EmbeddingList
+from router.api.pooling.rerank import Reranked, RerankFields
+from router.api.pooling.scores import ScoreFields, ScoreList
 
 Schema = dict[str, Any]
 
@@ -85,6 +88,21 @@ FIELDS: Mapping[str, str] = {
     "add_special_tokens": "false: of a text the tokens alone. A conversation has its template's.",
     "return_token_strs": "Also say how the vocabulary spells each token.",
     "tokens": "Token ids.",
+    "encoding_format": "`float`, or `base64`: of little-endian float32.",
+    "dimensions": "So many of the first numbers of each embedding, made as long as all of it.",
+    "text_1": "A text, or as many as `text_2` has.",
+    "text_2": "A text, or a list of them: each is scored with its own of `text_1`, or the only "
+    "one.",
+    "queries": "`text_1`, by another name.",
+    "query": "Of `/rerank`, what documents are ranked by. Of `/v1/score`, a text or token ids that "
+    "each of `items` follows.",
+    "items": "Texts, or lists of token ids.",
+    "label_token_ids": "Tokens whose probability to follow is told. At most 256.",
+    "apply_softmax": "Probabilities among these tokens alone.",
+    "item_first": "`query` follows each item.",
+    "documents": "Texts, or objects with a `text`. Of `/v1/score`, `text_2` by another name.",
+    "top_n": "So many of the best; absent or 0: all.",
+    "return_documents": "false: their texts are left out of the answer.",
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 
@@ -96,6 +114,9 @@ REQUESTS = (
     NativeFields,
     TokenizeFields,
     DetokenizeFields,
+    EmbeddingFields,
+    ScoreFields,
+    RerankFields,
 )
 _BESIDE = (
     ResponseFields,
@@ -106,6 +127,12 @@ _BESIDE = (
     Tokenized,
     DetokenizeFields,
     Detokenized,
+    EmbeddingFields,
+    EmbeddingList,
+    ScoreFields,
+    ScoreList,
+    RerankFields,
+    Reranked,
 )
 _OF_TOKENS = ("400", "401", "404", "413", "429", "504")
 _OTHERS = (
@@ -157,7 +184,8 @@ def document(version: str) -> Schema:
         ref_template="#/components/schemas/{name}",
     )
     completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records
-    response, message, native, generated, tokenize, tokenized, detokenize, detokenized = beside
+    response, message, native, generated, tokenize, tokenized, detokenize, detokenized = beside[:8]
+    embed, embedded, score, scored, rerank, reranked = beside[8:]
     for record in REQUESTS:
         components[record.__name__]["description"] = _OTHERS
         for name, field in components[record.__name__]["properties"].items():
@@ -216,6 +244,28 @@ def document(version: str) -> Schema:
             },
             "/detokenize": {
                 "post": _posted("The text of token ids.", detokenize, detokenized, *_OF_TOKENS)
+            },
+            "/v1/embeddings": {
+                "post": _posted(
+                    "Embeddings of texts, made by prefill nodes.", embed, embedded, *_PROBLEMS
+                )
+            },
+            "/v1/score": {
+                "post": _posted(
+                    "How well texts go together; or with `query`, `items`, `label_token_ids`, in "
+                    "SGLang's form, how likely these tokens are to follow. `/score`, too.",
+                    score,
+                    scored,
+                    *_PROBLEMS,
+                )
+            },
+            "/v1/rerank": {
+                "post": _posted(
+                    "Documents in the order in which they suit a query; `/rerank`, too.",
+                    rerank,
+                    reranked,
+                    *_PROBLEMS,
+                )
             },
             "/version": {"get": _plain("Which version of Baton this is.", "401")},
             "/get_model_info": {

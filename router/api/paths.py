@@ -15,12 +15,15 @@ from router.api.openai.chat import Chat
 from router.api.openai.completions import Completions
 from router.api.openai.responses import Responses
 from router.api.operations import MODELS_PATH, Operations
+from router.api.pooling.assembly import pooling_routes
 from router.generation import Generator
+from router.pooling.vectors import Vectors
 from router.requests.served_model import ServedModel
 
 
 def routes(
     generator: Generator,
+    vectors: Vectors,
     metrics: RouterMetrics,
     begin: Begin,
     *,
@@ -66,6 +69,9 @@ def routes(
             "/generate": {"POST": generation(Native(ignore_unknown=ignore_unknown))},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},
+            **pooling_routes(
+                vectors, metrics, begin, model_name=model_name, ignore_unknown=ignore_unknown
+            ),
             "/version": {"GET": operations.version},
             "/get_model_info": {"GET": operations.model_info},
             "/model_info": {"GET": operations.model_info},

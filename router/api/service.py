@@ -18,8 +18,10 @@ from router.clients.guard import Guard
 from router.generation import Generator
 from router.parsers.listener import Listener
 from router.parsers.speech import NONE
+from router.pooling.vectors import Asker, Vectors
+from router.requests.admission import new_request_id
 from router.requests.answer import LastPiece, Piece
-from router.requests.over_grpc import from_prompt, from_request
+from router.requests.over_grpc import from_input, from_prompt, from_request, one_with_each
 from router.requests.served_model import ServedModel
 from router.requests.told_tokens import ToldToken
 from router.requests.wanted import Messages, SharedPrompt
@@ -36,6 +38,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self,
         guard: Guard,
         generator: Generator,
+        vectors: Vectors,
         report: ClusterReport,
         explainer: Explainer,
         model: ServedModel,
@@ -48,6 +51,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """
         self._guard = guard
         self._generator = generator
+        self._vectors = vectors
         self._report = report
         self._explainer = explainer
         self._model = model
@@ -71,6 +75,49 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 await context.write(response)
 
             await self._generator.generate(wanted, client, write, _traceparent(context))
+
+    async def Embed(
+        self, request: router_pb2.EmbedRequest, context: Context
+    ) -> router_pb2.EmbedResponse:
+        with self._begun(context) as client:
+            asker = _asker(request, client, context)
+            inputs = [from_input(each) for each in request.inputs]
+            pooled = await self._vectors.embed(inputs, asker, request.dimensions)
+        return router_pb2.EmbedResponse(
+            request_id=asker.request_id,
+            vectors=pooled.vectors,
+            usage=router_pb2.Usage(prompt_tokens=sum(pooled.num_tokens)),
+        )
+
+    async def Score(
+        self, request: router_pb2.ScoreRequest, context: Context
+    ) -> router_pb2.ScoreResponse:
+        with self._begun(context) as client:
+            asker = _asker(request, client, context)
+            pairs = one_with_each(request.queries, request.documents)
+            scored = await self._vectors.score(pairs, asker)
+        return router_pb2.ScoreResponse(
+            request_id=asker.request_id,
+            scores=scored.scores,
+            usage=router_pb2.Usage(prompt_tokens=scored.num_tokens),
+        )
+
+    async def ScoreTokens(
+        self, request: router_pb2.ScoreTokensRequest, context: Context
+    ) -> router_pb2.ScoreTokensResponse:
+        with self._begun(context) as client:
+            asker = _asker(request, client, context)
+            scored = await self._vectors.label_scores(
+                [from_input(each) for each in request.prompts],
+                request.label_token_ids,
+                asker,
+                softmax=request.apply_softmax,
+            )
+        return router_pb2.ScoreTokensResponse(
+            request_id=asker.request_id,
+            scores=[router_pb2.TokenScores(scores=each) for each in scored.scores],
+            usage=router_pb2.Usage(prompt_tokens=scored.num_tokens),
+        )
 
     async def Tokenize(
         self, request: router_pb2.TokenizeRequest, context: Context
@@ -138,6 +185,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
         except Overloaded as error:
             context.set_trailing_metadata((("retry-after", str(ceil(error.retry_after_s))),))
             raise
+
+
+def _asker(request: Any, client: Client, context: Context) -> Asker:
+    """Of any request that has these fields."""
+    return Asker(
+        client,
+        label=request.request_id,
+        request_id=new_request_id(),
+        traceparent=_traceparent(context),
+        cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+    )
 
 
 def _traceparent(context: Context) -> str:

@@ -87,11 +87,12 @@ class Discovery:
             prefill, decode: entries, in the forms of sources.py.
             resolve: as sources.resolve.
         Raises:
-            ConfigError: an entry has no such form, or there is none of a decode node, or one
-                twice.
+            ConfigError: an entry has no such form, or there is none at all, or one twice.
         """
-        if not decode:
-            raise ConfigError("--decode: at least one decode node is needed")
+        if not decode and not prefill:
+            raise ConfigError(
+                "--decode: at least one decode node is needed; or prefill nodes alone, for vectors"
+            )
         _check_once(prefill, decode)
         roles: tuple[tuple[Role, Sequence[str]], ...] = (("prefill", prefill), ("decode", decode))
         self._entries = [

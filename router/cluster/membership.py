@@ -19,6 +19,7 @@ from router.cluster.cluster import Cluster
 from router.cluster.decode_client import DecodeClient
 from router.cluster.discovery import Discovery, Members
 from router.cluster.engine_pulse import Patience
+from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, Role
 from router.cluster.survey import Survey
 
@@ -39,6 +40,7 @@ class Membership:
         cluster: Cluster,
         make_channel: Callable[[str], grpc.aio.Channel],
         cache_watch: CacheWatch | None,
+        pooling: PoolingNodes,
         *,
         budget_s: float,
         patience: Patience | None = None,
@@ -47,6 +49,7 @@ class Membership:
         """
         Args:
             cache_watch: None where it does not matter what prefill nodes have cached.
+            pooling: learns which prefill nodes are members.
             budget_s: the longest that a request can still need a node that has left.
             patience: with decode nodes whose engine does not move.
             on_stream_lost: called when the stream of a decode node that has not left ends.
@@ -56,6 +59,7 @@ class Membership:
         self._cluster = cluster
         self._make_channel = make_channel
         self._cache_watch = cache_watch
+        self._pooling = pooling
         self._budget_s = budget_s
         self._patience = patience
         self._on_stream_lost = on_stream_lost
@@ -105,7 +109,8 @@ class Membership:
             self._prefill.append(address)
             self._tell_peers()
             watching = self._tasks.create_task(self._watch_cache(address, channel))
-            await left.wait()
+            async with self._pooling.member(address):
+                await left.wait()
             watching.cancel()
             await asyncio.sleep(HANDOFFS_S)
             self._prefill.remove(address)

@@ -40,11 +40,14 @@ from router.cluster.discovery import Discovery
 from router.cluster.engine_pulse import Patience
 from router.cluster.inquiry import Inquiry
 from router.cluster.membership import Membership
+from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.survey import NodeReport, Survey
 from router.generation import Generator
 from router.policy import HEED_PREFIXES, make_policy
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
+from router.pooling.pooler import Pooler
+from router.pooling.vectors import Vectors
 from router.process.http import make_http
 from router.requests.admission import SHUTTING_DOWN, Admission
 from router.requests.record import Records
@@ -118,7 +121,7 @@ async def running(
     async with AsyncExitStack() as resources:
         if tracer is not None:
             resources.callback(tracer.close)
-        cluster, survey, membership = await _make_cluster(
+        cluster, survey, pooling, membership = await _make_cluster(
             config,
             served.tokenizer.hash,
             partial(rpc.make_channel, certificates=for_nodes, identity=identity),
@@ -126,16 +129,28 @@ async def running(
             counts,
         )
         timelines = Timelines(counts, tracer)
+        records = Records(counts, timelines)
+        pooler = Pooler(
+            served,
+            pooling,
+            admission,
+            records,
+            budget_s=config.budget_s,
+            queue_share=config.queue_share,
+        )
         generator = Generator(
             served,
             cluster,
             admission,
-            Records(counts, timelines),
+            records,
             budget_s=config.budget_s,
             queue_share=config.queue_share,
             tells_cached_tokens=not config.hide_cached_tokens,
         )
-        why_not_ready = partial(_why_not_ready, admission, cluster)
+        # Without any decode node there is one thing that it can do.
+        serves = (lambda: pooling.ready) if not config.decode else (lambda: cluster.ready)
+        unready = NOT_READY if config.decode else NO_PREFILL_NODE
+        why_not_ready = partial(_why_not_ready, admission, serves, unready)
         others = await resources.enter_async_context(siblings(place.others))
         keeper = await resources.enter_async_context(siblings(place.keeper))
         state = OwnState(admission, _constants(config, model), why_not_ready)
@@ -147,8 +162,15 @@ async def running(
         counted = (
             WholeMetricsEndpoint(keeper) if place.is_shared else MetricsEndpoint(counts.registry)
         )
+        vectors = Vectors(pooler, model.pooling, way=config.pooling, has_nodes=bool(config.prefill))
         service = RouterService(
-            clients.guard, generator, report, explainer, served, budget_s=config.budget_s
+            clients.guard,
+            generator,
+            vectors,
+            report,
+            explainer,
+            served,
+            budget_s=config.budget_s,
         )
         callers = Callers(clients.guard)
         server = rpc.make_server(
@@ -179,6 +201,7 @@ async def running(
             served,
             clients,
             generator,
+            vectors,
             counts,
             why_not_ready,
             certificates,
@@ -216,7 +239,7 @@ async def running(
         )
         async with asyncio.TaskGroup() as tasks:
             nodes = tasks.create_task(membership.run())
-            readiness = tasks.create_task(_tell_readiness(cluster, changed, health, counts))
+            readiness = tasks.create_task(_tell_readiness(serves, unready, changed, health, counts))
             keys = tasks.create_task(clients.keep_up())
             trimming = tasks.create_task(allocator.keep_trimming())
             try:
@@ -252,7 +275,7 @@ async def _make_cluster(
     make_channel: Callable[[str], grpc.aio.Channel],
     changed: asyncio.Event,
     counts: RouterMetrics,
-) -> tuple[Cluster, Survey, Membership]:
+) -> tuple[Cluster, Survey, PoolingNodes, Membership]:
     """The parts that know nodes; `changed` is set whenever one of them has moved."""
     discovery = Discovery(config.prefill, config.decode)
     await discovery.start()
@@ -269,17 +292,19 @@ async def _make_cluster(
     )
     policy = make_policy(config.policy, load, prefixes)
     cluster = Cluster(survey, policy, load, on_change=changed.set)
+    pooling = PoolingNodes(make_channel, survey.fit, policy, load, cluster.backlogs)
     membership = Membership(
         discovery,
         survey,
         cluster,
         make_channel,
         CacheWatch(prefixes) if config.policy in HEED_PREFIXES else None,
+        pooling,
         budget_s=config.budget_s,
         patience=Patience(config.silent_s, config.dead_s),
         on_stream_lost=counts.stream_lost,
     )
-    return cluster, survey, membership
+    return cluster, survey, pooling, membership
 
 
 def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterState:
@@ -292,24 +317,28 @@ def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterStat
     )
 
 
-def _why_not_ready(admission: Admission, cluster: Cluster) -> str | None:
+def _why_not_ready(admission: Admission, serves: Callable[[], bool], unready: str) -> str | None:
     if admission.closed:
         return SHUTTING_DOWN
-    return None if cluster.ready else NOT_READY
+    return None if serves() else unready
 
 
 async def _tell_readiness(
-    cluster: Cluster, changed: asyncio.Event, health: rpc.Health, counts: RouterMetrics
+    serves: Callable[[], bool],
+    unready: str,
+    changed: asyncio.Event,
+    health: rpc.Health,
+    counts: RouterMetrics,
 ) -> None:
     told = False
     while True:
         await changed.wait()
         changed.clear()
-        ready = cluster.ready
+        ready = serves()
         if ready and not told:
             log.info("ready")
         elif told and not ready:
-            log.warning("not ready %s", kv(because=NOT_READY))
+            log.warning("not ready %s", kv(because=unready))
         told = ready
         counts.ready(ready)
         await health.tell(ready)

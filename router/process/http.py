@@ -15,6 +15,7 @@ from router.api.http_checks import HttpChecks
 from router.api.page import files as page
 from router.clients.assembly import Clients
 from router.generation import Generator
+from router.pooling.vectors import Vectors
 from router.requests.served_model import ServedModel
 
 # Of HTTP clients that wait between requests, and of probes; each live request has one more.
@@ -26,6 +27,7 @@ def make_http(
     model: ServedModel,
     clients: Clients,
     generator: Generator,
+    vectors: Vectors,
     counts: RouterMetrics,
     why_not_ready: Callable[[], str | None],
     certificates: tls.Certificates | None,
@@ -40,6 +42,7 @@ def make_http(
     checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
     routes = api.routes(
         generator,
+        vectors,
         counts,
         checks.begin,
         model=model,

@@ -3,12 +3,11 @@ nowhere else; nodes and the prefix index are told what came of it."""
 
 from common.errors import InvalidRequest
 from common.requests.namespace import SHARED, Namespace, namespace_of
-from router.requests.wanted import Wanted
 
 MAX_SALT_CHARACTERS = 512
 
 
-def decide(wanted: Wanted, owner: str) -> Namespace:
+def decide(salt: str | None, owner: str) -> Namespace:
     """That of the salt which the client gives, shared by all of its owner's who give none.
 
     Args:
@@ -17,7 +16,6 @@ def decide(wanted: Wanted, owner: str) -> Namespace:
         InvalidRequest: the salt is empty, which hides a mistake: nothing would be kept apart; or
             it is too long.
     """
-    salt = wanted.cache_salt
     if salt == "":
         raise InvalidRequest("cache_salt is empty; leave it out to share what is cached")
     if salt is not None and len(salt) > MAX_SALT_CHARACTERS:

@@ -1,12 +1,13 @@
 """What a client asks for over gRPC."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from common.errors import InvalidRequest
 from common.requests.sampling import unchecked
-from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenizeRequest
+from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, Input, TokenizeRequest
 from router.requests.wanted import (
     UNLIMITED,
     Ending,
@@ -38,6 +39,26 @@ def from_request(request: GenerateRequest) -> Wanted:
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
     )
+
+
+def from_input(given: Input) -> Text | TokenIds:
+    """Raises InvalidRequest where nothing is given."""
+    match given.WhichOneof("input"):
+        case "text":
+            return Text(given.text)
+        case "token_ids":
+            return TokenIds(given.token_ids.ids)
+        case _:
+            raise InvalidRequest("inputs: set text or token_ids of each")
+
+
+def one_with_each(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+    """Raises InvalidRequest where it is not clear which query is a document's."""
+    if len(queries) == 1:
+        return [(queries[0], document) for document in documents]
+    if len(queries) != len(documents):
+        raise InvalidRequest(f"queries has {len(queries)} texts, documents {len(documents)}")
+    return list(zip(queries, documents, strict=True))
 
 
 def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:

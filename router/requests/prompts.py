@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from router.requests import conversation
-from router.requests.wanted import Messages, Nothing, Prompt, SharedPrompt, Text, TokenIds
+from router.requests.wanted import Messages, Nothing, Prompt, SharedPrompt, Text, TextPair, TokenIds
 from router.text.chat_template import ChatTemplate
 from router.text.limits import Limits, check_length, check_prompt
 from router.text.tokenizer import RouterTokenizer, num_bytes
@@ -81,6 +81,11 @@ class Prompts:
                 return await self._encode(
                     prompt.text, prompt.field, add_special_tokens=prompt.add_special_tokens
                 )
+            case TextPair(first=first, second=second):
+                await self._check_size(first + second, prompt.field)
+                token_ids = await self._tokenizer.encode_pair(first, second)
+                check_length(token_ids, self._limits, prompt.field)
+                return token_ids
             case TokenIds():
                 check_length(prompt.token_ids, self._limits, prompt.field)
                 return list(prompt.token_ids)
@@ -103,6 +108,13 @@ class Prompts:
                 return await self.checked(prompt)
 
     async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> Sequence[int]:
+        await self._check_size(text, field)
+        token_ids = await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_length(token_ids, self._limits, field)
+        return token_ids
+
+    async def _check_size(self, text: str, field: str) -> None:
+        """Raises InvalidRequest for what cannot fit, before it is encoded; Overloaded."""
         context, size = self._limits.context_length, num_bytes(text)
         if size > self._limits.text_bytes:
             raise InvalidRequest(
@@ -116,9 +128,6 @@ class Prompts:
                 f"{field} has more than {context} tokens; the context of {context} tokens "
                 f"takes prompts of at most {context - 1}"
             )
-        token_ids = await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        check_length(token_ids, self._limits, field)
-        return token_ids
 
     def _render(self, messages: Messages) -> str:
         if self._chat_template is None:

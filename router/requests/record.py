@@ -86,21 +86,26 @@ class RequestRecord:
                 "client": self._client.name,
             }
             if isinstance(error, Exception):
-                fields |= {"decode": self.timeline.submissions[-1].decode, "error": error}
+                decodes = [submission.decode for submission in self.timeline.submissions[-1:]]
+                fields |= {**({"decode": decodes[0]} if decodes else {}), "error": error}
             log.info("request ended %s", kv(**fields))
 
     def accept(self, num_prompt_tokens: int, decode: str) -> None:
         """The request is about to be submitted to a decode node."""
-        self._accepted = True
-        self._metrics.accepted(num_prompt_tokens)
-        self.timeline.prompt_tokens = num_prompt_tokens
         self.timeline.submit(decode)
-        self._timelines.accept(self.timeline)
+        self.place(num_prompt_tokens)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "request accepted %s",
                 kv(**self._names(), prompt_tokens=num_prompt_tokens, decode=decode),
             )
+
+    def place(self, num_prompt_tokens: int) -> None:
+        """The request is about to go to nodes, of which none is a decode node as yet."""
+        self._accepted = True
+        self._metrics.accepted(num_prompt_tokens)
+        self.timeline.prompt_tokens = num_prompt_tokens
+        self._timelines.accept(self.timeline)
 
     def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> None:
         """Its decode node has let it go: it goes on at another, alone if it is suspect."""
@@ -134,7 +139,7 @@ class RequestRecord:
         self.timeline.completion_tokens = self._num_tokens
 
     def finish(self, finish_reason: str, cached_tokens: int) -> None:
-        """finish_reason: "stop" or "length"."""
+        """finish_reason: "stop", "length" or "pooled"."""
         self._finish_reason = finish_reason
         self.timeline.cached_tokens = cached_tokens
 

@@ -54,7 +54,7 @@ async def parse(
     if wanted.stop:
         check_stop(wanted.stop)
     check_session_id(wanted.session_id)
-    namespace = namespaces.decide(wanted, owner)
+    namespace = namespaces.decide(wanted.cache_salt, owner)
     check_tokens(params, limits)
     if wanted.bad_words:
         words = await prompts.words(check_bad_words(wanted.bad_words))

@@ -21,6 +21,15 @@ class Text(msgspec.Struct, frozen=True):
     add_special_tokens: bool = True  # those that the tokenizer begins or ends a text with
 
 
+class TextPair(msgspec.Struct, frozen=True):
+    """Two texts as one prompt, joined as the tokenizer joins pairs."""
+
+    field: ClassVar[str] = "text"
+
+    first: str
+    second: str
+
+
 class ToolCall(msgspec.Struct, frozen=True):
     """Made in an earlier turn."""
 
@@ -72,7 +81,7 @@ class Nothing(msgspec.Struct, frozen=True):
     one_of: tuple[str, ...]  # fields that could have had one
 
 
-Prompt: TypeAlias = Text | Messages | TokenIds | Nothing
+Prompt: TypeAlias = Text | TextPair | Messages | TokenIds | Nothing
 
 
 class SharedPrompt(msgspec.Struct):

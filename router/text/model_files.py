@@ -1,12 +1,13 @@
 """What the router reads of a model: its tokenizer and configuration, never its weights."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
 from common.model_directory import model_directory
+from router.text.pooling_files import PoolingFiles, pooling_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ModelFiles:
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
     special_tokens: dict[str, str]  # "bos_token": "<s>", as chat templates name them
+    pooling: PoolingFiles = field(default_factory=PoolingFiles)
 
 
 def load(model: str) -> ModelFiles:
@@ -46,6 +48,7 @@ def load(model: str) -> ModelFiles:
         eos_token_ids=_ids(eos, directory),
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=special_tokens,
+        pooling=pooling_files(lambda name: _any_json(directory / name), config),
     )
 
 
@@ -66,6 +69,16 @@ def _json(path: Path, *, required: bool = True) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
     return content
+
+
+def _any_json(path: Path) -> Any:
+    """None where there is no such file."""
+    if not path.exists():
+        return None
+    try:
+        return json.loads(_bytes(path))
+    except ValueError as error:
+        raise ConfigError(f"model: {path} is not JSON: {error}") from error
 
 
 def _positive(config: dict[str, Any], key: str, directory: Path) -> int:

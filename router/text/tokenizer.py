@@ -67,13 +67,28 @@ class RouterTokenizer:
         Raises:
             Overloaded: too much text waits already.
         """
+        return await self._ids(text, text, add_special_tokens=add_special_tokens)
+
+    async def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts as one, as the tokenizer joins pairs. Raises as `encode`."""
+        return await self._ids((first, second), first + second, add_special_tokens=True)
+
+    async def _ids(
+        self, wanted: str | tuple[str, str], text: str, *, add_special_tokens: bool
+    ) -> list[int]:
+        """
+        Args:
+            text: all of it.
+        """
         if len(text) <= _SHORT:
             # The fast form leaves out which characters each token comes from.
-            short = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            short = self._tokenizer.encode_batch_fast(
+                [wanted], add_special_tokens=add_special_tokens
+            )
             ids: list[int] = short[0].ids
             return ids
         encoding = await self._encoding(
-            text, num_bytes(text), time.monotonic(), add_special_tokens=add_special_tokens
+            wanted, num_bytes(text), time.monotonic(), add_special_tokens=add_special_tokens
         )
         ids = encoding.ids
         return ids
@@ -131,7 +146,12 @@ class RouterTokenizer:
         return [self._tokenizer.id_to_token(token) or "" for token in token_ids]
 
     async def _encoding(
-        self, text: str, total_bytes: int, arrived: float, *, add_special_tokens: bool
+        self,
+        text: str | tuple[str, str],
+        total_bytes: int,
+        arrived: float,
+        *,
+        add_special_tokens: bool,
     ) -> Encoding:
         # The batch form releases the GIL; `encode` would hold it, 2 ms per thousand tokens.
         encodings: list[Encoding] = await self._run(

@@ -93,7 +93,7 @@ def test_arguments_reach_the_program():
     [
         (["--engine.cache.page-size=3"], "power of two"),
         (["--no-such-flag"], "--no-such-flag"),
-        (["--decode=0"], "--decode"),
+        (["--decode=-1"], "--decode"),
         (["--prefill=x"], "--prefill"),
         (["--port=65536"], "--port: a port is from 1 to 65535, got '65536'"),
         (["--router-flags=--policy=fastest"], "--policy"),

@@ -110,9 +110,9 @@ def test_an_entry_of_no_known_form_is_named(entry: str) -> None:
     assert repr(entry) in str(error.value)
 
 
-def test_without_a_decode_node_there_is_nothing_to_route_to() -> None:
+def test_without_any_node_there_is_nothing_to_route_to() -> None:
     with pytest.raises(ConfigError, match="at least one decode node"):
-        Discovery([P0], [])
+        Discovery([], [])
 
 
 @pytest.mark.parametrize(

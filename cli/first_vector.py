@@ -1,0 +1,40 @@
+"""The same for a system without decode nodes: a score, which every model that is served so can
+give."""
+
+from dataclasses import dataclass
+
+from common import tls
+from common.rpc import make_channel
+from protos.router_pb2 import ScoreRequest
+from protos.router_pb2_grpc import RouterStub
+
+_ASK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class VectorSample:
+    """Attributes as of Sample."""
+
+    prompt: str
+    router: str
+    http: str
+    certificates: tls.Certificates | None
+
+    async def ask(self) -> None:
+        """Prints how well the prompt goes with itself. Raises grpc.aio.AioRpcError."""
+        request = ScoreRequest(queries=[self.prompt], documents=[self.prompt])
+        async with make_channel(self.router, certificates=self.certificates) as channel:
+            stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+            answer = await stub.Score(request, timeout=_ASK_S)
+        print(f"with itself: {answer.scores[0]:.3f}")
+
+    def commands(self) -> list[str]:
+        """To paste."""
+        ca = "" if self.certificates is None else self.certificates.config.ca
+        curl = f"curl {f'--cacert {ca} ' if ca else ''}{self.http}"
+        json = "-H 'Content-Type: application/json'"
+        rerank = f'{{"query":"{self.prompt}","documents":["a time","a place"]}}'
+        return [
+            f'{curl}/v1/embeddings {json} -d \'{{"input":"{self.prompt}"}}\'',
+            f"{curl}/v1/rerank {json} -d '{rerank}'",
+        ]

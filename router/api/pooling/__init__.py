@@ -1,0 +1,1 @@
+"""Vectors and scores over HTTP, as OpenAI, vLLM, SGLang and Jina spell them."""

@@ -1,0 +1,180 @@
+"""Prefill nodes as makers of vectors: which of them a call goes to, and the call itself.
+
+Each has a connection of its own for this, opened by the first call: prompts that are computed there
+must not keep a node from being asked how it is.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from common import rpc
+from common.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    QueueTooLong,
+    RequestAborted,
+    RequestFailed,
+    ServingError,
+    cut,
+)
+from protos import pooling_pb2, pooling_pb2_grpc
+from router.policy import DecodeChoice, PlacementKey, Policy, PrefillChoice
+from router.policy.backlogs import Backlogs, Due
+from router.policy.load import Charge, Load
+
+NO_PREFILL_NODE = "no prefill node is ready, and only those make vectors and scores"
+_MAX_CALLS = 32  # at a node from here; it takes 64 at once of one connection
+_MAX_RETRY_S = 3600.0
+_LATE_S = 1.0  # beyond the budget: the node's own answer says more
+_NOBODY = ""  # in place of a decode node
+
+_ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
+    error.status: error
+    for error in (
+        InvalidRequest,
+        DeadlineExceeded,
+        NodeUnavailable,
+        RequestAborted,
+        RequestFailed,
+        EngineDied,
+    )
+}
+
+
+class PoolingNode:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        make_channel: Callable[[str], grpc.aio.Channel],
+        resources: AsyncExitStack,
+    ) -> None:
+        """
+        Args:
+            resources: closed when the node has left.
+        """
+        self.address = address
+        self._make_channel = make_channel
+        self._resources = resources
+        self._stub: Any = None
+        self._places = asyncio.Semaphore(_MAX_CALLS)
+
+    async def pool(
+        self, request: pooling_pb2.PoolRequest, timeout_s: float
+    ) -> pooling_pb2.PoolResponse:
+        """Being cancelled cancels the call.
+
+        Raises:
+            ServingError: as the node has it; what it sends is checked for its number of vectors.
+        """
+        async with self._places:
+            try:
+                answer = await self._calls.Pool(request, timeout=timeout_s + _LATE_S)
+            except grpc.aio.AioRpcError as error:
+                raise _serving_error(error) from None
+            except asyncio.CancelledError:
+                rpc.raise_if_cancelled()
+                raise NodeUnavailable("this prefill node has left") from None
+        if answer is None or len(answer.vectors) != len(request.prompts):
+            raise RequestFailed("a prefill node has answered with something else than vectors")
+        response: pooling_pb2.PoolResponse = answer
+        return response
+
+    @property
+    def _calls(self) -> Any:
+        if self._stub is None:
+            channel = self._make_channel(self.address)
+            self._resources.push_async_callback(channel.close)
+            self._stub = pooling_pb2_grpc.PoolingStub(channel)  # type: ignore[no-untyped-call]
+        return self._stub
+
+
+class ChosenNode(msgspec.Struct, frozen=True):
+    """Where a call goes. Whoever chose closes the charge."""
+
+    node: PoolingNode
+    charge: Charge
+
+
+class PoolingNodes:
+    """For one event loop. Members come and go."""
+
+    def __init__(
+        self,
+        make_channel: Callable[[str], grpc.aio.Channel],
+        fit: Callable[[str], bool],
+        policy: Policy,
+        load: Load,
+        backlogs: Backlogs,
+    ) -> None:
+        """
+        Args:
+            fit: whether the node at an address may have requests now.
+        """
+        self._make_channel = make_channel
+        self._fit = fit
+        self._policy = policy
+        self._load = load
+        self._backlogs = backlogs
+        self._nodes: dict[str, PoolingNode] = {}
+
+    @asynccontextmanager
+    async def member(self, address: str) -> AsyncIterator[None]:
+        """The prefill node may be called while inside."""
+        async with AsyncExitStack() as resources:
+            node = self._nodes[address] = PoolingNode(address, self._make_channel, resources)
+            try:
+                yield
+            finally:
+                if self._nodes.get(address) is node:
+                    del self._nodes[address]
+
+    @property
+    def ready(self) -> bool:
+        return any(map(self._fit, self._nodes))
+
+    def others(self, tried: Collection[str]) -> bool:
+        """Whether there is a node that has not been tried."""
+        return any(address not in tried and self._fit(address) for address in self._nodes)
+
+    def choose(self, key: PlacementKey, due: Due, avoid: Collection[str] = ()) -> ChosenNode:
+        """Where the policy would have prompts of these tokens computed.
+
+        Args:
+            avoid: nodes that have been tried.
+        Raises:
+            NodeUnavailable: there is no other node.
+            QueueTooLong: none of them can begin in time.
+        """
+        nodes = [each for each in self._nodes if each not in avoid and self._fit(each)]
+        if not nodes:
+            raise NodeUnavailable(NO_PREFILL_NODE)
+        anywhere = DecodeChoice(_NOBODY, tuple(map(PrefillChoice, nodes)), num_live=0)
+        choices = self._backlogs.in_time([anywhere], len(key.token_ids), due)
+        placement = self._policy.pick(key, choices)
+        address = placement.prefill[0]
+        start_by = self._backlogs.start_by(address, len(key.token_ids), due)
+        charge = self._load.charge(placement, len(key.token_ids), start_by)
+        return ChosenNode(self._nodes[address], charge)
+
+
+def _serving_error(error: grpc.aio.AioRpcError) -> ServingError:
+    sentence = cut(error.details() or error.code().name)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return NodeUnavailable("this prefill node is of a version that makes no vectors")
+    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return _ERRORS.get(error.code(), RequestFailed)(sentence)
+    for name, value in error.trailing_metadata() or ():
+        if name == "retry-after" and str(value).isdecimal():
+            return QueueTooLong(sentence, min(float(value), _MAX_RETRY_S))
+    return Overloaded(sentence)
