@@ -116,8 +116,8 @@ def test_an_answer_that_goes_on_elsewhere_keeps_its_form(noise):
 @pytest.mark.parametrize(
     "guide, where",
     [
-        (Guide("json_schema", '{"type": "nonsense"}'), 'nsupported type "nonsense"'),
-        (Guide("json_schema", "no json"), "line 1"),
+        (Guide("json_schema", '{"type": "nonsense"}'), "#: type 'nonsense'"),
+        (Guide("json_schema", "{no json"), "byte 1"),
         (Guide("regex", "a(b"), "position"),
         (Guide("ebnf", 'root ::= "a" | b'), "line 1, column 16"),
     ],

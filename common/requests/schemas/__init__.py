@@ -1,0 +1,1 @@
+"""JSON schemas as clients write them, made into ones that a grammar keeps to entirely."""

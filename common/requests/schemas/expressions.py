@@ -1,0 +1,198 @@
+"""Regular expressions as grammars know them: what they would leave unheeded is refused."""
+
+from common.errors import InvalidRequest
+
+_CLASSES = frozenset("dDwWsS")
+_CONTROL = frozenset("tnrfv0cx")
+# What stands for itself in no text between JSON's quotes, so that no expression has it there.
+_UNQUOTABLE = frozenset('"\\')
+_BUT_UNQUOTABLE = r'"\\'  # in a set
+_BUT = {"D": "0-9", "W": "A-Za-z0-9_", "S": r"\s"}  # what these are not
+
+
+def quotable(expression: str) -> str:
+    """An expression for the text between JSON's quotes. It has no text with quotes, backslashes or
+    control characters: fewer than the expression that was asked for, where that has some.
+
+    Raises:
+        InvalidRequest: it must have one of these, or what `check` refuses.
+    """
+    return _Scan(expression, quoted=True).whole()
+
+
+def check(expression: str) -> None:
+    """Raises InvalidRequest, with the place, for what grammars do not heed: assertions, boundaries,
+    back references, and anchors in the midst."""
+    _Scan(expression, quoted=False).whole()
+
+
+class _Scan:
+    def __init__(self, expression: str, *, quoted: bool) -> None:
+        self._expression = expression
+        self._quoted = quoted
+        self._at = 0
+        self._depth = 0
+
+    def whole(self) -> str:
+        parts = []
+        counted = False
+        while self._at < len(self._expression):
+            sign = self._expression[self._at]
+            if sign == "?" and self._quoted:
+                self._at += 1
+                # xgrammar 0.2.8 takes (ab)? for a?b? there. Behind a count it says which to try
+                # first, and a grammar tries all.
+                parts.append("" if counted else "{0,1}")
+                continue
+            parts.append(self._next())
+            counted = sign in "*+}"
+        return "".join(parts)
+
+    def _next(self) -> str:
+        start = self._at
+        sign = self._expression[start]
+        self._at += 1
+        match sign:
+            case "\\":
+                return self._escape()
+            case "[":
+                return self._set()
+            case "(":
+                self._depth += 1
+                self._group()
+            case ")":
+                self._depth -= 1
+            case "^":
+                if self._depth or (start and self._expression[start - 1] != "|"):
+                    raise self._error("^ is only known at the start", start)
+            case "$":
+                rest = self._expression[self._at :]
+                if self._depth or (rest and rest[0] != "|"):
+                    raise self._error("$ is only known at the end", start)
+            case "." if self._quoted:
+                return f"[^{_BUT_UNQUOTABLE}]"
+            case _:
+                self._check_quotable(sign, start)
+        return self._expression[start : self._at]
+
+    def _group(self) -> None:
+        rest = self._expression[self._at :]
+        if rest.startswith("?") and not rest.startswith("?:"):
+            raise self._error("of groups with (? only (?: is known", self._at - 1)
+        self._at += 2 * rest.startswith("?:")
+
+    def _escape(self) -> str:
+        """Behind its backslash."""
+        start = self._at - 1
+        if self._at >= len(self._expression):
+            raise self._error("an escape has no end", start)
+        sign = self._expression[self._at]
+        self._at += 1
+        if sign == "u":
+            code = self._expression[self._at : self._at + 4]
+            try:
+                character = chr(int(code, 16))
+            except ValueError:
+                raise self._error(f"\\u{code} is no character", start) from None
+            self._at += 4
+            if self._quoted:
+                self._check_quotable(character, start)
+        elif self._quoted and sign in _BUT:
+            return f"[^{_BUT[sign]}{_BUT_UNQUOTABLE}]"
+        elif self._quoted and (sign in _CONTROL or sign in _UNQUOTABLE):
+            raise self._error("JSON's texts would have to escape it, which is not known", start)
+        elif sign.isalnum() and sign not in _CLASSES and sign not in _CONTROL:
+            raise self._error(f"\\{sign} is not known", start)
+        return self._expression[start : self._at]
+
+    def _set(self) -> str:
+        """Behind its bracket. A range over what is not quotable goes around it."""
+        start = self._at - 1
+        signs: list[str] = []
+        if self._expression[self._at : self._at + 1] == "^":
+            signs.append("^")
+            self._at += 1
+        while True:
+            if self._at >= len(self._expression):
+                raise self._error("a set has no end", start)
+            if self._expression[self._at] == "]":
+                self._at += 1
+                break
+            signs.append(self._member(negated=signs[:1] == ["^"]))
+        if not self._quoted:
+            return self._expression[start : self._at]
+        if signs[:1] == ["^"]:
+            signs.append(_BUT_UNQUOTABLE)
+        if not any(signs):
+            raise self._error("JSON's texts would have to escape it, which is not known", start)
+        return f"[{''.join(signs)}]"
+
+    def _member(self, *, negated: bool) -> str:
+        """One character, a class or a range of a set."""
+        low = self._single()
+        rest = self._expression[self._at : self._at + 2]
+        if not rest.startswith("-") or rest in ("-", "-]") or len(low) != 1:
+            if len(low) != 1:
+                return low
+            unquotable = self._quoted and not negated and (low in _UNQUOTABLE or low < " ")
+            return "" if unquotable else _literal(low)
+        self._at += 1
+        place = self._at
+        high = self._single()
+        if len(high) != 1 or high < low:
+            raise self._error("a range has no end", place)
+        if not self._quoted or negated:
+            return f"{_literal(low)}-{_literal(high)}"
+        return "".join(_ranges(max(ord(low), 0x20), ord(high)))
+
+    def _single(self) -> str:
+        """A character, or a class with its backslash."""
+        start = self._at
+        sign = self._expression[start]
+        self._at += 1
+        if sign != "\\":
+            return sign
+        if self._at >= len(self._expression):
+            raise self._error("an escape has no end", start)
+        sign = self._expression[self._at]
+        self._at += 1
+        if sign in _CLASSES:
+            if self._quoted and sign in _BUT:
+                raise self._error(f"\\{sign} is not known in a set", start)
+            return "\\" + sign
+        if sign in "ux":
+            length = 4 if sign == "u" else 2
+            code = self._expression[self._at : self._at + length]
+            self._at += length
+            try:
+                return chr(int(code, 16))
+            except ValueError:
+                raise self._error(f"\\{sign}{code} is no character", start) from None
+        if sign in "tnrfv":
+            return {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}[sign]
+        if sign.isalnum():
+            raise self._error(f"\\{sign} is not known", start)
+        return sign
+
+    def _check_quotable(self, character: str, place: int) -> None:
+        if self._quoted and (character in _UNQUOTABLE or character < " "):
+            raise self._error("JSON's texts would have to escape it, which is not known", place)
+
+    def _error(self, why: str, place: int) -> InvalidRequest:
+        return InvalidRequest(f"{why}, at character {place} of {self._expression[:80]!r}")
+
+
+def _literal(character: str) -> str:
+    """In a set."""
+    return f"\\{character}" if character in "\\]^-[" else character
+
+
+def _ranges(low: int, high: int) -> list[str]:
+    """What is quotable from `low` to `high`."""
+    parts = []
+    for barrier in (*(ord(each) for each in sorted(_UNQUOTABLE)), high + 1):
+        last = min(high, barrier - 1)
+        if low <= last:
+            parts.append(f"{_literal(chr(low))}-{_literal(chr(last))}")
+        low = max(low, barrier + 1)
+    return parts
