@@ -17,6 +17,7 @@ import numpy as np
 from bench._record import percentiles
 from common.config import DecodeConfig, SchedulerConfig
 from common.engine.features.guides import Guides
+from common.engine.features.prover import Beside
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
@@ -58,7 +59,7 @@ ADDRESS = "127.0.0.1:50100"
 SLOTS = 64
 TOKEN = 7
 WARM_UP = 50
-_GUIDES = Guides(Path(), VOCABULARY, ())  # nobody asks for any
+_GUIDES = Guides(Path(), VOCABULARY, (), Beside(Path(), VOCABULARY, ()))  # nobody asks for any
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,10 +312,10 @@ class DecodeRole:
 
     def _place_guided(self, now: float) -> None:
         """Those whose guide is compiled."""
-        for request, addresses, invalid in self._guided.done():
+        for request, addresses, refusal in self._guided.done():
             try:
-                if invalid is not None:
-                    raise invalid
+                if refusal is not None:
+                    raise refusal
                 self._dispatcher.place(request, addresses)
             except ServingError as error:
                 self._live.refuse(request, error)

@@ -128,9 +128,9 @@ class PrefillRole:
                     self._grant(event)
                 case HandoffDropped():
                     self._dropped(event)
-        for request, serial, invalid in self._guided.done():
-            if invalid is not None:
-                self._fail(serial, str(invalid), retryable=False)
+        for request, serial, refusal in self._guided.done():
+            if refusal is not None:
+                self._fail(serial, str(refusal), retryable=isinstance(refusal, Overloaded))
             else:
                 self._add(serial, request)
         for finished in self.scheduler.expire(queued_s=self._prompts.queued_s):

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from common.config import EngineConfig
 from common.cores import threads_at_hand
 from common.engine.features.composition import every_feature
 from common.engine.features.guides import Guides
+from common.engine.features.prover import Beside
 from common.engine.footprint import largest_forward, measure_footprint
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
@@ -142,7 +144,7 @@ def build(config: EngineConfig) -> Engine:
         cache=RadixCache(page_size, pages, windows, enabled=config.cache.prefix_cache),
         stream=stream,
         runner=runner,
-        guides=Guides(directory, model.spec.vocabulary_size, model.spec.eos_token_ids),
+        guides=_guides(directory, model),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
@@ -161,6 +163,11 @@ def build(config: EngineConfig) -> Engine:
         },
         tokenizer_hash=tokenizer_hash(directory),
     )
+
+
+def _guides(directory: Path, model: Model) -> Guides:
+    told = directory, model.spec.vocabulary_size, model.spec.eos_token_ids
+    return Guides(*told, Beside(*told))
 
 
 def _load(

@@ -15,6 +15,7 @@ from common.config import CacheConfig, DecodeConfig, EngineConfig, SchedulerConf
 from common.engine.build import Engine
 from common.engine.features.composition import every_feature
 from common.engine.features.guides import Guides
+from common.engine.features.prover import Lane
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.kv import HostPool, KVPool
@@ -41,6 +42,7 @@ from common.node.messages import (
     StepTokens,
 )
 from common.node.outbox import Outbox
+from common.requests.guide import Guide
 from common.requests.logprobs import TokenLogprobs
 from common.requests.sampling import SamplingParams
 from decode_node.role import DecodeRole
@@ -58,6 +60,16 @@ from prefill_node.role import PrefillRole
 from tests.support.pair_wires import FrontEnd
 
 STREAM = 1  # of the only router
+
+
+class AllPass:
+    """A Prover that tries nothing: what these tests ask to be compiled is small."""
+
+    def prove(self, guide: Guide, lane: Lane) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -405,7 +417,10 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         stream=stream,
         runner=ModelRunner(model, pool, host_pool, table, features, stream),
         guides=Guides(
-            common.loaded.directory, model.spec.vocabulary_size, model.spec.eos_token_ids
+            common.loaded.directory,
+            model.spec.vocabulary_size,
+            model.spec.eos_token_ids,
+            AllPass(),
         ),
         limits=RequestLimits(
             context_length=shape.context_length,

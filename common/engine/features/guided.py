@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from common.engine.features.guides import Compiled, Guides
 from common.engine.rows.request import Request
-from common.errors import InvalidRequest
+from common.errors import ServingError
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Guided(Generic[T]):
     def requests(self) -> list[Request]:
         return [waiting.request for waiting in self._waiting.values()]
 
-    def done(self) -> Iterator[tuple[Request, T, InvalidRequest | None]]:
+    def done(self) -> Iterator[tuple[Request, T, ServingError | None]]:
         """Those whose guide is compiled, which they have now, or is none, and why. Takes them."""
         for key, waiting in list(self._waiting.items()):
             if not waiting.grammar.done():
@@ -55,6 +55,6 @@ class Guided(Generic[T]):
             error = waiting.grammar.exception()
             if error is None:
                 waiting.request.compiled = waiting.grammar.result()
-            elif not isinstance(error, InvalidRequest):
+            elif not isinstance(error, ServingError):
                 raise error
             yield waiting.request, waiting.beside, error

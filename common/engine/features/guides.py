@@ -1,41 +1,37 @@
-"""Guides on their way to grammars: compiled on a thread of its own, one after the other, and kept.
+"""Guides on their way to grammars: tried, compiled beside the engine thread, and kept.
 
 Knows nothing of slots and steps, and the engine thread never waits for it. xgrammar and the words
 of the vocabulary are loaded with the first guide: nodes that never meet one pay nothing.
 
-JSON has a vocabulary of its own, in which no word has a control character. xgrammar would let them
-into texts, where JSON has no place for them, and between JSON's words a model could spend its
-answer on line breaks and indentation: of white space there is one space at most.
+A guide is tried first (`prover.py`), for a second of a core; what takes longer goes to a second
+thread behind others of its kind, and is refused if its time there is not enough either. So a guide
+that takes long keeps no other one waiting for longer than that second.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from tokenizers import Tokenizer
-
-from common.engine.features.allowed import words_of
-from common.errors import InvalidRequest, Overloaded, cut
+from common.engine.features.prover import Lane, Prover, TooSlow
+from common.errors import InvalidRequest, Overloaded
 from common.logs import kv
 from common.requests.guide import Guide
-from common.requests.schemas import expressions
-from common.requests.schemas.enforced import enforced
-from common.spelling import Spelling
+
+if TYPE_CHECKING:
+    from common.engine.features.compilers import Compilers
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT = 128  # grammars
-MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
+MAX_KEPT = 128  # grammars, and reasons why there is none
 MAX_WAITING = 64  # guides
-MAX_WHITESPACE = 1  # spaces in a row between JSON's words
+MAX_SLOW = 8  # of these, such as have not got through in the time of the quick lane
 SLOW_S = 1.0  # to compile one: said in the log
-
-_OBJECT = '{"type": "object"}'
 
 Compiled = Any  # xgrammar.CompiledGrammar
 
@@ -47,110 +43,101 @@ class Guides:
         tell: called from another thread when a guide is done.
     """
 
-    def __init__(self, directory: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        vocabulary_size: int,
+        eos_token_ids: Sequence[int],
+        prover: Prover,
+    ) -> None:
+        """Owns the prover."""
         self._directory = directory
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = list(eos_token_ids)
+        self._prover = prover
         self._kept: OrderedDict[Guide, Future[Compiled]] = OrderedDict()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="guides")
-        self._compilers: _Compilers | None = None  # of the worker
+        self._workers = {lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in Lane}
+        self._slow: list[Future[Compiled]] = []  # the quick worker's: those that the other has
+        self._lock = threading.Lock()
+        self._compilers: Compilers | None = None
         self.tell: Callable[[], None] = lambda: None
 
     def compiled(self, guide: Guide) -> "Future[Compiled]":
-        """The grammar, or InvalidRequest that says what is wrong and where.
+        """The grammar, InvalidRequest that says what is wrong and where, or Overloaded.
 
         Raises:
             Overloaded: too many others wait.
         """
         known = self._kept.get(guide)
-        if known is not None:
+        if known is not None and not _may_be_asked_again(known):
             self._kept.move_to_end(guide)
             return known
         if sum(not each.done() for each in self._kept.values()) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} guides wait to be compiled already")
-        made = self._kept[guide] = self._worker.submit(self._compile, guide)
+        made: Future[Compiled] = Future()
+        self._kept[guide] = made
         made.add_done_callback(lambda _: self.tell())
+        quick = self._workers[Lane.QUICK].submit(self._compile, guide, Lane.QUICK)
+        quick.add_done_callback(partial(self._after_quick, guide, made))
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(each for each, other in self._kept.items() if other.done())]
         return made
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers.values():
+            worker.shutdown(wait=False, cancel_futures=True)
+        self._prover.close()
 
-    # The worker's --------------------------------------------------------------------------------
+    # The workers' -------------------------------------------------------------------------------
 
-    def _compile(self, guide: Guide) -> Compiled:
+    def _after_quick(
+        self, guide: Guide, made: "Future[Compiled]", quick: "Future[Compiled]"
+    ) -> None:
+        if quick.cancelled() or not isinstance(quick.exception(), TooSlow):
+            _settle(made, quick)
+            return
+        self._slow = [each for each in self._slow if not each.done()]
+        if len(self._slow) >= MAX_SLOW:
+            sentence = f"{MAX_SLOW} guides that take long wait to be compiled already"
+            made.set_exception(Overloaded(sentence))
+            return
+        slow = self._workers[Lane.SLOW].submit(self._compile, guide, Lane.SLOW)
+        self._slow.append(slow)
+        slow.add_done_callback(partial(_settle, made))
+
+    def _compile(self, guide: Guide, lane: Lane) -> Compiled:
         began = time.monotonic()
-        try:
-            self._compilers = self._compilers or self._make_compilers()
-            made = self._compilers.compiled(guide)
-            _check_begins(made)
-        except Exception as error:
-            raise InvalidRequest(f"sampling.{guide.kind}: {_reason(error)}") from error
+        self._prover.prove(guide, lane)
+        compiled = self._loaded().compiled(guide)
         took_s = time.monotonic() - began
         if took_s > SLOW_S:
             log.warning("guide was slow to compile %s", kv(kind=guide.kind, seconds=took_s))
-        return made
+        return compiled
 
-    def _make_compilers(self) -> "_Compilers":
-        tokenizer = Tokenizer.from_file(str(self._directory / "tokenizer.json"))
-        spelling = Spelling(tokenizer, tuple(tokenizer.encode("a", add_special_tokens=False).ids))
-        special = {
-            number
-            for number, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        # What no text is made of has no bytes, and no grammar allows it.
-        words = [
-            b"" if token in special else spelling(token) for token in range(self._vocabulary_size)
-        ]
-        return _Compilers(words, self._eos_token_ids)
+    def _loaded(self) -> "Compilers":
+        with self._lock:
+            if self._compilers is None:
+                from common.engine.features.compilers import Compilers
+
+                self._compilers = Compilers.of_model(
+                    self._directory, self._vocabulary_size, self._eos_token_ids
+                )
+            return self._compilers
 
 
-class _Compilers:
-    """Of one vocabulary: for JSON, and for what is not."""
-
-    def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
-        import xgrammar
-
-        def compiler(words: Sequence[bytes]) -> Any:
-            told = xgrammar.TokenizerInfo(
-                list(words),
-                xgrammar.VocabType.RAW,
-                vocab_size=len(words),
-                stop_token_ids=list(eos_token_ids),
-            )
-            return xgrammar.GrammarCompiler(
-                told, max_threads=1, cache_limit_bytes=MAX_KEPT_BYTES // 2
-            )
-
-        self._of_text = compiler(words)
-        self._of_json = compiler([b"" if min(word, default=0) < 0x20 else word for word in words])
-
-    def compiled(self, guide: Guide) -> Compiled:
-        match guide.kind:
-            case "json_schema" | "json_object":
-                schema = enforced(guide.text if guide.kind == "json_schema" else _OBJECT)
-                return self._of_json.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
-            case "regex":
-                expressions.check(guide.text)
-                return self._of_text.compile_regex(guide.text)
-            case _:
-                return self._of_text.compile_grammar(guide.text)
+def _settle(made: "Future[Compiled]", done: "Future[Compiled]") -> None:
+    """As another one has ended; unless that was cancelled, at the end of all."""
+    if done.cancelled():
+        return
+    error = done.exception()
+    if error is None:
+        made.set_result(done.result())
+    elif isinstance(error, TooSlow):
+        made.set_exception(InvalidRequest(str(error)))
+    else:
+        made.set_exception(error)
 
 
-def _check_begins(compiled: Compiled) -> None:
-    """Raises InvalidRequest if no token can come first: then there is no answer."""
-    import xgrammar
-
-    bits = np.zeros((1, words_of(compiled.tokenizer_info.vocab_size)), np.int32)
-    # False: there is nothing that may not come.
-    if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0) and not bits.any():
-        raise InvalidRequest("no answer keeps to it")
-
-
-def _reason(error: Exception) -> str:
-    """xgrammar's, without the time and the place in its own source."""
-    text = str(error).strip()
-    _, found, rest = text.partition(": ")
-    return cut(rest if found and text.startswith("[") else text)
+def _may_be_asked_again(made: "Future[Compiled]") -> bool:
+    """Whether it failed for another reason than the guide."""
+    return made.done() and isinstance(made.exception(), Overloaded)

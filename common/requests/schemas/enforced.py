@@ -6,6 +6,7 @@ may be held to more than was asked: an object that says its properties has no ot
 speaks of texts is one of texts.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,7 @@ from common.requests.schemas.words import (
     values_of,
 )
 
+_MAX_COUNTED = 128  # characters
 _COMBINING = ("anyOf", "oneOf")
 
 
@@ -97,15 +99,16 @@ class _Document:
             if alone and word == "anyOf":
                 branches.append((each, there))
                 continue
-            try:
+            with contextlib.suppress(Nothing):
                 branches.append((merged(beside, self._opened(each, there), there), there))
-            except Nothing:
-                continue
-        if not branches:
-            raise Nothing(f"{place}: no branch of {word} can be valid")
         if word == "oneOf":
             self._check_disjoint(branches, place)
-        made = [self._schema(each, there, depth + 1) for each, there in branches]
+        made = []
+        for each, there in branches:
+            with contextlib.suppress(Nothing):
+                made.append(self._schema(each, there, depth + 1))
+        if not made:
+            raise Nothing(f"{place}: no branch of {word} can be valid")
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _check_disjoint(self, branches: list[tuple[Any, str]], place: str) -> None:
@@ -335,7 +338,16 @@ def _string(schema: Schema, place: str) -> dict[str, Any]:
         return {**made, "format": name}
     if "pattern" in schema:
         return {**made, "pattern": _expression(schema["pattern"], place)}
-    return made | lengths
+    return {**made, **_counted(lengths)}
+
+
+def _counted(lengths: Mapping[str, int]) -> Mapping[str, Any]:
+    """As an expression where it is not too long for xgrammar: the masks of its own counts take it a
+    thousand times as long, tens of milliseconds each."""
+    least, most = lengths.get("minLength", 0), lengths.get("maxLength")
+    if not lengths or max(least, most or 0) > _MAX_COUNTED:
+        return lengths
+    return {"pattern": quotable(f".{{{least},{'' if most is None else most}}}")}
 
 
 def _expression(pattern: str, place: str) -> str:

@@ -65,15 +65,21 @@ class _Scan:
             case "^":
                 if self._depth or (start and self._expression[start - 1] != "|"):
                     raise self._error("^ is only known at the start", start)
+                return self._anchor(sign)
             case "$":
                 rest = self._expression[self._at :]
                 if self._depth or (rest and rest[0] != "|"):
                     raise self._error("$ is only known at the end", start)
+                return self._anchor(sign)
             case "." if self._quoted:
                 return f"[^{_BUT_UNQUOTABLE}]"
             case _:
                 self._check_quotable(sign, start)
         return self._expression[start : self._at]
+
+    def _anchor(self, sign: str) -> str:
+        """A grammar is of all of a text anyway."""
+        return "" if self._quoted else sign
 
     def _group(self) -> None:
         rest = self._expression[self._at :]

@@ -1,0 +1,102 @@
+"""From guides to grammars, by xgrammar. How long that takes, and what it may cost, others see to.
+
+JSON has a vocabulary of its own, in which no word has a control character. xgrammar would let them
+into texts, where JSON has no place for them, and between JSON's words a model could spend its
+answer on line breaks and indentation: of white space there is one space at most.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import xgrammar
+from tokenizers import Tokenizer
+
+from common.engine.features.allowed import words_of
+from common.errors import InvalidRequest, cut
+from common.requests.guide import Guide
+from common.requests.schemas import expressions
+from common.requests.schemas.enforced import enforced
+from common.spelling import Spelling
+
+MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
+MAX_WHITESPACE = 1  # spaces in a row between JSON's words
+
+Compiled = Any  # xgrammar.CompiledGrammar
+
+_OBJECT = '{"type": "object"}'
+
+
+class Compilers:
+    """Of one vocabulary: for JSON, and for what is not."""
+
+    def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = list(eos_token_ids)
+        self._of_text = self._compiler(words)
+        self._of_json = self._compiler(
+            [b"" if min(word, default=0) < 0x20 else word for word in words]
+        )
+
+    @classmethod
+    def of_model(cls, directory: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> Self:
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        spelling = Spelling(tokenizer, tuple(tokenizer.encode("a", add_special_tokens=False).ids))
+        special = {
+            number
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        # What no text is made of has no bytes, and no grammar allows it.
+        words = [b"" if token in special else spelling(token) for token in range(vocabulary_size)]
+        return cls(words, eos_token_ids)
+
+    def compiled(self, guide: Guide) -> Compiled:
+        """
+        Raises:
+            InvalidRequest: what is wrong, and where.
+        """
+        try:
+            made = self._compiled(guide)
+            _check_begins(made)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise InvalidRequest(f"sampling.{guide.kind}: {_reason(error)}") from error
+        return made
+
+    def _compiled(self, guide: Guide) -> Compiled:
+        match guide.kind:
+            case "json_schema" | "json_object":
+                schema = enforced(guide.text if guide.kind == "json_schema" else _OBJECT)
+                return self._of_json.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+            case "regex":
+                expressions.check(guide.text)
+                return self._of_text.compile_regex(guide.text)
+            case _:
+                return self._of_text.compile_grammar(guide.text)
+
+    def _compiler(self, words: Sequence[bytes]) -> xgrammar.GrammarCompiler:
+        told = xgrammar.TokenizerInfo(
+            list(words),
+            xgrammar.VocabType.RAW,
+            vocab_size=len(words),
+            stop_token_ids=self._eos_token_ids,
+        )
+        limit = MAX_KEPT_BYTES // 2
+        return xgrammar.GrammarCompiler(told, max_threads=1, cache_limit_bytes=limit)
+
+
+def _check_begins(compiled: Compiled) -> None:
+    """Raises InvalidRequest if no token can come first: then there is no answer."""
+    bits = np.zeros((1, words_of(compiled.tokenizer_info.vocab_size)), np.int32)
+    # False: there is nothing that may not come.
+    if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0) and not bits.any():
+        raise InvalidRequest("no answer keeps to it")
+
+
+def _reason(error: Exception) -> str:
+    """xgrammar's, without the time and the place in its own source."""
+    text = str(error).strip()
+    _, found, rest = text.partition(": ")
+    return cut(rest if found and text.startswith("[") else text)

@@ -1,0 +1,124 @@
+"""What takes too long to compile ends, and keeps nobody waiting who asks for something small."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from common.engine.features.guides import MAX_SLOW, MAX_WAITING, Guides
+from common.engine.features.prover import Beside, Lane, TooSlow
+from common.errors import InvalidRequest, Overloaded
+from common.requests.guide import JSON_OBJECT, Guide
+from tests.support.noise_model import SPECIAL_TOKENS, write
+
+WAIT_S = 300.0
+VOCABULARY = 256 + len(SPECIAL_TOKENS)
+EOS = (VOCABULARY - 1,)
+SMALL = Guide("regex", "[0-9]+")
+# Minutes of a core, and five thousand characters.
+ENDLESS = Guide("regex", f"({'|'.join(f'(x{{0,{most}}}y)*' for most in range(400))}){{0,200}}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("guides") / "model"
+    write(directory)
+    return directory
+
+
+class Gate:
+    """A Prover to which all guides are slow but one, and whose slow lane is shut."""
+
+    def __init__(self) -> None:
+        self.open = Event()
+
+    def prove(self, guide: Guide, lane: Lane) -> None:
+        if guide == SMALL:
+            return
+        if lane is Lane.QUICK:
+            raise TooSlow("too slow")
+        assert self.open.wait(WAIT_S)
+        raise TooSlow("too slow for the slow lane")
+
+    def close(self) -> None:
+        self.open.set()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def guides(model: Path, gate: Gate) -> Iterator[Guides]:
+    guides = Guides(model, VOCABULARY, EOS, gate)
+    yield guides
+    guides.close()
+
+
+def _slow(number: int) -> Guide:
+    return Guide("regex", f"a{{{number}}}")
+
+
+def test_slow_guides_wait_for_each_other_and_small_ones_do_not(guides: Guides, gate: Gate) -> None:
+    slow = [guides.compiled(_slow(number)) for number in range(MAX_SLOW)]
+    assert guides.compiled(SMALL).result(WAIT_S) is not None
+    assert not any(each.done() for each in slow)
+    gate.open.set()
+    for each in slow:
+        assert isinstance(each.exception(WAIT_S), InvalidRequest)
+
+
+def test_slow_guides_beyond_some_are_overload_which_is_forgotten(
+    guides: Guides, gate: Gate
+) -> None:
+    for number in range(MAX_SLOW):
+        guides.compiled(_slow(number))
+    one_more = _slow(MAX_SLOW)
+    assert isinstance(guides.compiled(one_more).exception(WAIT_S), Overloaded)
+    gate.open.set()
+    assert isinstance(guides.compiled(_slow(0)).exception(WAIT_S), InvalidRequest)
+    first = guides.compiled(_slow(MAX_SLOW - 1))
+    assert isinstance(first.exception(WAIT_S), InvalidRequest)
+    assert isinstance(guides.compiled(one_more).exception(WAIT_S), InvalidRequest)
+
+
+def test_what_a_guide_came_to_is_kept(guides: Guides, gate: Gate) -> None:
+    gate.open.set()
+    assert guides.compiled(SMALL) is guides.compiled(SMALL)
+    refused = guides.compiled(_slow(1))
+    assert isinstance(refused.exception(WAIT_S), InvalidRequest)
+    assert guides.compiled(_slow(1)) is refused
+
+
+def test_only_so_many_guides_wait(model: Path) -> None:
+    class Shut(Gate):
+        def prove(self, guide: Guide, lane: Lane) -> None:
+            assert self.open.wait(WAIT_S)
+
+    guides = Guides(model, VOCABULARY, EOS, Shut())
+    for number in range(MAX_WAITING):
+        guides.compiled(_slow(number))
+    with pytest.raises(Overloaded):
+        guides.compiled(SMALL)
+    guides.close()
+
+
+@pytest.mark.long
+def test_a_trial_ends_what_would_not(model: Path) -> None:
+    """By the kernel, and in a process of its own: the next one is tried as if nothing had been."""
+    prover = Beside(model, VOCABULARY, EOS)
+    try:
+        prover.prove(JSON_OBJECT, Lane.SLOW)
+        with pytest.raises(TooSlow):
+            prover.prove(ENDLESS, Lane.QUICK)
+        prover.prove(SMALL, Lane.QUICK)
+        prover.prove(Guide("json_schema", "no schema: it is not for a trial to say so"), Lane.QUICK)
+        assert prover._process is not None
+        prover._process.kill()
+        with pytest.raises(Overloaded):
+            prover.prove(SMALL, Lane.QUICK)
+        prover.prove(SMALL, Lane.QUICK)
+    finally:
+        prover.close()
