@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 48
 NUM_CLIENTS = 4
-LONG = 3500  # tokens of an answer that three nodes are restarted under
+# Tokens of an answer that two nodes are restarted under: it would take longer than a test may.
+LONG, STEP_S = 3500, 0.2
 
 
 @pytest.mark.parametrize("rig", RIGS)
@@ -46,8 +47,11 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
 
         await cluster.wait_until(has, f"{node.program.name} counts {counter}")
 
-    how = ("--policy=round_robin",)
-    async with Cluster(model, tmp_path, rig=rig, by_file=True, router_flags=how) as cluster:
+    how: dict[str, Any] = {
+        "router_flags": ("--policy=round_robin",),
+        "environment": slowed(0.01),  # or answers would keep the machine from starting nodes
+    }
+    async with Cluster(model, tmp_path, rig=rig, by_file=True, **how) as cluster:
         (old_prefill,), (old_decode,) = cluster.prefill, cluster.decode
         clients = [asyncio.create_task(ask_again_and_again(cluster)) for _ in range(NUM_CLIENTS)]
         await counts(old_decode, "handoffs_held")
@@ -92,9 +96,9 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
     how: dict[str, Any] = {
         "router_flags": ("--policy=round_robin",),
         "decode_flags": ("--front.drain-s=0.1", "--engine.cache.num-pages=1024"),
-        "environment": slowed(0.04),  # longer than three restarts take
+        "environment": slowed(STEP_S),
     }
-    async with Cluster(model, tmp_path, rig=rig, num_decode=3, **how) as cluster:
+    async with Cluster(model, tmp_path, rig=rig, num_decode=2, **how) as cluster:
 
         async def answer(number: int) -> None:
             stream = cluster.stream(prompts[number], max_tokens=LONG, ignore_eos=True)
@@ -115,16 +119,16 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
 
             await cluster.wait_until(more, "all answers go on")
 
-        async def all_are_usable() -> bool:
+        async def both_are_usable() -> bool:
             nodes = (await cluster.describe()).nodes
-            return sum(len(node.links) == 1 and node.state == "ready" for node in nodes) == 3
+            return sum(len(node.links) == 1 and node.state == "ready" for node in nodes) == 2
 
         await all_go_on()
         for node in list(cluster.decode):
             await cluster.drain(node)
             await all_go_on()
             await cluster.start_again(node)
-            await cluster.wait_until(all_are_usable, "it is back")
+            await cluster.wait_until(both_are_usable, "it is back")
         await all_go_on()
         for task in answers:
             task.cancel()
