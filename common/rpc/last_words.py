@@ -15,6 +15,8 @@ import grpc.aio
 from common.errors import ProtocolViolation, ServingError, cut
 from protos import last_words_pb2
 
+_OF_A_FAILED_WRITE = "Internal error from Core"  # grpc.aio's own words
+_NOT_TOLD = "the stream ended while something was said on it, and its status was lost"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -53,6 +55,11 @@ async def heard(call: Any) -> AsyncIterator[Any]:
             elif end is None:
                 yield message
     except grpc.aio.AioRpcError as error:
-        raise end or StreamEnded(error.code(), error.details() or "") from error
+        raise end or _as_told(error) from error
     if end is not None:
         raise end
+
+
+def _as_told(error: grpc.aio.AioRpcError) -> StreamEnded:
+    sentence = error.details() or ""
+    return StreamEnded(error.code(), _NOT_TOLD if sentence == _OF_A_FAILED_WRITE else sentence)

@@ -462,6 +462,13 @@ async def test_a_reader_whose_write_failed_still_learns_that_the_owners_engine_h
         assert closed == PairClosed(at_reader, "this node has ended: killed by SIGKILL", True)
 
 
+async def test_a_status_that_a_failed_write_has_lost_is_told_as_that():
+    async with paired(hello_s=HELLO_S) as pair, bare_call(pair.address) as call:
+        call._cython_call.set_internal_error("a write has failed")
+        code, sentence = await end_of(call)
+        assert code is Code.INTERNAL and "its status was lost" in sentence
+
+
 async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
     pair.owner.die()
     with pytest.raises(EngineFault, match="transfer thread"):
