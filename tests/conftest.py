@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from hypothesis import settings
 
 os.environ.update(
     OMP_NUM_THREADS="1",  # torch's own threads too: the machine has few cores and many programs
@@ -23,6 +24,8 @@ os.environ.update(
 os.environ.pop("BATON_SECRET", None)  # a developer's own
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
+
+settings.load_profile("ci")  # the same examples everywhere, however long each takes
 
 
 @pytest.fixture(autouse=True)

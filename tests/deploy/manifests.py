@@ -121,7 +121,7 @@ def kustomize_command() -> tuple[tuple[str, ...], str]:
     if not shutil.which("kubectl"):
         return (), "neither kubectl nor kustomize is on PATH: only the base is checked"
     asked = ("kubectl", "version", "--client", "--output=json")
-    told = json.loads(subprocess.run(asked, capture_output=True, check=True, timeout=60).stdout)
+    told = json.loads(subprocess.run(asked, capture_output=True, check=True, timeout=300).stdout)
     version = told.get("kustomizeVersion", "v0.0.0")
     major, minor, _ = version.removeprefix("v").split(".", 2)
     if (int(major), int(minor)) < _OLDEST_KUSTOMIZE:
@@ -134,7 +134,7 @@ def rendered(directory: Path) -> list[Object]:
     command, reason = kustomize_command()
     if not command:
         pytest.skip(reason)
-    done = subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return list(yaml.load_all(done.stdout, yaml.CSafeLoader))
 

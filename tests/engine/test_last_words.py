@@ -41,7 +41,7 @@ drive(Stuck(), engine, config, SimpleNamespace(has_work=False), StepClock())
 def _ended(broken: str = "") -> subprocess.CompletedProcess[str]:
     program = STANDS_STILL.replace("{broken}", broken)
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=570, check=False
     )
 
 

@@ -65,7 +65,7 @@ def test_loading_takes_at_its_height_what_stays_and_a_little_more(directory, qua
         capture_output=True,
         text=True,
         check=True,
-        timeout=150,
+        timeout=570,
     )
     height, stays = map(int, loaded.stdout.split())
     assert height <= MOST * said + SLACK_BYTES

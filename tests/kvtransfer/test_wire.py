@@ -140,20 +140,20 @@ def through(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessag
 
 
 # Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_deaths`.
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(from_reader)
 def test_what_a_reader_says_arrives_as_it_was(message: FromReader) -> None:
     assert through(message, as_reader=True) == message
 
 
 # Seen failing with `retry_after_s` of Failed left out, on its way out or in.
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(from_owner)
 def test_what_an_owner_says_arrives_as_it_was(message: FromOwner) -> None:
     assert through(message, as_reader=False) == message
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(hellos, st.booleans())
 def test_a_hello_arrives_as_it_was(hello: Hello, as_reader: bool) -> None:
     assert through(hello, as_reader=as_reader) == hello
@@ -268,7 +268,7 @@ def test_a_long_reason_is_cut_and_not_refused_by_the_peer() -> None:
     assert isinstance(failed, Failed) and len(failed.reason) == wire.MAX_TEXT
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.sampled_from([pb.FromReader, pb.FromOwner]))
 def test_any_bytes_are_a_record_or_a_violation(data: bytes, kind: Any) -> None:
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import TransferConfig
@@ -117,9 +117,7 @@ KINDS = ("open", "grant", "done", "cancel", "admitted", "ready", "released", "fa
 IDS = {f"{kind}.id": _ID for kind in KINDS}
 READY = {"ready.start": 0, "ready.end": 16, "ready.pages": [3], "ready.last": False}
 
-quick = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+many = settings(max_examples=300)
 
 
 def acquire(num_prompt: int, token_ids: "np.ndarray", sampling: SamplingParams) -> None:
@@ -129,7 +127,7 @@ def acquire(num_prompt: int, token_ids: "np.ndarray", sampling: SamplingParams) 
     assert table.acquire(request, (1,)) == 0
 
 
-@quick
+@many
 @given(messages(decode_pb2.Submit, SUBMIT))
 def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_pb2.Submit) -> None:
     """Seen failing without the check of stop_token_ids: OverflowError in RequestTable."""
@@ -142,7 +140,7 @@ def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_p
     acquire(len(tokens) - record.num_generated, tokens, record.sampling)
 
 
-@quick
+@many
 @given(st.lists(messages(kvtransfer_pb2.FromReader, {**OPEN, **IDS}), max_size=6))
 def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
     said: "list[kvtransfer_pb2.FromReader]",
@@ -165,7 +163,7 @@ def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
         end.tick(0.0)
 
 
-@quick
+@many
 @given(st.lists(messages(kvtransfer_pb2.FromOwner, {**READY, **IDS}), max_size=6))
 def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
     said: "list[kvtransfer_pb2.FromOwner]",
@@ -187,7 +185,7 @@ def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
         end.tick(0.0)
 
 
-@quick
+@many
 @given(messages(decode_pb2.Timeline))
 def test_a_timeline_is_cut_to_what_can_be(message: decode_pb2.Timeline) -> None:
     timeline = from_proto(message, 10.0)

@@ -1,6 +1,6 @@
 """What is charged when a request is placed is taken back, whatever becomes of it."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policy.choices import Placement
@@ -59,7 +59,6 @@ _events = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(_events, max_size=60))
 def test_load_is_the_sum_of_what_is_live_and_returns_to_zero(
     events: list[tuple[str, object]],

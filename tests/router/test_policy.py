@@ -85,7 +85,7 @@ _prompts = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests=st.lists(st.tuples(_prompts, _choices), min_size=1, max_size=8))
 def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and_go(
     requests: list[tuple[PlacementKey, list[DecodeChoice]]],

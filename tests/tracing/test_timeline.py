@@ -40,7 +40,7 @@ anything = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(anything, durations)
 def test_what_a_node_says_is_cut_to_what_can_be(message: pb.Timeline, longest_s: float):
     timeline = from_proto(message, longest_s)
@@ -58,7 +58,7 @@ def test_what_a_node_says_is_cut_to_what_can_be(message: pb.Timeline, longest_s:
 ENDLESS = pb.Timeline(phase=[1, 2], attempt=[0, 0], start_s=[math.inf] * 2, end_s=[math.inf] * 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(anything, durations, durations, durations)
 @example(ENDLESS, 0.1, 0.1, 1.0)
 def test_the_parts_of_the_time_to_first_token_add_up_to_it(
@@ -69,7 +69,7 @@ def test_the_parts_of_the_time_to_first_token_add_up_to_it(
     assert math.isclose(sum(parts), ttft_s, rel_tol=1e-9, abs_tol=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(durations, durations, durations, durations, durations, durations)
 def test_durations_of_another_clock_are_put_between_the_messages_that_enclose_them(
     opened: float,

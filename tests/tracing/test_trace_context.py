@@ -54,7 +54,7 @@ def test_what_later_versions_say_besides_is_not_passed_on(header: str, passed_on
     assert checked(header) == passed_on
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=80) | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"))
 def test_whatever_comes_is_a_header_of_ours_or_nothing(text: str):
     header = checked(text)
