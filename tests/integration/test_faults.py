@@ -185,7 +185,8 @@ async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
     make: Callable[..., Cluster],
 ):
     flags = ("--engine.scheduler.chunk-tokens=32", *PATIENT)
-    async with make(node_flags=flags) as cluster:
+    # Two seconds for a prefill: whoever looks again and again sees it.
+    async with make(node_flags=flags, environment=slowed(0.03)) as cluster:
         (prefill,), (decode,) = cluster.prefill, cluster.decode
         (long, other) = _prompts(2, length=LONG)
 
@@ -240,7 +241,8 @@ async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
 async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
     make: Callable[..., Cluster],
 ):
-    async with make(decode_flags=("--engine.cache.num-pages=128",)) as cluster:
+    how: dict[str, Any] = {"environment": slowed(0.03)}  # half a minute for the answer
+    async with make(decode_flags=("--engine.cache.num-pages=128",), **how) as cluster:
         (decode,) = cluster.decode
         (large, other) = _prompts(2, length=1100)
         runs = cluster.stream(large, max_tokens=900, ignore_eos=True)
@@ -264,7 +266,10 @@ async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
         await runs.aclose()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],  # each front has that
+)
 async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
     make: Callable[..., Cluster], number: signal.Signals
 ):
