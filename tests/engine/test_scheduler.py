@@ -7,6 +7,7 @@ from common.engine.memory.pages import Holder
 from common.engine.rows.batch import BatchResult, ForwardMode
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, FinishReason, Request
+from common.engine.schedule.admission import DEFAULT_CHUNK_TOKENS
 from common.errors import EngineFault, InvalidRequest, NotIdle
 from tests.support.engine_rig import Rig, ints
 
@@ -312,6 +313,16 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
 
 
 # Seen failing without max_prefill_tokens in Admission: both in one forward.
+# Seen failing with the usual chunk in place of none: [2048, 2049].
+def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
+    num_tokens = DEFAULT_CHUNK_TOKENS + 1
+    rig = Rig(num_pages=256, context=4096, config=SchedulerConfig(chunk_tokens=-1))
+    rig.add([1] * num_tokens, max_tokens=2)
+    rig.step()
+    assert [batch.ends.tolist() for batch in rig.runner.batches] == [[num_tokens]]
+    rig.run()
+
+
 def test_the_prompt_tokens_of_a_forward_are_limited_over_all_requests():
     rig = Rig(config=SchedulerConfig(chunk_tokens=64, max_prefill_tokens=32))
     for number in range(2):

@@ -119,11 +119,12 @@ class RowFeatures:
 
     def build(self, batch: ScheduleBatch) -> StepWork:
         """At the launch of a step. What no row wants costs nothing: all bits are read at once."""
-        wanted = self._wanted[batch.slots]
-        anybody = int(np.bitwise_or.reduce(wanted))
-        if not anybody:
+        slots = batch.slots.astype(np.intp)  # which numpy indexes by five times as fast
+        wanted = self._wanted[slots]
+        if not np.count_nonzero(wanted):
             return _NOTHING
-        columns = self._sampling.build(batch.slots, batch.ends) if anybody & _SAMPLED else None
+        anybody = int(np.bitwise_or.reduce(wanted))
+        columns = self._sampling.build(slots, batch.ends) if anybody & _SAMPLED else None
         if anybody == _SAMPLED:
             return StepWork(columns)
         wanted = self._of_those_that_sample(batch, wanted)

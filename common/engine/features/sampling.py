@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
@@ -33,7 +34,7 @@ class Sampling:
         self._seed[slot] = sampling.seed & _MAX_SEED
         return not sampling.greedy
 
-    def build(self, slots: Ints, positions: Ints) -> SamplingColumns:
+    def build(self, slots: NDArray[np.intp], positions: Ints) -> SamplingColumns:
         """Of all rows of a step, in host memory.
 
         Args:

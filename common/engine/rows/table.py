@@ -55,6 +55,8 @@ class RequestTable:
         self.num_slots = num_slots
         self.context_length = context_length
         self.page_size = page_size
+        # As arrays: numpy converts a Python int anew in every call.
+        self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
         max_pages = -(-context_length // page_size)
         self.tokens = np.zeros((num_slots, context_length), np.int32)
         self.page_table = np.full((num_slots, len(windows), max_pages), NO_PAGE, np.int32)
@@ -154,8 +156,8 @@ class RequestTable:
         num_pages = self.num_pages[slots]
         for table, mine in enumerate(self.by_table):
             mine[slots, num_pages] = pages[table :: len(self.by_table)]
-        self.num_pages[slots] = num_pages + 1
-        self.capacity[slots] += self.page_size
+        self.num_pages[slots] = num_pages + self._one
+        self.capacity[slots] += self._page_size
 
     def free_behind(self, slot: int, num_tokens: int) -> Ints:
         """Takes out the pages that no window sees any more once so many of the request's tokens are
