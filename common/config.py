@@ -406,6 +406,11 @@ class RouterConfig(Record):
     reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "harmony"] = Field(
         "auto", description="how the model marks what it thinks; auto: as its chat template shows"
     )
+    reranker: Literal["none", "qwen3"] = Field(
+        "none",
+        description="how a model that generates is asked for scores; qwen3: in Qwen3-Reranker's "
+        "words, for a yes or a no; none: embeddings are compared",
+    )
     pooling: Literal["auto", "last", "mean", "cls"] = Field(
         "auto",
         description="how hidden states become an embedding; auto: as the checkpoint's "

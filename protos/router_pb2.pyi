@@ -154,18 +154,20 @@ class EmbedResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., vectors: _Optional[_Iterable[bytes]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("request_id", "queries", "documents", "timeout_s", "cache_salt")
+    __slots__ = ("request_id", "queries", "documents", "timeout_s", "cache_salt", "instruct")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     queries: _containers.RepeatedScalarFieldContainer[str]
     documents: _containers.RepeatedScalarFieldContainer[str]
     timeout_s: float
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., queries: _Optional[_Iterable[str]] = ..., documents: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    instruct: str
+    def __init__(self, request_id: _Optional[str] = ..., queries: _Optional[_Iterable[str]] = ..., documents: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., instruct: _Optional[str] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("request_id", "scores", "usage")

@@ -101,6 +101,7 @@ FIELDS: Mapping[str, str] = {
     "apply_softmax": "Probabilities among these tokens alone.",
     "item_first": "`query` follows each item.",
     "documents": "Texts, or objects with a `text`. Of `/v1/score`, `text_2` by another name.",
+    "instruct": "What documents are wanted for, told to a reranker (`--reranker`).",
     "top_n": "So many of the best; absent or 0: all.",
     "return_documents": "false: their texts are left out of the answer.",
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",

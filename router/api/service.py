@@ -95,7 +95,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         with self._begun(context) as client:
             asker = _asker(request, client, context)
             pairs = one_with_each(request.queries, request.documents)
-            scored = await self._vectors.score(pairs, asker)
+            scored = await self._vectors.score(pairs, asker, request.instruct)
         return router_pb2.ScoreResponse(
             request_id=asker.request_id,
             scores=scored.scores,

@@ -15,6 +15,7 @@ from common.errors import InvalidRequest, RequestFailed
 from common.requests.pooling import Pool, Pooling
 from router.clients.client import Client
 from router.pooling.pooler import Pooler
+from router.pooling.yes_or_no import YesOrNo
 from router.requests.pooled import MAX_PROMPTS, Pooled, PooledPrompt, WantedVectors, floats
 from router.requests.wanted import Text, TextPair
 from router.text.pooling_files import PoolingFiles, Way
@@ -56,16 +57,19 @@ class Vectors:
         files: PoolingFiles,
         *,
         way: Literal["auto", "last", "mean", "cls"] = "auto",
+        reranker: YesOrNo | None = None,
         has_nodes: bool = True,
     ) -> None:
         """
         Args:
+            reranker: how the model is asked for scores; None: it is not asked in words.
             way: of embedding; auto: as the checkpoint says.
             has_nodes: whether there can ever be a prefill node.
         """
         self._pooler = pooler
         self._files = files
         self._way: Way = files.way if way == "auto" else way
+        self._reranker = reranker
         self._has_nodes = has_nodes
 
     async def embed(
@@ -102,15 +106,28 @@ class Vectors:
             )
         return pooled
 
-    async def score(self, pairs: Sequence[tuple[str, str]], asker: Asker) -> Scores:
+    async def score(
+        self, pairs: Sequence[tuple[str, str]], asker: Asker, task: str | None = None
+    ) -> Scores:
         """How well the texts of each pair go together: what a model with a head for one class says
-        of both, as a probability; else how alike their embeddings are, from -1 to 1.
+        of both, or how likely a reranker says yes, as a probability; else how alike their
+        embeddings are, from -1 to 1.
 
+        Args:
+            task: what second texts are wanted for, told to a reranker.
         Raises:
-            InvalidRequest: as `embed`, or the head is of several classes.
+            InvalidRequest: as `embed`; the head is of several classes; or a task is given, and the
+                model is told of none.
         """
+        if task and self._reranker is None:
+            raise InvalidRequest("instruct: this model is not told of any; write it into query")
         if self._files.classifies:
             return await self._classified(pairs, asker)
+        if self._reranker is not None:
+            prompts = [self._reranker.prompt(*pair, task) for pair in pairs]
+            labels = self._reranker.labels
+            said = await self.label_scores(prompts, labels, asker, softmax=True)
+            return Scores([yes for yes, _ in said.scores], said.num_tokens)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         wanted = await self.embed([Text(text) for text in texts], asker)
         found = dict(zip(texts, map(_unit, wanted.vectors), strict=True))

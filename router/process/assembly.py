@@ -48,6 +48,7 @@ from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
 from router.pooling.pooler import Pooler
 from router.pooling.vectors import Vectors
+from router.pooling.yes_or_no import qwen3
 from router.process.http import make_http
 from router.requests.admission import SHUTTING_DOWN, Admission
 from router.requests.record import Records
@@ -162,7 +163,13 @@ async def running(
         counted = (
             WholeMetricsEndpoint(keeper) if place.is_shared else MetricsEndpoint(counts.registry)
         )
-        vectors = Vectors(pooler, model.pooling, way=config.pooling, has_nodes=bool(config.prefill))
+        vectors = Vectors(
+            pooler,
+            model.pooling,
+            way=config.pooling,
+            reranker=qwen3(served.tokenizer) if config.reranker == "qwen3" else None,
+            has_nodes=bool(config.prefill),
+        )
         service = RouterService(
             clients.guard,
             generator,

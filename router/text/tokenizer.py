@@ -141,6 +141,11 @@ class RouterTokenizer:
         )
         return texts[0]
 
+    def token_of(self, name: str) -> int | None:
+        """The one that the vocabulary spells so; None: there is none."""
+        token: int | None = self._tokenizer.token_to_id(name)
+        return token
+
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """As the vocabulary spells each; "" of what it does not have."""
         return [self._tokenizer.id_to_token(token) or "" for token in token_ids]

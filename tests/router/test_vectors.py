@@ -9,8 +9,16 @@ from base64 import b64decode
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from tokenizers import Tokenizer
 
-from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded, QueueTooLong
+from common.errors import (
+    ConfigError,
+    EngineDied,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    QueueTooLong,
+)
 from protos.pooling_pb2 import POOL_FIRST, POOL_LABELS, POOL_LAST, POOL_MEAN, POOL_TOKENS
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
 from router.policy.load import Load
@@ -135,6 +143,29 @@ async def test_a_classifier_scores_pairs_and_a_generator_compares_embeddings(mod
         assert "2 classes" in refused.error["message"]
 
 
+async def test_a_reranker_is_asked_in_words_for_a_yes_or_a_no(tmp_path, model):
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    yes, no = 318, 319
+    vocabulary = json.loads(tokenizer.to_str())
+    vocabulary["model"]["vocab"] |= {"yes": yes, "no": no}
+    (model / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with_config(model, max_position_embeddings=2048)
+    async with site(model, reranker="qwen3") as rig:
+        rig.nodes[0].vector = lambda token_ids: [math.log(0.1), math.log(0.3)]
+        fields = {"query": "who?", "documents": ["bob"], "instruct": "find people"}
+        (ranked,) = (await rig.post("/rerank", **fields)).json["results"]
+        assert ranked["relevance_score"] == pytest.approx(0.25)
+        (call,) = rig.calls
+        assert (call.pool, *call.label_token_ids) == (POOL_TOKENS, yes, no)
+        told = tokenizer.decode(list(call.prompts[0].ids))
+        asked = "<Instruct>: find people\n<Query>: who?\n<Document>: bob<|im_end|>"
+        assert asked in told
+        assert told.endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(ConfigError, match="token for yes"):
+        async with site(write_model(tmp_path), reranker="qwen3"):
+            pass
+
+
 async def test_labels_are_scored_after_texts_or_after_token_ids(model):
     async with site(model) as rig:
         rig.nodes[0].vector = lambda token_ids: [math.log(0.1), math.log(0.3)]
@@ -240,7 +271,7 @@ async def test_a_client_that_leaves_takes_its_calls_with_it(model):
             "label_token_ids",
         ),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct"),
+        ("/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct: this model"),
     ],
 )
 async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(

@@ -31,7 +31,6 @@ OF_SCORE: Mapping[str, Harmless] = {
 OF_RERANK: Mapping[str, Harmless] = {
     **_ALL,
     "activation": only(True),
-    "instruct": _NEVER,
     "rank_fields": _NEVER,
     "use_activation": only(True),
 }

@@ -19,6 +19,7 @@ class Document(msgspec.Struct):
 class RerankFields(PoolingFields, kw_only=True):
     query: str
     documents: Annotated[list[str | Document], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+    instruct: str | None = None
     top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
     return_documents: bool | None = None
 
@@ -44,7 +45,9 @@ class Reranking:
 
     async def answer(self, fields: RerankFields, asker: Asker, origin: Origin) -> bytes:
         documents = [each if isinstance(each, str) else each.text for each in fields.documents]
-        scored = await self._vectors.score([(fields.query, text) for text in documents], asker)
+        scored = await self._vectors.score(
+            [(fields.query, text) for text in documents], asker, fields.instruct
+        )
         # Of equals the first goes first.
         order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
         told = fields.return_documents is not False
