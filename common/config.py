@@ -169,6 +169,12 @@ class TransferConfig(Record):
     released_s: Seconds = Field(2.0, description="longest wait for the answer to Done")
     read_s: Seconds = Field(5.0, description="longest read, before its bytes are counted")
     min_gib_per_s: float = Field(0.0, ge=0, description="a link slower than this is refused")
+    check_every: int = Field(
+        64,
+        ge=0,
+        description="of a prefill node: one page in so many is compared by its checksum once it has"
+        " been read, where pages are in host memory; 0: none",
+    )
 
 
 _NAME_WITHOUT_CA = "server_name says nothing without ca"

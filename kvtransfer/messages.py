@@ -66,6 +66,7 @@ class Ready(Message, frozen=True, tag=True):
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # of the first token, where asked for
     prompt_logprobs: Logprobs | None = None  # with last: of the prompt's tokens but the first one
+    sums: tuple[tuple[int, int], ...] = ()  # of some pages: place in `pages`, checksum; in order
 
 
 class Done(Message, frozen=True, tag=True):

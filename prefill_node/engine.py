@@ -17,6 +17,7 @@ from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.thread import Outlet, TransferThread
 from prefill_node.role import PrefillRole
@@ -51,6 +52,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
             owners,
             outlet,
             wake,
+            PageSums(pool, config.transfer.check_every),
             max_untaken_tokens=config.engine.scheduler.max_waiting_tokens,
         )
 

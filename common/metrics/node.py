@@ -208,6 +208,12 @@ READS_REFUSED = Declared(
     "Reads that the owner refused: it does not publish these pages.",
     {"path": PATHS},
 )
+PAGES_COMPARED = Declared(
+    "baton_handoff_pages_compared",
+    "counter",
+    "Pages read whose checksum was compared with their owner's; wrong: it differed.",
+    {"outcome": ("right", "wrong")},
+)
 READS_IN_FLIGHT = Declared(
     "baton_handoff_reads_in_flight", "gauge", "Reads given to links and not over."
 )
@@ -237,7 +243,7 @@ BOTH = (
 DECODE = (
     *(PAIRINGS, OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
-    *(LINKS, SLOWEST, LINK_CHANGES),
+    *(PAGES_COMPARED, LINKS, SLOWEST, LINK_CHANGES),
 )
 PREFILL = (POOLED,)
 DECLARED: Mapping[Role, tuple[Declared, ...]] = {
@@ -263,6 +269,7 @@ _TOTALS = {
     "read_bytes": READ_BYTES,
     "read_descriptors": READ_DESCRIPTORS,
     "reads_refused": READS_REFUSED,
+    "pages_compared": PAGES_COMPARED,
     "link_changes": LINK_CHANGES,
     "waited": WAITED,
     "thread_cpu": THREAD_CPU,

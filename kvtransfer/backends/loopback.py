@@ -44,6 +44,7 @@ class Faults:
         self._delay_s = 0.0
         self._frozen = False
         self._num_resting = 0
+        self._num_corrupt = 0
 
     def delay(self, seconds: float) -> None:
         """Every copy from now on rests this long in its middle."""
@@ -74,6 +75,17 @@ class Faults:
         """Likewise, but half of its pages have landed."""
         with self._changed:
             self._scripted.append((reason, True))
+
+    def corrupt_next(self) -> None:
+        """A byte of the first page of the next copy that lands whole changes on its way."""
+        with self._changed:
+            self._num_corrupt += 1
+
+    def corrupts(self) -> bool:
+        with self._changed:
+            corrupts = self._num_corrupt > 0
+            self._num_corrupt -= corrupts
+            return corrupts
 
     def take(self) -> tuple[str, bool] | None:
         with self._changed:
@@ -162,6 +174,8 @@ class LoopbackConnection:
             raise TransferError(fault[0])
         faults.rest(self._ended)
         self._land(source_pages[middle:], destination_pages[middle:])
+        if len(destination_pages) and faults.corrupts():
+            _memory(self._pool)[destination_pages[0], 0] ^= 1
 
     def stop(self) -> None:
         self._ended.set()

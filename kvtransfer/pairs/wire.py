@@ -5,6 +5,7 @@ What a range of tokens may be, or whether an id is known, only the machines can 
 """
 
 import math
+import operator
 from typing import TypeAlias
 
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
@@ -254,7 +255,16 @@ def _ready(body: pb.Ready) -> Ready:
         prompt_logprobs=(
             from_proto(body.prompt_logprobs) if body.HasField("prompt_logprobs") else None
         ),
+        sums=_sums(body),
     )
+
+
+def _sums(body: pb.Ready) -> tuple[tuple[int, int], ...]:
+    places = list(body.checked)
+    in_order = all(map(operator.lt, places, places[1:]))
+    if len(body.sums) != len(places) or not in_order or max(places, default=-1) >= len(body.pages):
+        raise ProtocolViolation("checksums of pages that are not in this Ready")
+    return tuple(zip(places, body.sums, strict=True))
 
 
 def _times(body: pb.PrefillTimes) -> PrefillTimes:
@@ -284,6 +294,8 @@ def _ready_proto(record: Ready) -> pb.Ready:
         times=_times_proto(record.times) if record.times else None,
         logprobs=to_fields(record.logprobs),
         prompt_logprobs=to_fields(record.prompt_logprobs),
+        checked=[place for place, _ in record.sums],
+        sums=[checksum for _, checksum in record.sums],
     )
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvtransfer.messages import AnyMessage, HandoffId
-from kvtransfer.ports import Ints, OwnerEvent, ReaderEvent
+from kvtransfer.ports import Held, Ints, OwnerEvent, ReaderEvent
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -48,6 +48,15 @@ class StartRead(msgspec.Struct, frozen=True):
     destination_pages: Ints
 
 
+class Confirm(msgspec.Struct, frozen=True):
+    """The owner held all that was read: tell the engine `held`, unless one of these pages is not
+    what its owner said. Then the attempt is lost, and the link of this stream is not trusted."""
+
+    stream: int
+    held: Held
+    sums: tuple[tuple[int, int], ...]  # local page, checksum
+
+
 class Expose(msgspec.Struct, frozen=True):
     """Let the reader of this stream read these pages, before it is told of them."""
 
@@ -62,5 +71,7 @@ class Withdraw(msgspec.Struct, frozen=True):
     id: HandoffId
 
 
-ReaderAction: TypeAlias = Send | EndStream | OpenLink | CloseLink | StartRead | ReaderEvent
+ReaderAction: TypeAlias = (
+    Send | EndStream | OpenLink | CloseLink | StartRead | Confirm | ReaderEvent
+)
 OwnerAction: TypeAlias = Send | EndStream | Expose | Withdraw | OwnerEvent

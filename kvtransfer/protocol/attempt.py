@@ -29,6 +29,7 @@ class Attempt:
     admitted_at: float = 0.0
     first_ready: float = 0.0
     landed: float = 0.0
+    sums: tuple[tuple[int, int], ...] = ()  # of some destination pages
 
     def grant(self, command: GrantHandoff) -> None:
         """Takes the destination pages. Raises EngineFault if they are not the right number."""
@@ -81,6 +82,8 @@ class Attempt:
             return None
         self.unread += 1
         destination = self.destination[self._places(self.ranges.start, message)]
+        if message.sums:
+            self.sums += tuple((int(destination[place]), sum_) for place, sum_ in message.sums)
         return Read(self.id, np.array(pages, dtype=np.int32), destination)
 
     def _places(self, prefix: int, message: Ready) -> Ints:

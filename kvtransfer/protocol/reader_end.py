@@ -37,7 +37,7 @@ from kvtransfer.ports import (
     OwnerUp,
     ReaderCommand,
 )
-from kvtransfer.protocol.actions import EndStream, ReaderAction, Send
+from kvtransfer.protocol.actions import Confirm, EndStream, ReaderAction, Send
 from kvtransfer.protocol.attempt import Attempt
 from kvtransfer.protocol.beats import Beats, earliest
 from kvtransfer.protocol.deadlines import Deadlines
@@ -186,6 +186,12 @@ class ReaderEnd:
             self._end_stream(stream, f"no link: {reason}")
         else:
             self._open_link(stream, now)
+        return self._taken()
+
+    def distrust(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
+        """What came through this link was not what the owner had: it is closed and opened anew."""
+        if stream in self._streams and self._links.is_up(stream):
+            self._actions.append(self._links.close(stream, reason, now))
         return self._taken()
 
     # Inputs: messages ---------------------------------------------------------------------------
@@ -374,7 +380,9 @@ class ReaderEnd:
 
     def _finish(self, attempt: Attempt) -> None:
         # Held first: the engine must have the pages for its request before the read's hold goes.
-        self._actions.append(Held(attempt.id, attempt.landed))
+        held = Held(attempt.id, attempt.landed)
+        confirm = Confirm(attempt.stream, held, attempt.sums)
+        self._actions.append(confirm if attempt.sums else held)
         self._leave(attempt, KVPoll.SUCCESS)
 
     def _give_up(self, attempt: Attempt, reason: str, *, retryable: bool = True) -> None:

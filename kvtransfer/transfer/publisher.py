@@ -9,13 +9,14 @@ import msgspec
 
 from common.errors import LayoutMismatch
 from kvtransfer.backends.base import Ints, Owner
-from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open
+from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open, Ready
 from kvtransfer.pairing import Hello, compare
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.transfer.admissions import Admissions
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.thread import Outlet
 from kvtransfer.transfer.untaken import MAX_TOKENS, Untaken
 
@@ -29,6 +30,7 @@ class Publisher:
         hello: this node's, without paths.
         owners: by name of their backend, in the order in which readers should try them.
         wake: ends the transfer thread's sleep; called by any thread.
+        sums: of the pages that are published.
         max_untaken_tokens: of one reader's Opens that the engine thread has not taken yet; one
             too many is answered by Failed, retryable.
     """
@@ -40,6 +42,7 @@ class Publisher:
         owners: Mapping[str, Owner],
         outlet: Outlet[OwnerEvent],
         wake: Callable[[], None],
+        sums: PageSums,
         *,
         max_untaken_tokens: int = MAX_TOKENS,
     ) -> None:
@@ -47,6 +50,7 @@ class Publisher:
         self._hello = hello
         self._owners = owners
         self._outlet = outlet
+        self._sums = sums
         self._admissions = Admissions(owners, wake)
         self._untaken = Untaken(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
@@ -126,6 +130,8 @@ class Publisher:
         ended = []
         for action in actions:
             match action:
+                case Send(stream, Ready(pages=pages) as ready) if sums := self._sums.take(pages):
+                    self._outlet.send(stream, msgspec.structs.replace(ready, sums=sums))
                 case Send(stream, message):
                     self._outlet.send(stream, message)
                 case EndStream(stream, reason, refused):

@@ -31,6 +31,7 @@ class ReadMeter:
         self._page_bytes = page_bytes
         self._paths = {name: _Path() for name in PATHS}
         self.in_flight = 0
+        self._compared = {"right": 0, "wrong": 0}  # pages
 
     def ended(self, path: str, num_bytes: int, seconds: float, *, refused: bool) -> None:
         """One read of a link is over; a path that is none of PATHS is not counted."""
@@ -44,8 +45,15 @@ class ReadMeter:
         of_path.num_descriptors += num_bytes // self._page_bytes
         of_path.seconds.add(seconds)
 
+    def compared(self, *, right: int, wrong: int) -> None:
+        """So many pages by their checksums."""
+        self._compared["right"] += right
+        self._compared["wrong"] += wrong
+
     def gauges(self) -> dict[str, float]:
         gauges = {"reads_in_flight": float(self.in_flight)}
+        for name, number in self._compared.items():
+            gauges[f"total_pages_compared/{name}"] = float(number)
         for name, path in self._paths.items():
             gauges[f"total_read_bytes/{name}"] = float(path.num_bytes)
             gauges[f"total_read_descriptors/{name}"] = float(path.num_descriptors)

@@ -16,9 +16,10 @@ from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import DataPath, Hello, compare
-from kvtransfer.ports import ReaderCommand, ReaderEvent
+from kvtransfer.ports import Held, Lost, ReaderCommand, ReaderEvent
 from kvtransfer.protocol.actions import (
     CloseLink,
+    Confirm,
     EndStream,
     OpenLink,
     ReaderAction,
@@ -28,6 +29,7 @@ from kvtransfer.protocol.actions import (
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.reader_end import ReaderEnd
 from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.read_meter import ReadMeter
 from kvtransfer.transfer.thread import Outlet
 
@@ -52,7 +54,7 @@ class Reader:
         hello: this node's.
         backends: by name, those that this node may use.
         wake: ends the transfer thread's sleep; called by links.
-        meter: told of every read.
+        meter: told of every read, and of every page that is compared.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Reader:
         self._outlet = outlet
         self._wake = wake
         self._meter = meter
+        self._sums = PageSums(pool, 0)  # compares what owners have taken
         self._log = ThrottledLog(log, Throttle())
         self._paths: dict[Link, str] = {}  # of links that are up
         self._peers: dict[int, Hello] = {}  # by stream
@@ -81,6 +84,7 @@ class Reader:
         self._streams: dict[Link, int] = {}
         self._opening: dict[int, _Opening] = {}  # by stream
         self._link_events: deque[LinkEvent] = deque()
+        self._distrusted: list[tuple[int, str]] = []  # streams whose links are to close, and why
 
     def start(self) -> None:
         self._outlet.local_hello(self._hello)
@@ -104,6 +108,8 @@ class Reader:
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
         self._carry_out(self._end.received(stream, message, now))
+        while self._distrusted:
+            self._carry_out(self._end.distrust(*self._distrusted.pop(), now))
 
     def command(self, command: ReaderCommand, now: float) -> None:
         self._carry_out(self._end.command(command, now))
@@ -214,5 +220,24 @@ class Reader:
                     # ends this read with all others.
                     with contextlib.suppress(TransferError):
                         self._links[stream].post(id, source_pages, destination_pages)
+                case Confirm(stream, held, sums):
+                    self._confirm(stream, held, sums)
                 case event:
                     self._outlet.tell(event)
+
+    def _confirm(self, stream: int, held: Held, sums: Sequence[tuple[int, int]]) -> None:
+        """Tells the engine that what was read is right, or that it is not."""
+        wrong = self._sums.wrong(sums)
+        self._meter.compared(right=len(sums) - len(wrong), wrong=len(wrong))
+        if not wrong:
+            self._outlet.tell(held)
+            return
+        link = self._links.get(stream)
+        path = self._paths.get(link, "unknown") if link else "unknown"
+        log.error(
+            "pages have arrived otherwise than they were published %s",
+            kv(id=held.id, stream=stream, path=path, wrong=len(wrong), compared=len(sums)),
+        )
+        reason = f"{len(wrong)} of {len(sums)} pages that were compared are not as published"
+        self._outlet.tell(Lost(held.id, reason, retryable=True))
+        self._distrusted.append((stream, reason))

@@ -11,12 +11,13 @@ from common.config import TransferConfig
 from common.errors import TransferError
 from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
-from kvtransfer.backends.base import Ints, Owner, prepared
+from kvtransfer.backends.base import Ints, Owner, PagePool, prepared
 from kvtransfer.front_messages import PairEnd, PairHello, PairInput, PairOutput
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.transfer.admissions import WAIT_S
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.thread import Outlet
 
@@ -85,7 +86,10 @@ def rig() -> Iterator[Rig]:
     owners: dict[str, Owner] = {"slow": Slow(), "quick": Quick()}
     wakes: list[None] = []
     end = OwnerEnd(TransferConfig(), PageTables(4))
-    publisher = Publisher(end, _hello(OWNER), owners, Outlet(frames), lambda: wakes.append(None))
+    nothing = PageSums(PagePool(1 << 20, 4096, 16, "cpu"), 0)
+    publisher = Publisher(
+        end, _hello(OWNER), owners, Outlet(frames), lambda: wakes.append(None), nothing
+    )
     slow = owners["slow"]
     assert isinstance(slow, Slow)
     yield Rig(publisher, front, slow, wakes)

@@ -2,6 +2,7 @@
 what lands in the reader's pages.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -43,6 +44,7 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.read_meter import ReadMeter
 from kvtransfer.transfer.reader import Reader
@@ -119,6 +121,7 @@ class Rig:
                 self.owners,
                 outlet,
                 wake,
+                PageSums(self.source.pool, config.check_every),
             ),
             engine_moves=lambda: self.owner.moves,
             wake_engine=self.owner.wake.release,
@@ -208,6 +211,55 @@ def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig: Rig) -> None
     assert rig.owner.next(HandoffDropped).held
     assert not rig.owners["loopback"].publications.first_refused(READER, np.array([], np.int32))
     assert rig.owners["loopback"].publications.first_refused(READER, np.array([9], np.int32)) == 9
+
+
+EVERY_PAGE = TransferConfig(check_every=1)
+
+
+def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
+    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen failing with `PageSums.wrong` always empty: Held, and a page that is another's."""
+    caplog.set_level(logging.INFO)
+    rig = make_rig(EVERY_PAGE)
+    rig.pair()
+    rig.owners["loopback"].faults.corrupt_next()
+    rig.open()
+    rig.grant()
+    rig.publish_first()
+    rig.publish_last()
+    rig.reader.next(FirstToken)
+    lost = rig.reader.next(Lost)
+    assert lost.id == ID and lost.retryable and "not as published" in lost.reason
+    rig.reader.next(ReadsEnded)
+    assert not rig.landed(9, 5)
+    assert rig.owner.next(HandoffDropped).held  # by its books it was
+    told = rig.reads.gauges()
+    assert (told["total_pages_compared/right"], told["total_pages_compared/wrong"]) == (1, 1)
+    assert "pages have arrived otherwise than they were published" in caplog.text
+    rig.open(OTHER)
+    rig.grant(OTHER)
+    rig.publish_first(OTHER)
+    rig.publish_last(OTHER)
+    rig.reader.next(FirstToken)
+    assert rig.reader.next(Held).id == OTHER
+    assert rig.landed(9, 5)
+    assert rig.reads.gauges()["total_pages_compared/right"] == 3
+    # That link was not trusted: it has been closed, and opened anew.
+    assert caplog.text.count("link closed") == 1 and caplog.text.count("link up") == 2
+
+
+def test_without_checksums_nothing_is_compared(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(TransferConfig(check_every=0))
+    rig.pair()
+    rig.open()
+    rig.grant()
+    rig.publish_first()
+    rig.publish_last()
+    rig.reader.next(FirstToken)
+    rig.reader.next(Held)
+    told = rig.reads.gauges()
+    assert told["total_pages_compared/right"] == told["total_pages_compared/wrong"] == 0
 
 
 def test_what_is_read_is_counted_by_the_path_that_carried_it(
@@ -467,7 +519,8 @@ def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     end = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, Outlet(frames), lambda: None)
+    outlet, nothing = Outlet(frames), PageSums(pool, 0)
+    publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, outlet, lambda: None, nothing)
     publisher.opened(7, _hello(READER, pool), 0.0)
     sampling = SamplingParams(max_tokens=8, seed=3)
     publisher.received(7, Open(ID, tuple(range(7)), 0, sampling, 9.0, ""), 0.0)

@@ -9,11 +9,13 @@ from common.config import TransferConfig
 from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
+from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput, PairOutput, PairSend
 from kvtransfer.messages import Cancel, Failed, HandoffId, Open
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.ports import HandoffDropped, Opened, OwnerEvent
 from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.thread import Outlet
 
@@ -53,8 +55,9 @@ def owner() -> Iterator[Owner]:
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
     outlet: Outlet[OwnerEvent] = Outlet(frames)
     end = OwnerEnd(TransferConfig(), PageTables(4))
+    nothing = PageSums(PagePool(1 << 20, 4096, 16, "cpu"), 0)
     publisher = Publisher(
-        end, _hello(OWNER), {}, outlet, lambda: None, max_untaken_tokens=MAX_TOKENS
+        end, _hello(OWNER), {}, outlet, lambda: None, nothing, max_untaken_tokens=MAX_TOKENS
     )
     for reader in (LOUD, QUIET):
         publisher.opened(reader, _hello(reader), 0.0)

@@ -119,7 +119,9 @@ def readies(draw: st.DrawFn) -> Ready:
     end = draw(st.integers(start, 2**32 - 1))
     last = first_token is not None
     told = draw(st.none() | times) if last else None
-    return Ready(draw(ids), start, end, pages, last, first_token, told)
+    places = draw(st.sets(st.integers(0, len(pages) - 1))) if pages else ()
+    sums = tuple((place, draw(st.integers(0, 2**64 - 1))) for place in sorted(places))
+    return Ready(draw(ids), start, end, pages, last, first_token, told, sums=sums)
 
 
 from_reader = st.one_of(
@@ -184,6 +186,14 @@ def test_a_trace_that_is_none_is_ignored_and_not_a_violation() -> None:
     for header in ("nonsense", "00-0-0-01", "x" * 5000):
         message = wire.parse(_open(traceparent=header))
         assert isinstance(message, Open) and message.traceparent == ""
+
+
+@pytest.mark.parametrize(
+    "checked, sums", [([0], []), ([], [7]), ([1], [7]), ([0, 0], [7, 7])], ids=str
+)
+def test_checksums_are_of_pages_that_are_there(checked: list[int], sums: list[int]) -> None:
+    with pytest.raises(ProtocolViolation, match="checksums"):
+        wire.parse(_ready(checked=checked, sums=sums))
 
 
 def test_times_before_the_last_range_are_ignored() -> None:

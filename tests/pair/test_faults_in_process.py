@@ -52,6 +52,21 @@ def test_slow_reads_delay_their_own_request_and_no_other(known):
 
 
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["then here", "then elsewhere"])
+def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, owners):
+    """Seen failing with `PageSums.wrong` always empty: the attempt is held."""
+    with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=32) as rig:
+        rig.faults[0].corrupt_next()
+        asked = rig.ask(LONG, NUM_TOKENS, owners=owners)
+        rig.run()
+        _check(known, asked)
+        lost, *_ = asked.ended.timeline.attempts
+        assert lost.outcome == "lost" and "not as published" in lost.reason
+        after = rig.ask(OTHER, NUM_TOKENS, owners=owners[:1])
+        rig.run()
+        _check(known, after)
+
+
+@pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["then here", "then elsewhere"])
 @pytest.mark.parametrize("fault", ["fail_next", "truncate_next"])
 def test_a_read_that_fails_costs_its_attempt(known, fault, owners):
     with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=32) as rig:

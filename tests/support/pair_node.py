@@ -52,6 +52,7 @@ from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.read_meter import ReadMeter
 from kvtransfer.transfer.reader import Reader
@@ -307,6 +308,7 @@ def prefill_node(
             {common.backend.name: owner},
             outlet,
             wake,
+            PageSums(_pool(engine), common.transfer.check_every),
         ),
         engine_moves=ears.turn,
         wake_engine=news.tell,

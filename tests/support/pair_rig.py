@@ -41,7 +41,10 @@ from tests.support.pair_wires import FrontEnd, Wires
 TIMEOUT_S = 60.0  # for whatever a test waits for
 NAP_S = 0.02  # between two looks when nothing moves: it may be time for something
 # Nothing is given up for being slow, unless a test wants it.
-PATIENT = TransferConfig(missed_beats=60, progress_s=60.0, released_s=60.0, read_s=60.0)
+# Every page is compared.
+PATIENT = TransferConfig(
+    missed_beats=60, progress_s=60.0, released_s=60.0, read_s=60.0, check_every=1
+)
 
 
 class PairRig:

@@ -1,0 +1,49 @@
+"""Which pages are compared by their checksums, and what that finds."""
+
+import dataclasses
+
+import pytest
+
+from kvtransfer.transfer.page_sums import PageSums
+from tests.support.data_children import Memory, content
+
+PAGE_BYTES, NUM_PAGES = 256, 64
+
+
+@pytest.fixture
+def memory() -> Memory:
+    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    memory.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
+    return memory
+
+
+def test_every_page_or_none(memory: Memory) -> None:
+    pages = list(range(NUM_PAGES))
+    assert [place for place, _ in PageSums(memory.pool, 1).take(pages)] == pages
+    assert PageSums(memory.pool, 0).take(pages) == ()
+
+
+def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> None:
+    """Whatever ranges they are published in; every page is taken at some time."""
+    sums, num_taken, seen = PageSums(memory.pool, 8), 0, set()
+    for start in range(0, 32_000, 5):
+        pages = [(start + i) % NUM_PAGES for i in range(5)]
+        taken = sums.take(pages)
+        assert [place for place, _ in taken] == sorted({place for place, _ in taken})
+        num_taken += len(taken)
+        seen |= {pages[place] for place, _ in taken}
+    assert 3000 < num_taken < 5000
+    assert len(seen) == NUM_PAGES
+
+
+def test_a_single_bit_is_found_in_the_page_that_has_it(memory: Memory) -> None:
+    sums = PageSums(memory.pool, 1)
+    expected = [(place, checksum) for place, checksum in sums.take(range(NUM_PAGES))]
+    assert sums.wrong(expected) == []
+    memory.pages[3, PAGE_BYTES - 1] ^= 1
+    assert sums.wrong(expected) == [3]
+
+
+def test_pages_of_a_device_are_left_alone(memory: Memory) -> None:
+    pool = dataclasses.replace(memory.pool, device="cuda:0")
+    assert PageSums(pool, 1).take(range(NUM_PAGES)) == ()
