@@ -27,7 +27,7 @@ from tests.support.sockets import OpenSocket, sockets_of
 
 pytestmark = pytest.mark.slow
 
-START_S = 60.0
+START_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +198,10 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
             return nodes.keys() - before.keys()
 
         await until(lambda nodes: len(renewed(nodes)) == 1)
-        assert [await _greedy(router, number) for number in range(2)] == expected[:2]
-        await until(lambda nodes: all(nodes[i].counters["finished"] for i in renewed(nodes)))
+        deadline = time.monotonic() + START_S
+        while not (nodes := await decode_nodes())[renewed(nodes).pop()].counters["finished"]:
+            assert time.monotonic() < deadline, "no request goes there"
+            assert [await _greedy(router, number) for number in range(2)] == expected[:2]
     up.send(signal.SIGINT)
     assert await asyncio.to_thread(up.exit_code) == 0, up.output
 

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from common.metrics import node, router
-from tests.support.cluster import Answer, Cluster, free_ports
+from tests.support.cluster import Answer, Cluster, free_ports, slowed
 from tests.support.noise_model import write
 from tests.support.scrapes import Scrape, check_declared, check_only_grew, scraped, total, value
 
@@ -86,6 +86,7 @@ async def observed(tmp_path: Path) -> AsyncIterator[Observed]:
         prefill_flags=(f"--metrics-port={prefill}",),
         decode_flags=(f"--metrics-port={decode}",),
         router_flags=("--log-format=json", "--log-level=debug", "--max-requests=20"),
+        environment=slowed(0.01),  # an answer that is left has not ended
     ) as cluster:
         ports = {"router": cluster.http_port, "prefill": prefill, "decode": decode}
         yield Observed(cluster, ports, logs)
@@ -103,7 +104,7 @@ async def test_every_label_set_is_declared_and_nothing_is_counted_twice(
 
     with pytest.raises(grpc.aio.AioRpcError):
         await cluster.generate([], max_tokens=1)
-    async with aclosing(cluster.stream(PROMPT, max_tokens=200, ignore_eos=True)) as stream:
+    async with aclosing(cluster.stream(PROMPT, max_tokens=400, ignore_eos=True)) as stream:
         async for _ in stream:
             break
     many = [

@@ -19,7 +19,7 @@ from tests.support.stub_decode_node import StubDecodeNode
 
 ABSENT = "127.0.0.1:1"
 ANY_PORTS = ("--port", "0", "--http-port", "0")
-START_S = 60.0
+START_S = 180.0
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.support.stub_decode_node import StubDecodeNode
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
-START_S = 60.0
+START_S = 180.0
 MANY = 12  # connections: that all of them come to one process of two is one chance in 2000
 LIVE_TOKENS = 8  # of an answer that nobody ends; a shorter one is there at once
 
