@@ -12,6 +12,10 @@
 #include "pages.h"
 #include "team.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int SPLIT = 512;
@@ -56,27 +60,139 @@ struct Partial {
     float *values, *largest, *total;  // [heads, size], [heads], [heads]
 };
 
+// How queries of keys of type T are held, STEP numbers at a time, and what their products add to sums.
+template <class T>
+struct Query {
+    using Number = float;
+    static constexpr int64_t STEP = WIDTH;
+
+    static Lanes add(Lanes sums, const T* key, const Number* query, int64_t count) {
+        return sums + load(key, count) * widened(query);
+    }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Query<bfloat16> {
+    using Number = bfloat16;
+    static constexpr int64_t STEP = 2 * WIDTH;
+
+    static Lanes add(Lanes sums, const bfloat16* key, const Number* query, int64_t count) {
+        Words keys = {}, queries;
+        if (count >= STEP) std::memcpy(&keys, key, sizeof keys);
+        else std::memcpy(&keys, key, count * sizeof *key);
+        std::memcpy(&queries, query, sizeof queries);
+        return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)keys, (__m512bh)queries);
+    }
+};
+#endif
+
+template <int G, class T>
+struct Queries {
+    using Number = typename Query<T>::Number;
+    Number numbers[G][256 + Query<T>::STEP] = {};
+
+    Queries(const T* q, int64_t size) {
+        for (int g = 0; g < G; g++)
+            for (int64_t i = 0; i < size; i += WIDTH)
+                store(numbers[g] + i, load(q + g * size + i, size - i), size - i);
+    }
+};
+
+// One Lanes of the sums of twice as many numbers, DISTANCE apart, as `sum` adds them up.
+inline Lanes folded(Count<8>, Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+inline Lanes folded(Count<4>, Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+inline Lanes folded(Count<2>, Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+}
+inline Lanes folded(Count<1>, Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// Products of G queries with N keys: the sums of a key are in the WIDTH / N lanes of its place. With
+// WIDTH keys at a time no lane is added up alone, and a key's score is the same to the bit.
+template <int N, int G, class T>
+inline __attribute__((always_inline)) void multiply(
+    const Queries<G, T>& queries, const T* key, int64_t stride, int64_t size, Lanes (&sums)[G]
+) {
+    if constexpr (N == 1) {
+        constexpr int64_t STEP = Query<T>::STEP;
+        for (int g = 0; g < G; g++) sums[g] = Lanes{};
+        int64_t i = 0;
+        for (; i + STEP <= size; i += STEP)
+            for (int g = 0; g < G; g++)
+                sums[g] = Query<T>::add(sums[g], key + i, queries.numbers[g] + i, STEP);
+        if (i < size)
+            for (int g = 0; g < G; g++)
+                sums[g] = Query<T>::add(sums[g], key + i, queries.numbers[g] + i, size - i);
+    } else {
+        Lanes other[G];
+        multiply<N / 2>(queries, key, stride, size, sums);
+        multiply<N / 2>(queries, key + N / 2 * stride, stride, size, other);
+        for (int g = 0; g < G; g++) sums[g] = folded(Count<WIDTH / N>(), sums[g], other[g]);
+    }
+}
+
+// BLOCK values at a time, in an order of their own until all have been added up.
+constexpr int TILE = 4, BLOCK = TILE * WIDTH;
+
+template <class T>
+struct Value {
+    static void load_block(const T* p, Lanes (&lanes)[TILE]) {
+        for (int t = 0; t < TILE; t++) lanes[t] = widened(p + t * WIDTH);
+    }
+    static void store_block(float* p, const Lanes (&lanes)[TILE]) {
+        for (int t = 0; t < TILE; t++) narrowed(p + t * WIDTH, lanes[t]);
+    }
+};
+
+template <>
+struct Value<bfloat16> {  // even numbers, then odd ones: half the work of one after the other
+    static void load_block(const bfloat16* p, Lanes (&lanes)[TILE]) {
+        for (int t = 0; t < TILE; t += 2) {
+            Words pairs;
+            std::memcpy(&pairs, p + t * WIDTH, sizeof pairs);
+            lanes[t] = (Lanes)(pairs << 16);
+            lanes[t + 1] = (Lanes)(pairs & 0xffff0000u);
+        }
+    }
+    static void store_block(float* p, const Lanes (&lanes)[TILE]) {
+        for (int t = 0; t < TILE; t += 2)
+            for (int i = 0; i < WIDTH; i++) {
+                p[t * WIDTH + 2 * i] = lanes[t][i];
+                p[t * WIDTH + 2 * i + 1] = lanes[t + 1][i];
+            }
+    }
+};
+
 template <int G, class T>
 void attend_piece(
     const T* q, const T* kv, const Pages& pages, int64_t row, int64_t head, int64_t first,
     int64_t end, int64_t size, float scale, float soft_cap, Partial out
 ) {
     float scores[G][SPLIT + WIDTH];
-    float queries[G][256 + WIDTH];
-    for (int g = 0; g < G; g++)
-        for (int64_t i = 0; i < size; i += WIDTH)
-            narrowed(queries[g] + i, load(q + g * size + i, size - i) * scale);
+    const Queries<G, T> queries(q, size);
     int64_t place = 0;
     each_run(kv, pages, row, head, 0, first, end, [&](Run<T> keys) {
-        for (int64_t key = 0; key < keys.count; key++, place++) {
-            const T* k = keys.start + key * keys.stride;
+        Lanes sums[G];
+        int64_t key = 0;
+        for (; key + WIDTH <= keys.count; key += WIDTH, place += WIDTH) {
+            for (int i = 0; i < WIDTH; i++) keys.fetch_ahead(key + i, size);
+            multiply<WIDTH>(queries, keys.start + key * keys.stride, keys.stride, size, sums);
+            for (int g = 0; g < G; g++) narrowed(scores[g] + place, sums[g] * scale);
+        }
+        for (; key < keys.count; key++, place++) {
             keys.fetch_ahead(key, size);
-            Lanes products[G] = {};
-            spans(size, [&](int64_t i, auto count) {
-                Lanes values = load(k + i, count);
-                for (int g = 0; g < G; g++) products[g] += values * widened(queries[g] + i);
-            });
-            for (int g = 0; g < G; g++) scores[g][place] = sum(products[g]);
+            multiply<1>(queries, keys.start + key * keys.stride, keys.stride, size, sums);
+            for (int g = 0; g < G; g++) scores[g][place] = sum(sums[g]) * scale;
         }
     });
     for (int g = 0; g < G; g++) {
@@ -95,31 +211,36 @@ void attend_piece(
         out.largest[g] = largest;
         out.total[g] = sum(total);
     }
-    float sums[G][256 + WIDTH] = {};
+    Lanes blocks[256 / BLOCK][G][TILE] = {};
+    Lanes rest[BLOCK / WIDTH][G] = {};
     place = 0;
     each_run(kv, pages, row, head, 1, first, end, [&](Run<T> values) {
-        auto add = [&](auto lanes, int64_t i) {  // so many Lanes of every head stay in registers
-            constexpr int TILE = decltype(lanes)::value;
-            Lanes tile[G][TILE];
-            for (int g = 0; g < G; g++)
-                for (int t = 0; t < TILE; t++) tile[g][t] = widened(sums[g] + i + t * WIDTH);
-            for (int64_t key = 0; key < values.count; key++) {
-                const T* v = values.start + key * values.stride + i;
-                if (i == 0) values.fetch_ahead(key, size);
-                for (int t = 0; t < TILE; t++) {
-                    Lanes value = load(v + t * WIDTH, TILE == 1 ? size - i : WIDTH);
-                    for (int g = 0; g < G; g++) tile[g][t] += value * scores[g][place + key];
-                }
-            }
-            for (int g = 0; g < G; g++)
-                for (int t = 0; t < TILE; t++) narrowed(sums[g] + i + t * WIDTH, tile[g][t]);
-        };
         int64_t i = 0;
-        for (; i + 4 * WIDTH <= size; i += 4 * WIDTH) add(Count<4>(), i);
-        for (; i < size; i += WIDTH) add(Count<1>(), i);
+        for (; i + BLOCK <= size; i += BLOCK) {
+            Lanes own[G][TILE];
+            std::memcpy(own, blocks[i / BLOCK], sizeof own);
+            for (int64_t key = 0; key < values.count; key++) {
+                if (i == 0) values.fetch_ahead(key, size);
+                Lanes value[TILE];
+                Value<T>::load_block(values.start + key * values.stride + i, value);
+                for (int g = 0; g < G; g++)
+                    for (int t = 0; t < TILE; t++) own[g][t] += value[t] * scores[g][place + key];
+            }
+            std::memcpy(blocks[i / BLOCK], own, sizeof own);
+        }
+        for (int part = 0; i < size; i += WIDTH, part++)
+            for (int64_t key = 0; key < values.count; key++) {
+                Lanes value = load(values.start + key * values.stride + i, size - i);
+                for (int g = 0; g < G; g++) rest[part][g] += value * scores[g][place + key];
+            }
         place += values.count;
     });
-    for (int g = 0; g < G; g++) std::memcpy(out.values + g * size, sums[g], size * sizeof(float));
+    for (int g = 0; g < G; g++) {
+        float* own = out.values + g * size;
+        int64_t i = 0;
+        for (; i + BLOCK <= size; i += BLOCK) Value<T>::store_block(own + i, blocks[i / BLOCK][g]);
+        for (int part = 0; i < size; i += WIDTH, part++) store(own + i, rest[part][g], size - i);
+    }
 }
 
 // Combines `count` partial results of one head, each `stride` heads after the one before. sink: the
