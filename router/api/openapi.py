@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from router.api.anthropic.fields import MessagesFields
+from router.api.anthropic.count_tokens import Counted
+from router.api.anthropic.fields import CountedFields, MessagesFields
 from router.api.native.generate import Generated, NativeFields
 from router.api.native.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 from router.api.openai.chat import ChatFields
@@ -112,6 +113,7 @@ REQUESTS = (
     ChatFields,
     ResponseFields,
     MessagesFields,
+    CountedFields,
     NativeFields,
     TokenizeFields,
     DetokenizeFields,
@@ -122,6 +124,8 @@ REQUESTS = (
 _BESIDE = (
     ResponseFields,
     MessagesFields,
+    CountedFields,
+    Counted,
     NativeFields,
     Generated,
     TokenizeFields,
@@ -185,8 +189,9 @@ def document(version: str) -> Schema:
         ref_template="#/components/schemas/{name}",
     )
     completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records
-    response, message, native, generated, tokenize, tokenized, detokenize, detokenized = beside[:8]
-    embed, embedded, score, scored, rerank, reranked = beside[8:]
+    response, message, to_count, counted, native, generated = beside[:6]
+    tokenize, tokenized, detokenize, detokenized = beside[6:10]
+    embed, embedded, score, scored, rerank, reranked = beside[10:]
     for record in REQUESTS:
         components[record.__name__]["description"] = _OTHERS
         for name, field in components[record.__name__]["properties"].items():
@@ -224,6 +229,14 @@ def document(version: str) -> Schema:
                     message,
                     {"type": "object", "description": "Anthropic's `message`."},
                     *_PROBLEMS,
+                )
+            },
+            "/v1/messages/count_tokens": {
+                "post": _posted(
+                    "How many tokens a prompt of Anthropic's form has.",
+                    to_count,
+                    counted,
+                    *_OF_TOKENS,
                 )
             },
             "/generate": {

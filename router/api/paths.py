@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 
 from common.metrics import RouterMetrics
+from router.api.anthropic.count_tokens import CountTokens
 from router.api.anthropic.messages import AnthropicMessages
 from router.api.dialect import problems
 from router.api.dialect.asked import Dialect
 from router.api.dialect.generation_endpoint import Begin, GenerationEndpoint
+from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.http.request import Handler
 from router.api.http.routes import Routes
 from router.api.native.generate import Native
@@ -46,13 +48,9 @@ def routes(
         others_below: the same for every path that begins with this one.
     """
     operations = Operations(model_name, model.limits.context_length, why_not_ready)
-    tokens = Tokens(
-        model,
-        begin,
-        model_name=model_name,
-        budget_s=budget_s,
-        ignore_unknown=ignore_unknown,
-    )
+    prompts = PromptEndpoint(begin, budget_s)
+    tokens = Tokens(model, prompts, model_name=model_name, ignore_unknown=ignore_unknown)
+    count_tokens = CountTokens(model, prompts, model_name=model_name, ignore_unknown=ignore_unknown)
     chat = Chat(model.speech, model.shown, ignore_unknown=ignore_unknown)
     messages = AnthropicMessages(model.speech, model.shown, ignore_unknown=ignore_unknown)
     responses = Responses(model.speech, model.shown, ignore_unknown=ignore_unknown)
@@ -66,6 +64,7 @@ def routes(
             "/v1/chat/completions": {"POST": generation(chat)},
             "/v1/responses": {"POST": generation(responses)},
             "/v1/messages": {"POST": generation(messages)},
+            "/v1/messages/count_tokens": {"POST": count_tokens},
             "/generate": {"POST": generation(Native(ignore_unknown=ignore_unknown))},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},

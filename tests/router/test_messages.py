@@ -135,3 +135,16 @@ async def test_what_cannot_be_is_refused_by_name(
         answer = await api.post(MESSAGES, **{**ASKED, **fields})
         assert answer.status == 400, answer.body
         assert (answer.error["param"] or "").startswith(param), answer.body
+
+
+async def test_the_tokens_of_a_prompt_are_counted_as_they_are_billed(calling: Path) -> None:
+    asked = {"messages": ASKED["messages"], "system": "Be kind.", "tools": TOOLS}
+    async with talk(calling) as talking:
+        message, _ = await _asked(talking, "hello you", **asked)
+        counted = await talking.api.post(f"{MESSAGES}/count_tokens", **asked)
+        assert counted.json == {"input_tokens": message["usage"]["input_tokens"]}
+        fewer = await talking.api.post(f"{MESSAGES}/count_tokens", messages=ASKED["messages"])
+        assert fewer.json["input_tokens"] < counted.json["input_tokens"]
+        refused = await talking.api.post(f"{MESSAGES}/count_tokens", **asked, wisdom=1)
+        assert refused.status == 400
+        assert "wisdom" in refused.error["message"]

@@ -15,6 +15,8 @@ from router.api.dialect.strangers import Ignored, Nothing
 from router.requests.wanted import ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS
 
+_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+
 
 class Text(msgspec.Struct, forbid_unknown_fields=True):
     text: str
@@ -70,25 +72,30 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     display: Ignored = None
 
 
-class MessagesFields(msgspec.Struct, kw_only=True):
-    """Absent and null mean the same."""
+class CountedFields(msgspec.Struct, kw_only=True):
+    """All that becomes part of the prompt. Absent and null mean the same."""
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
-    max_tokens: Int32
     model: ModelName | None = None
     system: str | list[Text] | None = None
+    tools: Annotated[list[OfferedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesFields(CountedFields, kw_only=True):
+    """And how it is answered."""
+
+    max_tokens: Int32
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
     stop_sequences: list[str] | None = None
-    tools: Annotated[list[OfferedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
     cache_salt: str | None = None
 
 
-def turns(fields: MessagesFields) -> Sequence[Turn]:
+def turns(fields: CountedFields) -> Sequence[Turn]:
     """Raises Refusal for a block that has not all fields of its type."""
     made = []
     if fields.system is not None:
@@ -103,12 +110,18 @@ def turns(fields: MessagesFields) -> Sequence[Turn]:
     return made
 
 
-def tools(fields: MessagesFields) -> Sequence[Tool]:
+def tools(fields: CountedFields) -> Sequence[Tool]:
     """As OpenAI has them."""
     return [
         Tool("function", Function(tool.name, tool.description, tool.input_schema))
         for tool in fields.tools or ()
     ]
+
+
+def chosen(fields: CountedFields) -> tuple[str | None, str | None]:
+    """Of the tools: OpenAI's word for the choice, and the name of one that must be called."""
+    choice = fields.tool_choice
+    return (None, None) if choice is None else (_CHOICES[choice.type], choice.name)
 
 
 def _said(where: str, blocks: Sequence[Block]) -> Turn:

@@ -21,8 +21,6 @@ from router.parsers.speech import Speech
 from router.requests.answer import LastPiece, Piece
 from router.requests.wanted import Messages, SharedPrompt
 
-_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
-
 
 class AnthropicMessages:
     """The dialect of this endpoint."""
@@ -49,13 +47,14 @@ class AnthropicMessages:
             cache_salt=fields.cache_salt,
         )
         check_multiplied(common, body)
-        chosen = fields.tool_choice
+        choice, named = asked_for.chosen(fields)
+        said = fields.tool_choice
         offer = offered(
             asked_for.tools(fields),
-            None if chosen is None else _CHOICES[chosen.type],
-            None if chosen is None else chosen.name,
+            choice,
+            named,
             self._speech,
-            parallel=not (chosen and chosen.disable_parallel_tool_use),
+            parallel=not (said and said.disable_parallel_tool_use),
         )
         messages = Messages(asked_for.turns(fields), offer.shown)
         per_prompt = guided(samplings(common, fields.max_tokens), offer)

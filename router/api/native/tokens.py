@@ -1,25 +1,21 @@
 """/tokenize and /detokenize, as vLLM and SGLang have them: text and conversations to token ids, and
 token ids to text. Generates nothing."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
-from common.errors import ServingError
-from router.api.dialect import problems
 from router.api.dialect.bodies import BodyReader, take_json
 from router.api.dialect.fields import ModelName, TokenId
-from router.api.dialect.generation_endpoint import Begin
 from router.api.dialect.harmless import OF_DETOKENIZE, OF_TOKENIZE
 from router.api.dialect.messages import MessageList, ToolList, conversation, shown
 from router.api.dialect.problems import Refusal, check_model
-from router.api.http.answers import whole
+from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.http.request import Request
 from router.requests.served_model import ServedModel
 from router.requests.wanted import Prompt, Text
-from router.requests.within import Within
 from router.text.limits import MAX_CHOICES, check_context, check_vocabulary
 
 _Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
@@ -63,22 +59,18 @@ class Tokens:
     def __init__(
         self,
         model: ServedModel,
-        begin: Begin,
+        endpoint: PromptEndpoint,
         *,
         model_name: str,
-        budget_s: float,
         ignore_unknown: bool,
     ) -> None:
         """
         Args:
-            begin: as of GenerationEndpoint.
-            budget_s: that a request may take.
             ignore_unknown: as of BodyReader.
         """
         self._model = model
-        self._begin = begin
+        self._endpoint = endpoint
         self._model_name = model_name
-        self._budget_s = budget_s
         self._tokenize = BodyReader(TokenizeFields, OF_TOKENIZE, ignore_unknown=ignore_unknown)
         self._detokenize = BodyReader(
             DetokenizeFields, OF_DETOKENIZE, ignore_unknown=ignore_unknown
@@ -98,7 +90,7 @@ class Tokens:
                 return Tokenized(ids, [len(each) for each in ids], length, names)
             return Tokenized(ids[0], len(ids[0]), length, names and names[0])
 
-        return await self._answered(request, answer, self._tokenize.names)
+        return await self._endpoint.answered(request, answer, self._tokenize.names)
 
     async def detokenize(self, request: Request) -> web.Response:
         async def answer() -> Detokenized:
@@ -109,22 +101,7 @@ class Tokens:
             text = await self._model.tokenizer.decode_any(fields.tokens)
             return Detokenized(text, text)
 
-        return await self._answered(request, answer, self._detokenize.names)
-
-    async def _answered(
-        self,
-        request: Request,
-        answer: Callable[[], Awaitable[msgspec.Struct]],
-        names: frozenset[str],
-    ) -> web.Response:
-        try:
-            self._begin(request, 1)
-            with Within(self._budget_s):
-                return whole(200, msgspec.json.encode(await answer()))
-        except Refusal as refusal:
-            return refusal.response()
-        except ServingError as error:
-            return problems.of_error(error, names).response()
+        return await self._endpoint.answered(request, answer, self._detokenize.names)
 
 
 def _prompts(fields: TokenizeFields) -> Sequence[Prompt]:

@@ -1,0 +1,47 @@
+"""Endpoints that make something of a prompt and generate nothing: as bounded as those that do."""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from common.errors import ServingError
+from router.api.dialect import problems
+from router.api.dialect.generation_endpoint import Begin
+from router.api.dialect.problems import Refusal
+from router.api.http.answers import whole
+from router.api.http.request import Request
+from router.requests.within import Within
+
+
+class PromptEndpoint:
+    """What such handlers share."""
+
+    def __init__(self, begin: Begin, budget_s: float) -> None:
+        """
+        Args:
+            begin: as of GenerationEndpoint.
+            budget_s: that a request may take.
+        """
+        self._begin = begin
+        self._budget_s = budget_s
+
+    async def answered(
+        self,
+        request: Request,
+        answer: Callable[[], Awaitable[msgspec.Struct]],
+        names: frozenset[str],
+    ) -> web.Response:
+        """
+        Args:
+            answer: raises Refusal or ServingError.
+            names: of the fields that a request may have.
+        """
+        try:
+            self._begin(request, 1)
+            with Within(self._budget_s):
+                return whole(200, msgspec.json.encode(await answer()))
+        except Refusal as refusal:
+            return refusal.response()
+        except ServingError as error:
+            return problems.of_error(error, names).response()
