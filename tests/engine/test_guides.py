@@ -6,6 +6,7 @@ from threading import Event
 
 import pytest
 
+from common.engine.features import compilers
 from common.engine.features.guides import MAX_SLOW, MAX_WAITING, Guides
 from common.engine.features.prover import Beside, Lane, TooSlow
 from common.errors import InvalidRequest, Overloaded
@@ -103,6 +104,16 @@ def test_only_so_many_guides_wait(model: Path) -> None:
     with pytest.raises(Overloaded):
         guides.compiled(SMALL)
     guides.close()
+
+
+def test_a_grammar_has_a_limit_of_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compilers.Compilers.of_model(model, VOCABULARY, EOS)
+    size = made.compiled(SMALL).memory_size_bytes
+    monkeypatch.setattr(compilers, "MAX_GRAMMAR_BYTES", size)
+    made.compiled(SMALL)
+    monkeypatch.setattr(compilers, "MAX_GRAMMAR_BYTES", size - 1)
+    with pytest.raises(InvalidRequest, match="MiB"):
+        made.compiled(SMALL)
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from common.requests.schemas.enforced import enforced
 from common.spelling import Spelling
 
 MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
+MAX_GRAMMAR_BYTES = 64 << 20  # of one: nodes keep some
 MAX_WHITESPACE = 1  # spaces in a row between JSON's words
 
 Compiled = Any  # xgrammar.CompiledGrammar
@@ -59,6 +60,7 @@ class Compilers:
         try:
             made = self._compiled(guide)
             _check_begins(made)
+            _check_size(made)
         except MemoryError:
             raise
         except Exception as error:
@@ -93,6 +95,13 @@ def _check_begins(compiled: Compiled) -> None:
     # False: there is nothing that may not come.
     if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0) and not bits.any():
         raise InvalidRequest("no answer keeps to it")
+
+
+def _check_size(compiled: Compiled) -> None:
+    size = compiled.memory_size_bytes
+    if size > MAX_GRAMMAR_BYTES:
+        limit = MAX_GRAMMAR_BYTES >> 20
+        raise InvalidRequest(f"its grammar takes {size >> 20} MiB, {limit} allowed")
 
 
 def _reason(error: Exception) -> str:

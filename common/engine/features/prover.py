@@ -110,6 +110,7 @@ class Beside:
         self._process = subprocess.Popen(
             leashed([*command, *map(str, theirs)], signal.SIGKILL),
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C is not for it
             pass_fds=theirs,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
