@@ -401,6 +401,13 @@ class RouterConfig(Record):
         description="share of its budget that a request may wait at the nodes before its prompt's "
         "turn; where it would be longer, it is refused at once",
     )
+    keep_answers_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="an answer to a request with an idempotency key is kept for so long after its"
+        " end, and goes on for so long once its client has left; 0: keys are not heeded",
+    )
     hide_cached_tokens: bool = Field(
         False, description="do not tell clients how much of their prompt was cached"
     )

@@ -18,13 +18,13 @@ from router.api.openai.completions import Completions
 from router.api.openai.responses import Responses
 from router.api.operations import MODELS_PATH, Operations
 from router.api.pooling.assembly import pooling_routes
-from router.generation import Generator
 from router.pooling.vectors import Vectors
+from router.requests.kept_answers import KeptAnswers
 from router.requests.served_model import ServedModel
 
 
 def routes(
-    generator: Generator,
+    answers: KeptAnswers,
     vectors: Vectors,
     metrics: RouterMetrics,
     begin: Begin,
@@ -56,7 +56,7 @@ def routes(
     responses = Responses(model.speech, model.shown, ignore_unknown=ignore_unknown)
 
     def generation(dialect: Dialect) -> GenerationEndpoint:
-        return GenerationEndpoint(dialect, generator, metrics, begin, model_name=model_name)
+        return GenerationEndpoint(dialect, answers, metrics, begin, model_name=model_name)
 
     return Routes(
         {

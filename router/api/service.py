@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import ceil
 from typing import Any, TypeAlias
 
@@ -15,12 +16,12 @@ from router.api.explain import Explainer
 from router.api.grpc_voice import GrpcVoice
 from router.clients.client import Client
 from router.clients.guard import Guard
-from router.generation import Generator
 from router.parsers.listener import Listener
 from router.parsers.speech import NONE
 from router.pooling.vectors import Asker, Vectors
 from router.requests.admission import new_request_id
 from router.requests.answer import LastPiece, Piece
+from router.requests.kept_answers import KeptAnswers
 from router.requests.over_grpc import from_input, from_prompt, from_request, one_with_each
 from router.requests.served_model import ServedModel
 from router.requests.told_tokens import ToldToken
@@ -37,7 +38,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def __init__(
         self,
         guard: Guard,
-        generator: Generator,
+        answers: KeptAnswers,
         vectors: Vectors,
         report: ClusterReport,
         explainer: Explainer,
@@ -50,7 +51,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             budget_s: total time that a call may take; a request for text may ask for less.
         """
         self._guard = guard
-        self._generator = generator
+        self._answers = answers
         self._vectors = vectors
         self._report = report
         self._explainer = explainer
@@ -74,7 +75,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     voice.tell(piece, response)
                 await context.write(response)
 
-            await self._generator.generate(wanted, client, write, _traceparent(context))
+            retry = self._answers.retry(
+                client,
+                _metadata(context, "idempotency-key"),
+                partial(request.SerializeToString, deterministic=True),
+                new_request_id(),
+            )
+            await self._answers.generate(
+                wanted, client, write, _metadata(context, HEADER), retry=retry
+            )
 
     async def Embed(
         self, request: router_pb2.EmbedRequest, context: Context
@@ -193,15 +202,16 @@ def _asker(request: Any, client: Client, context: Context) -> Asker:
         client,
         label=request.request_id,
         request_id=new_request_id(),
-        traceparent=_traceparent(context),
+        traceparent=_metadata(context, HEADER),
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
     )
 
 
-def _traceparent(context: Context) -> str:
+def _metadata(context: Context, wanted: str) -> str:
+    """What the call has of that name; "" for nothing."""
     for name, value in context.invocation_metadata() or ():
-        if name == HEADER and isinstance(value, str):
+        if name == wanted and isinstance(value, str):
             return value
     return ""
 

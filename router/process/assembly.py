@@ -51,6 +51,7 @@ from router.pooling.vectors import Vectors
 from router.pooling.yes_or_no import qwen3
 from router.process.http import make_http
 from router.requests.admission import SHUTTING_DOWN, Admission
+from router.requests.kept_answers import KeptAnswers
 from router.requests.record import Records
 from router.requests.served_model import served_model
 from router.requests.timelines import Timelines
@@ -148,6 +149,7 @@ async def running(
             queue_share=config.queue_share,
             tells_cached_tokens=not config.hide_cached_tokens,
         )
+        answers = KeptAnswers(generator, keep_s=config.keep_answers_s)
         # Without any decode node there is one thing that it can do.
         serves = (lambda: pooling.ready) if not config.decode else (lambda: cluster.ready)
         unready = NOT_READY if config.decode else NO_PREFILL_NODE
@@ -172,7 +174,7 @@ async def running(
         )
         service = RouterService(
             clients.guard,
-            generator,
+            answers,
             vectors,
             report,
             explainer,
@@ -207,7 +209,7 @@ async def running(
             config,
             served,
             clients,
-            generator,
+            answers,
             vectors,
             counts,
             why_not_ready,

@@ -14,8 +14,8 @@ from router.api.http.shared import Limits, Shared
 from router.api.http_checks import HttpChecks
 from router.api.page import files as page
 from router.clients.assembly import Clients
-from router.generation import Generator
 from router.pooling.vectors import Vectors
+from router.requests.kept_answers import KeptAnswers
 from router.requests.served_model import ServedModel
 
 # Of HTTP clients that wait between requests, and of probes; each live request has one more.
@@ -26,7 +26,7 @@ def make_http(
     config: RouterConfig,
     model: ServedModel,
     clients: Clients,
-    generator: Generator,
+    answers: KeptAnswers,
     vectors: Vectors,
     counts: RouterMetrics,
     why_not_ready: Callable[[], str | None],
@@ -41,7 +41,7 @@ def make_http(
     """
     checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
     routes = api.routes(
-        generator,
+        answers,
         vectors,
         counts,
         checks.begin,

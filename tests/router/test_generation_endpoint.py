@@ -12,6 +12,7 @@ from router.api.openai.completions import Completions
 from router.clients.client import Client, by_address
 from router.generation import Generator, Write
 from router.requests.answer import LastPiece, Usage
+from router.requests.kept_answers import KeptAnswers
 from router.requests.wanted import Wanted
 from tests.support.pipe import Client as HttpClient
 
@@ -38,10 +39,10 @@ async def test_an_answer_that_has_ended_does_not_end_again() -> None:
     http = HttpClient()
     body = msgspec.json.encode({"prompt": "x", "n": 2, "stream": True})
     request = http.request(body)
-    generator = cast(Generator, OneTooSlow())
+    answers = KeptAnswers(cast(Generator, OneTooSlow()), keep_s=30.0)
     endpoint = GenerationEndpoint(
         Completions(ignore_unknown=False),
-        generator,
+        answers,
         RouterMetrics(),
         lambda request, num_requests: by_address("10.0.0.1"),
         model_name="m",

@@ -17,8 +17,9 @@ from router.api.cluster_report import ClusterReport
 from router.api.explain import Explainer
 from router.api.service import RouterService
 from router.clients.guard import Guard
-from router.generation import Generator
 from router.parsers.speech import Speech
+from router.pooling.vectors import Vectors
+from router.requests.kept_answers import KeptAnswers
 from router.requests.prompts import Prompts
 from router.requests.served_model import ServedModel
 from router.requests.wanted import Prompt
@@ -129,7 +130,8 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
     guard = Guard(None, lambda shown: False, RouterMetrics(), operators_prove=False)
     service = RouterService(
         guard,
-        cast(Generator, None),
+        cast(KeptAnswers, None),
+        cast(Vectors, None),
         cast(ClusterReport, None),
         cast(Explainer, None),
         ServedModel(

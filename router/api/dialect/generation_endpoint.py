@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from msgspec.structs import replace
@@ -18,8 +19,8 @@ from router.api.dialect.origin import Origin
 from router.api.dialect.problems import Refusal, check_model
 from router.api.http.request import Request
 from router.clients.client import Client
-from router.generation import Generator
 from router.requests.admission import new_request_id
+from router.requests.kept_answers import KeptAnswers, Retry
 from router.requests.wanted import Wanted
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class GenerationEndpoint:
     def __init__(
         self,
         dialect: Dialect,
-        generator: Generator,
+        answers: KeptAnswers,
         metrics: RouterMetrics,
         begin: Begin,
         *,
@@ -46,7 +47,7 @@ class GenerationEndpoint:
             model_name: the only model that clients may name.
         """
         self._dialect = dialect
-        self._generator = generator
+        self._answers = answers
         self._metrics = metrics
         self._begin = begin
         self._model_name = model_name
@@ -56,14 +57,13 @@ class GenerationEndpoint:
         """Being cancelled cancels every choice on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
-        # Proxies look for what they have sent, and may send it again.
-        headers: tuple[tuple[str, str], ...] = (
-            ("x-request-id", label or request_id),
-            ("baton-request-id", request_id),
-        )
+        headers = _names(label, request_id)
         try:
-            asked = self._read(request)
+            body = take_json(request)
+            asked = self._read(body)
             client = self._begin(request, len(asked.requests))
+            retry = self._retry(client, request, body, request_id)
+            del body  # what has been read of it need not be held until the answer ends
         except Refusal as refusal:
             self._metrics.rejected("invalid")
             self._refusals.info(
@@ -72,6 +72,9 @@ class GenerationEndpoint:
             return refusal.response(headers)
         except ServingError as error:
             return self._problem(error).response(headers)
+        if retry is not None:
+            request_id = retry.request_id
+            headers = _names(label, request_id)
         headers += tuple(client.usage.headers())
         origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
         reply = asked.reply(origin, request, headers)
@@ -82,16 +85,22 @@ class GenerationEndpoint:
             for choice, own in zip(asked.requests, _ids(request_id, asked), strict=True)
         ]
         try:
-            await self._generate(choices, client, reply, traceparent)
+            await self._generate(choices, client, reply, traceparent, retry)
         except ServingError as error:
             return reply.failed(self._problem(error))
         return reply.response()
 
+    def _retry(
+        self, client: Client, request: Request, body: bytes, request_id: str
+    ) -> Retry | None:
+        key = request.header("idempotency-key")
+        return self._answers.retry(client, key, lambda: request.route.encode() + body, request_id)
+
     def _problem(self, error: ServingError) -> Refusal:
         return problems.of_error(error, self._dialect.field_names)
 
-    def _read(self, request: Request) -> Asked:
-        asked = self._dialect.read(take_json(request))
+    def _read(self, body: bytes) -> Asked:
+        asked = self._dialect.read(body)
         check_model(asked.model, self._model_name)
         return asked
 
@@ -101,22 +110,30 @@ class GenerationEndpoint:
         client: Client,
         reply: Reply,
         traceparent: str,
+        retry: Retry | None,
     ) -> None:
         """Runs all choices at once; the first that fails ends the others."""
-        if len(choices) == 1:
-            await self._generator.generate(
-                choices[0], client, partial(reply.write, 0), traceparent, partial(reply.offer, 0)
+
+        def generated(index: int) -> Coroutine[Any, Any, None]:
+            write, offer = partial(reply.write, index), partial(reply.offer, index)
+            return self._answers.generate(
+                choices[index], client, write, traceparent, offer, retry=retry, index=index
             )
+
+        if len(choices) == 1:
+            await generated(0)
             return
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index, choice in enumerate(choices):
-                    write, offer = partial(reply.write, index), partial(reply.offer, index)
-                    tasks.create_task(
-                        self._generator.generate(choice, client, write, traceparent, offer)
-                    )
+                for index in range(len(choices)):
+                    tasks.create_task(generated(index))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+
+def _names(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
+    """Proxies look for what they have sent, and may send it again."""
+    return ("x-request-id", label or request_id), ("baton-request-id", request_id)
 
 
 def _ids(request_id: str, asked: Asked) -> list[str]:
