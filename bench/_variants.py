@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench._state_variants import HybridModel
 from common.engine.memory.kv import KVPool
 from common.engine.memory.layout import KVLayout
 from common.engine.memory.states import PagedKV
@@ -270,17 +271,24 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     if every:
         experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
         experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
+        experts += [_states(dtype) for dtype in DTYPES]
         return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
     early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
         few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
-        return [early, *few, _experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
+        experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
+        return [early, *few, *experts, _states(_BF16)]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
     others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
     experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
-    experts.append(_clamped(GPT_OSS, _BF16))
+    experts += [_clamped(GPT_OSS, _BF16), _states(_BF16), _states(torch.float32)]
     return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
+
+
+def _states(dtype: torch.dtype) -> Variant:
+    name = f"qwen3-next {str(dtype).removeprefix('torch.')} states"
+    return Variant(name, HybridModel(dtype).states)
 
 
 def _experts(shape: Shape, dtype: torch.dtype) -> Variant:

@@ -1,5 +1,6 @@
 """Which pages a request has, by numbers of tokens alone: a table of pages for each group of layers
-that keep KV alike, full ones and those of which only a window of tokens is ever looked at.
+that keep KV alike, full ones and those of which only a window of tokens is ever looked at; and
+those of its state, which are as many whatever its length.
 
 Pure arithmetic, for whoever sizes, reserves, frees or hands over pages. It knows neither models nor
 page numbers.
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Pages [first, past) of one table of a request; page j has tokens from j * page_size on."""
+    """Pages [first, past) of one table of a request; page j has tokens from j * page_size on. The
+    state is the table after the last."""
 
     table: int
     first: int
@@ -27,10 +29,12 @@ class PageTables:
     """The tables of every request. All pages are equally large, whatever is in them.
 
     windows: by table, how many tokens a query sees, its own included; None: all.
+    state_pages: of what is kept of a request as a whole.
     """
 
     page_size: int
     windows: tuple[int | None, ...] = (None,)
+    state_pages: int = 0
 
     @property
     def num_tables(self) -> int:
@@ -64,15 +68,16 @@ class PageTables:
     def pages_for(self, num_tokens: int) -> int:
         """What a request holds whose tokens all have their KV."""
         num_pages = self.num_pages(num_tokens)
-        return sum(num_pages - self.live_from(t, num_tokens) for t in range(self.num_tables))
+        live = sum(num_pages - self.live_from(t, num_tokens) for t in range(self.num_tables))
+        return live + self.state_pages
 
     def pages_to_compute(self, num_tokens: int) -> int:
         """What computing a prompt reserves: all of its pages, freed chunk by chunk."""
-        return self.num_pages(num_tokens) * self.num_tables
+        return self.num_pages(num_tokens) * self.num_tables + self.state_pages
 
     def max_tokens(self, num_pages: int) -> int:
         """Of the longest prompt that a pool of so many pages can compute."""
-        return num_pages // self.num_tables * self.page_size
+        return max(0, num_pages - self.state_pages) // self.num_tables * self.page_size
 
     def most_live(self, table: int) -> float:
         """Pages of one request that can be live at once while it grows."""
@@ -90,20 +95,28 @@ class PageTables:
 
     def handed_over(self, num_tokens: int, prefix: int) -> tuple[Span, ...]:
         """The pages that a reader gets of a request which has `prefix` tokens in its full tables:
-        what is behind, and of each other table what is live at the end."""
-        return tuple(self._handed(t, num_tokens, prefix) for t in range(self.num_tables))
+        what is behind, of each other table what is live at the end, and the state."""
+        tables = tuple(self._handed(t, num_tokens, prefix) for t in range(self.num_tables))
+        return tables + self._state
 
-    def spans(self, num_tokens: int, prefix: int, start: int, end: int) -> tuple[Span, ...]:
+    def spans(
+        self, num_tokens: int, prefix: int, start: int, end: int, *, last: bool
+    ) -> tuple[Span, ...]:
         """What of it goes with the range [start, end): over all ranges from `prefix` on each page
-        comes exactly once. With the first range goes also what windows reach before the prefix."""
+        comes exactly once. With the first range goes also what windows reach before the prefix, and
+        with the last one, which may be empty, the state."""
         past = self.num_pages(end)
         spans = []
-        for all_of_it in self.handed_over(num_tokens, prefix):
+        for all_of_it in self.handed_over(num_tokens, prefix)[: self.num_tables]:
             first = all_of_it.first if start == prefix else self.num_pages(start)
             first = max(first, all_of_it.first)
             if first < past:
                 spans.append(Span(all_of_it.table, first, past))
-        return tuple(spans)
+        return (*spans, *(self._state if last else ()))
+
+    @property
+    def _state(self) -> tuple[Span, ...]:
+        return (Span(self.num_tables, 0, self.state_pages),) if self.state_pages else ()
 
     def _handed(self, table: int, num_tokens: int, prefix: int) -> Span:
         full = self.windows[table] is None

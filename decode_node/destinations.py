@@ -72,10 +72,10 @@ class Destinations:
         pages = np.full(shape, NO_PAGE, np.int32)
         pages[: self.tables.num_full, : cached.shape[1]] = cached
         place = 0
-        for table, first, past in spans:
+        for table, first, past in spans[: self.tables.num_tables]:
             pages[table, first:past] = fresh[place : place + past - first]
             place += past - first
-        return Destination(Holding(pages), prefix_tokens, fresh)
+        return Destination(Holding(pages, fresh[place:]), prefix_tokens, fresh)
 
     def drop(self, destination: Destination) -> None:
         """The request does not want them any more; reads may go on."""

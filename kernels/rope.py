@@ -46,13 +46,17 @@ def rope_angles_reference(positions: Tensor, inverse_frequencies: Tensor, scale:
 
 
 def rotate_reference(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates [num_tokens, heads, head_dim], halves paired as (i, i + head_dim / 2).
+    """Rotates [num_tokens, heads, head_dim] by angles [2, num_tokens, pairs], paired as (i, i +
+    pairs); what is behind 2 * pairs numbers stays.
 
     In float32, rounded once: closer to the exact rotation than Hugging Face's bfloat16 one.
     """
     cos, sin = angles[0].unsqueeze(1), angles[1].unsqueeze(1)
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    pairs = angles.shape[2]
+    wide = x.float()
+    low, high, rest = wide[..., :pairs], wide[..., pairs : 2 * pairs], wide[..., 2 * pairs :]
+    turned = low * cos - high * sin, high * cos + low * sin
+    return torch.cat((*turned, rest), dim=-1).to(x.dtype)
 
 
 def rope_angles_triton(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Tensor:

@@ -29,7 +29,8 @@ def rope_and_store(
     Args:
         qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's;
             rows may be strided.
-        angles: contiguous float32 [2, num_tokens, head_dim / 2], of `rope_angles`.
+        angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`: each head's first
+            2 * pairs numbers are rotated, all of them where pairs is head_dim / 2.
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of qkv's dtype, any
             strides but the last, which is 1 (pages are addressed in int64); written in place.
         locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
@@ -48,7 +49,8 @@ def rope_and_store(
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit kv {tuple(kv.shape)}")
     if qkv.dtype != kv.dtype or qkv.stride(1) != 1 or kv.stride(4) != 1:
         raise ValueError(f"qkv {qkv.dtype} {qkv.stride()} does not fit kv {kv.dtype} {kv.stride()}")
-    if angles.shape != (2, qkv.shape[0], head_dim // 2) or not angles.is_contiguous():
+    fits = angles.ndim == 3 and angles.shape[:2] == (2, qkv.shape[0])
+    if not fits or not 0 < angles.shape[2] <= head_dim // 2 or not angles.is_contiguous():
         raise ValueError(f"angles {tuple(angles.shape)} do not fit qkv {tuple(qkv.shape)}")
     if locations.shape != qkv.shape[:1] or locations.dtype != torch.int64:
         raise ValueError(f"locations: int64 [n] expected, got {tuple(locations.shape)}")
@@ -59,7 +61,8 @@ def rope_and_store(
             raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
     if device.uses_triton(qkv):
         return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps)
-    if (compiled := device.compiled(qkv)) is not None:
+    whole = angles.shape[2] == head_dim // 2
+    if whole and (compiled := device.compiled(qkv)) is not None:
         return compiled.rope_and_store(qkv, angles, kv, locations, q_norm, k_norm, eps)
     return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps)
 
@@ -123,6 +126,7 @@ def rope_and_store_triton(
             kv_heads,
             page_size,
             head_dim // 2,
+            angles.shape[2],
             block_heads,
             block_half,
             early,
@@ -152,6 +156,7 @@ def _rope_and_store_kernel(
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     EARLY: tl.constexpr,
@@ -166,44 +171,75 @@ def _rope_and_store_kernel(
     head = head[:, None]
     # As wide as the heads: angles and weights are then loaded in the layout they are used in.
     col = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
-    places = head * (2 * HALF) + col
-    cosines = angles_ptr + token * HALF + col
-    sines = cosines + tl.num_programs(0).to(tl.int64) * HALF
+    low_col, gap = _pairs(col, HALF, PAIRS)
+    places = head * (2 * HALF) + low_col
+    cosines = angles_ptr + token * PAIRS + col
+    sines = cosines + tl.num_programs(0).to(tl.int64) * PAIRS
     qkv_ptr += token * qkv_stride
     if is_q:
         mask = (head < HEADS) & (col < HALF)
         source = qkv_ptr + places
-        low, high = _turned(source, q_norm_ptr, cosines, sines, col, mask, eps, HALF)
+        low, high = _turned(
+            source, q_norm_ptr, cosines, sines, col, low_col, gap, mask, eps, HALF, PAIRS
+        )
         target = q_ptr + token * (HEADS * 2 * HALF) + places
         tl.store(target, low, mask=mask)
-        tl.store(target + HALF, high, mask=mask)
+        tl.store(target + gap, high, mask=mask)
     else:
         location = tl.load(locations_ptr + token)
         mask = (head < tl.where(location < 0, 0, KV_HEADS)) & (col < HALF)
         source = qkv_ptr + HEADS * 2 * HALF + places
-        low, high = _turned(source, k_norm_ptr, cosines, sines, col, mask, eps, HALF)
+        low, high = _turned(
+            source, k_norm_ptr, cosines, sines, col, low_col, gap, mask, eps, HALF, PAIRS
+        )
         page, offset = location // PAGE_SIZE, location % PAGE_SIZE
-        target = kv_ptr + page * page_stride + offset * offset_stride + head * head_stride + col
+        target = kv_ptr + page * page_stride + offset * offset_stride + head * head_stride + low_col
         tl.store(target, low, mask=mask)
-        tl.store(target + HALF, high, mask=mask)
+        tl.store(target + gap, high, mask=mask)
         source += KV_HEADS * 2 * HALF
         target += kv_stride
         tl.store(target, tl.load(source, mask=mask), mask=mask)
-        tl.store(target + HALF, tl.load(source + HALF, mask=mask), mask=mask)
+        tl.store(target + gap, tl.load(source + gap, mask=mask), mask=mask)
 
 
 @triton.jit
-def _turned(source, norm_ptr, cosines, sines, col, mask, eps, HALF: tl.constexpr):
-    """The two halves of heads [heads, HALF], normed where there is a weight, rotated, rounded."""
+def _pairs(col, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the first number of each of a head's HALF pairs is, and how far behind it the second:
+    PAIRS that are rotated together, then those of the rest, which is not."""
+    if PAIRS == HALF:
+        return col, HALF
+    else:
+        turned = col < PAIRS
+        return tl.where(turned, col, col + PAIRS), tl.where(turned, PAIRS, HALF - PAIRS)
+
+
+@triton.jit
+def _turned(
+    source,
+    norm_ptr,
+    cosines,
+    sines,
+    col,
+    low_col,
+    gap,
+    mask,
+    eps,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The two numbers of pairs [heads, HALF], normed where there is a weight, rotated, rounded."""
     low = tl.load(source, mask=mask, other=0.0)
-    high = tl.load(source + HALF, mask=mask, other=0.0)
-    cos = tl.load(cosines, mask=mask, other=0.0)
-    sin = tl.load(sines, mask=mask, other=0.0)
+    high = tl.load(source + gap, mask=mask, other=0.0)
+    turned = mask
+    if PAIRS != HALF:
+        turned = mask & (col < PAIRS)
+    cos = tl.load(cosines, mask=turned, other=1.0)
+    sin = tl.load(sines, mask=turned, other=0.0)
     dtype: tl.constexpr = low.dtype
     low, high = low.to(tl.float32), high.to(tl.float32)
     if norm_ptr is not None:
-        weight_low = tl.load(norm_ptr + col, mask=mask, other=0.0)
-        weight_high = tl.load(norm_ptr + HALF + col, mask=mask, other=0.0)
+        weight_low = tl.load(norm_ptr + low_col, mask=mask, other=0.0)
+        weight_high = tl.load(norm_ptr + low_col + gap, mask=mask, other=0.0)
         squares = tl.sum(low * low + high * high, axis=1, keep_dims=True)
         scale = tl.rsqrt(squares / (2 * HALF) + eps)
         low = weighted(low * scale, weight_low).to(dtype).to(tl.float32)

@@ -392,7 +392,7 @@ class PrefillRole:
         if end <= start and not last:
             return
         num_tokens = len(handoff.request.token_ids)
-        spans = self._tables.spans(num_tokens, handoff.prefix_tokens, start, end)
+        spans = self._tables.spans(num_tokens, handoff.prefix_tokens, start, end, last=last)
         self._port.post(
             Publish(
                 handoff.serial,

@@ -8,7 +8,8 @@ from common.page_tables import PageTables, num_pages_of
 
 def _random_tables(rng: random.Random) -> PageTables:
     windows = [rng.choice((None, None, 1, 3, 16, 17, 40, 100)) for _ in range(rng.randint(1, 4))]
-    return PageTables(rng.choice((4, 16)), tuple(sorted(windows, key=lambda w: w or 0)))
+    kinds = tuple(sorted(windows, key=lambda w: w or 0))
+    return PageTables(rng.choice((4, 16)), kinds, rng.choice((0, 0, 3)))
 
 
 def _visible(window: int | None, query: int) -> range:
@@ -29,6 +30,7 @@ def test_a_page_is_live_as_long_as_a_query_may_come_that_sees_it():
             -(-num_tokens // size) - tables.live_from(t, num_tokens)
             for t in range(tables.num_tables)
         )
+        counted += tables.state_pages
         assert tables.pages_for(num_tokens) == counted <= tables.pages_to_compute(num_tokens)
 
 
@@ -44,9 +46,10 @@ def test_over_all_ranges_of_a_hand_off_every_page_comes_exactly_once():
         edges = [prefix, *cuts, num_tokens]
         given = []
         for start, end in pairwise(edges):
-            spans = tables.spans(num_tokens, prefix, start, end)
+            spans = tables.spans(num_tokens, prefix, start, end, last=end == num_tokens)
             given += [(t, page) for t, first, past in spans for page in range(first, past)]
-            assert all(past <= -(-end // size) for _, _, past in spans)
+            of_tables = [span for span in spans if span.table < tables.num_tables]
+            assert all(past <= -(-end // size) for _, _, past in of_tables)
         promised = tables.handed_over(num_tokens, prefix)
         wanted = [(t, page) for t, first, past in promised for page in range(first, past)]
         assert sorted(given) == sorted(wanted)
@@ -58,9 +61,18 @@ def test_over_all_ranges_of_a_hand_off_every_page_comes_exactly_once():
 
 def test_a_full_hit_brings_windows_and_nothing_else():
     tables = PageTables(16, (None, 20))
-    (span,) = tables.spans(50, 50, 50, 50)
+    (span,) = tables.spans(50, 50, 50, 50, last=True)
     assert span == (1, 1, 4)
-    assert PageTables(16).spans(50, 50, 50, 50) == ()
+    assert PageTables(16).spans(50, 50, 50, 50, last=True) == ()
+
+
+def test_the_state_goes_with_the_last_range_even_if_that_is_empty():
+    tables = PageTables(16, state_pages=3)
+    assert tables.spans(64, 0, 0, 64, last=False) == ((0, 0, 4),)
+    assert tables.spans(64, 0, 64, 64, last=True) == ((1, 0, 3),)
+    assert tables.spans(64, 64, 64, 64, last=True) == ((1, 0, 3),)
+    assert tables.max_tokens(3 + 5) == 5 * 16
+    assert tables.max_tokens(2) == 0
 
 
 def test_a_window_that_is_full_grows_no_more():

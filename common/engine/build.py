@@ -110,7 +110,10 @@ def build(config: EngineConfig) -> Engine:
     pool = KVPool(shape.layout, shape.num_pages, device)
     host_pool = HostPool(shape.layout, shape.host_pages, device)
     page_size, windows = shape.layout.page_size, shape.layout.windows
-    table = RequestTable(config.scheduler.max_running, shape.context_length, page_size, windows)
+    state_pages = shape.layout.state_pages
+    table = RequestTable(
+        config.scheduler.max_running, shape.context_length, page_size, windows, state_pages
+    )
     pages = PageAllocator(shape.num_pages)
     stream = open_stream(device)
     recorder = CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
@@ -141,7 +144,7 @@ def build(config: EngineConfig) -> Engine:
         pool=pool,
         table=table,
         pages=pages,
-        cache=RadixCache(page_size, pages, windows, enabled=config.cache.prefix_cache),
+        cache=RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache),
         stream=stream,
         runner=runner,
         guides=_guides(directory, model),

@@ -65,7 +65,13 @@ def measure_footprint(
     stream = open_stream(device)
 
     def make_runner() -> ModelRunner:
-        table = RequestTable(max_running, shape.context_length, layout.page_size, layout.windows)
+        table = RequestTable(
+            max_running,
+            shape.context_length,
+            layout.page_size,
+            layout.windows,
+            layout.state_pages,
+        )
         return ModelRunner(
             model,
             KVPool(layout, 1, device),

@@ -23,6 +23,30 @@ prefill, overlap, retraction, hand-off, penalties and sampling work alike. KV of
 compute in different ways differs by rounding, so `model_backend` is part of what nodes compare when
 they pair, and a pair that differs in it is refused.
 
+## Layers with a state
+
+Qwen3-Next and Qwen3.5 (texts, with experts or without; of the model that sees images too, the part
+for texts) are hybrids: three layers of four are gated delta nets, which keep a matrix per head and
+the last inputs of a short convolution instead of keys and values. That state is as large after one
+token as after many: 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
+
+- A state lies in pages of the same pool as KV, so there is no second pool to size. What a request
+  takes is its tokens' pages and the same number of pages for its state. Pages of 64 tokens
+  (`--cache.page-size 64`) make a state 50 page numbers, not 197.
+- It goes to the decode node with the last pages of a prompt, and into host memory and back with a
+  request that is retracted.
+- One can go on from a cached prefix only where its state is kept too. Whoever computes a prompt
+  keeps it at the last page's edge from which the same prompt could go on, so that the next turn of
+  a conversation goes on there; and, from the second prompt on that begins like another, where they
+  part, so that the third has use for what they share. What is kept lies in pages of the pool, is
+  evicted like them, those first that a longer prefix has left behind, and is given up where
+  somebody may need the room. Answers leave no states.
+- A decode node has use for a cached prefix without one: it asks for the pages that it lacks, and
+  the state comes from the prefill node.
+- On a GPU, a prompt's tokens pass through the delta rule one after the other, in registers: its
+  bits do not depend on how the prompt is cut. Nobody has run it on one yet; its kernels are checked
+  in Triton's interpreter and compiled for sm_80, sm_90a and sm_100 without spills.
+
 ## By transformers
 
 The class is loaded by `from_pretrained` from safetensors, onto the device, in the dtype that is
@@ -58,7 +82,7 @@ what their own full forward gives**. BERT's kin are asked as decoders (`is_decod
 |---|---|---|---|---|
 """
 _REST = """
-### Not served
+### Not served by transformers
 
 | model_type | class | why |
 |---|---|---|
@@ -89,6 +113,9 @@ def _rows(served: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _reasons(others: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for one in others:
+        if one["native"]:
+            yield f"| {one['kind']} | {one['name']} | natively: see above |\n"
+            continue
         reason = one["reason"] or f"{one['same']} of {one['asked']} tokens are alike"
         yield f"| {one['kind']} | {one['name']} | {reason.replace('|', '/')} |\n"
 

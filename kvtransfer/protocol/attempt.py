@@ -92,7 +92,9 @@ class Attempt:
         for table in self.tables.handed_over(self.num_tokens, prefix):
             firsts.append(place - table.first)
             place += table.num_pages
-        spans = self.tables.spans(self.num_tokens, prefix, message.start, message.end)
+        spans = self.tables.spans(
+            self.num_tokens, prefix, message.start, message.end, last=message.last
+        )
         return np.concatenate(
             [np.arange(first, past, dtype=np.int32) + firsts[t] for t, first, past in spans]
         )

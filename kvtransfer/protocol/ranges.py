@@ -41,7 +41,7 @@ class Ranges:
             return "it is the last but not the end"
         if not last and (end <= start or end > self.num_tokens or end % self.tables.page_size):
             return "it must end at a later page's edge"
-        spans = self.tables.spans(self.num_tokens, self.start, start, end)
+        spans = self.tables.spans(self.num_tokens, self.start, start, end, last=last)
         if num_pages != num_pages_of(spans):
             return f"it comes with {num_pages} pages"
         return None

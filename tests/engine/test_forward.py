@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.engine.models import load
-from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.engine.rows.batch import ForwardMode, ScheduleBatch, StateAt
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
@@ -64,6 +64,40 @@ def test_every_row_finds_its_pages_and_the_places_of_its_tokens(
     assert made.token_ids.tolist() == tokens
     (locations,) = made.locations
     assert locations.tolist() == places
+
+
+def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise() -> None:
+    table = RequestTable(4, 64, PAGE_SIZE, state_pages=2)
+    table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
+    table.state[:] = [[70, 71], [80, 81], [90, 91], [60, 61]]
+    batch = ScheduleBatch(
+        step=1,
+        mode=ForwardMode.MIXED,
+        slots=np.array([0, 1, 2, 3], np.int32),
+        starts=np.array([0, 16, 16, 5], np.int32),
+        ends=np.array([9, 32, 30, 6], np.int32),
+        samples=np.ones(4, np.bool_),
+        resumed=(StateAt(2, 0, np.array([0, 3], np.int32)),),
+        kept=(StateAt(1, 16, np.array([4, 5], np.int32)),),
+    )
+    made = BatchBuilder(table).build(batch)
+    assert made.state_reads.tolist() == [[-1, -1], [80, 81], [0, 3], [60, 61]]
+    assert made.state_writes.tolist() == [[70, 71], [80, 81], [90, 91], [60, 61]]
+    assert made.state_marks.tolist() == [0, 16, 0, 0]
+    assert made.state_kept.tolist() == [[-1, -1], [4, 5], [-1, -1], [-1, -1]]
+    uploaded, _ = made.to(CPU, torch.zeros(made.packed_bytes, dtype=torch.uint8))
+    uploaded.states.check()
+    assert torch.equal(uploaded.state_reads, made.state_reads)
+
+
+def test_rows_that_pad_a_decode_step_read_and_write_no_state() -> None:
+    table = RequestTable(2, 64, PAGE_SIZE, state_pages=2)
+    table.page_table[:] = 0
+    table.state[:] = [[0, 1], [2, 3]]
+    made = build(table, [20, 1], [1, 1]).padded(4)
+    assert made.state_reads.tolist() == [[2, 3], [-1, -1], [-1, -1], [-1, -1]]
+    assert made.state_writes.tolist() == [[2, 3], [0, 1], [-1, -1], [-1, -1]]
+    made.states.check()
 
 
 def test_a_long_row_among_short_ones_costs_its_own_pages_only() -> None:

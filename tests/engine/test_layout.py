@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from common.engine.memory.layout import MAX_PADDING, TYPICAL_TOKENS, KVLayout
-from common.engine.memory.states import PagedKV
+from common.engine.memory.states import Cells, PagedKV, Recurrent
+from common.errors import ConfigError
 
 BF16 = torch.bfloat16
 
@@ -88,3 +89,68 @@ def test_layouts_that_differ_are_described_differently():
         "head,layer,kv,token: 1 x (2 layers x 2 heads x 8), "
         "1 x (2 layers x 2 heads x 8 of 40 tokens)"
     )
+
+
+KV = PagedKV(2, 8)
+
+
+def recurrent(heads: int = 3, size: int = 4) -> Recurrent:
+    return Recurrent((Cells("delta", heads, (size, 5), torch.float32), Cells("conv", 2, (7, 3))))
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_cells_of_all_heads_and_layers_lie_in_the_pages_of_a_state_and_nowhere_twice(page_size):
+    layers = [recurrent(), KV, recurrent(), recurrent(5), KV]
+    layout = KVLayout.of(layers, page_size, BF16)
+    assert layout.windows == (None,) and layout.tables.state_pages == layout.state_pages
+    state = torch.arange(layout.state_pages, dtype=torch.int32)[None]
+    pages = torch.zeros(layout.state_pages, layout.page_bytes, dtype=torch.uint8)
+    used = 0
+    for layer, kept in enumerate(layers):
+        views = layout.cells(pages, layer)
+        assert views.keys() == {cells.name for cells in kept.cells}
+        for cells in kept.cells:
+            found = views[cells.name].read(state)
+            assert found.shape == (1, cells.count, *cells.shape)
+            assert found.dtype == (cells.dtype or BF16) and not found.any()
+            views[cells.name].write(state, torch.ones_like(found))
+            used += found.numel() * found.itemsize
+    assert int((pages != 0).sum()) <= used <= pages.nbytes
+    for layer, kept in enumerate(layers):
+        for cells in kept.cells:
+            assert (layout.cells(pages, layer)[cells.name].read(state) == 1).all()
+
+
+def test_a_state_of_qwen3_next_takes_as_many_pages_as_its_bytes_need():
+    heads = 32, 16
+    net = Recurrent(
+        (
+            Cells("delta", heads[0], (128, 128), torch.float32),
+            Cells("conv", heads[1], (2 * 128 + 2 * 128, 3)),
+        )
+    )
+    layers = [net, net, net, PagedKV(2, 256)] * 12
+    for page_size, state_pages in ((16, 197), (64, 50)):
+        layout = KVLayout.of(layers, page_size, BF16)
+        assert layout.token_bytes == 24576
+        assert abs(layout.state_pages - state_pages) <= 1
+        assert layout.state_pages * layout.page_bytes == pytest.approx(77.3e6, rel=0.03)
+
+
+def test_states_that_differ_are_described_differently():
+    described = {
+        KVLayout.of([KV, each], 16, BF16).describe()
+        for each in (KV, recurrent(), recurrent(4), recurrent(3, 8))
+    }
+    assert len(described) == 4
+    assert KVLayout.of([KV, recurrent()], 16, BF16).describe() == (
+        "head,layer,kv,token: 1 x (1 layers x 2 heads x 8); head,layer: "
+        "1 layers x 3 x delta (4 x 5 float32), 1 layers x 2 x conv (7 x 3 bfloat16)"
+    )
+
+
+def test_what_cannot_be_laid_out_is_refused():
+    with pytest.raises(ConfigError, match=r"page_size: 4 tokens .* 20480; 256 are enough"):
+        KVLayout.of([KV, recurrent(size=1024)], 4, torch.float32)
+    with pytest.raises(ConfigError, match="none of whose layers"):
+        KVLayout.of([recurrent()], 16, BF16)

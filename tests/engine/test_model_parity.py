@@ -34,8 +34,12 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+HYBRIDS = ("qwen3_next", "qwen3_5_text")  # with experts and without
 VARIANTS = {
-    **{name: (name, {}) for name in (*ARCHITECTURES, *EXPERT_ARCHITECTURES, "gemma3_text")},
+    **{
+        name: (name, {})
+        for name in (*ARCHITECTURES, *EXPERT_ARCHITECTURES, "gemma3_text", *HYBRIDS)
+    },
     "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama one kv head, head_dim 24": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
@@ -102,6 +106,17 @@ VARIANTS = {
     "dots1 window, not normalised": (
         "dots1",
         {"sliding_window": 17, "max_window_layers": 1, "norm_topk_prob": False},
+    ),
+    "qwen3_next all heads rotated, a value head each, wide convolution": (
+        "qwen3_next",
+        {
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 6,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "layer_types": [*("full_attention",) * 2, *("linear_attention",) * 2],
+        },
     ),
     # These models' scores and logits are small: a cap of 3 bends them, one of 30 hardly does.
     "gemma2 low caps": (

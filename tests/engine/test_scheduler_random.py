@@ -60,7 +60,7 @@ class Traffic:
     def __post_init__(self) -> None:
         rng = self.rng
         self.stems = [[rng.randrange(VOCABULARY) for _ in range(100)] for _ in range(3)]
-        pool = self.rig.num_pages * self.rig.page_size
+        pool = self.rig.table.tables.max_tokens(self.rig.num_pages)
         self.longest = min(self.rig.context - 2, pool - 1, 300)
 
     @property

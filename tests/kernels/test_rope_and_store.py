@@ -26,22 +26,23 @@ def kv_layer(kv_heads, head_dim, num_pages=6, num_layers=3, layer=1, dtype=torch
 
 
 def rotated(x, position, frequencies):
-    """[heads, head_dim] in float64: pairs (i, i + d/2) as complex numbers, turned."""
-    half = x.shape[-1] // 2
-    numbers = torch.complex(x[:, :half].double(), x[:, half:].double())
+    """[heads, head_dim] in float64: pairs (i, i + n) as complex numbers, turned, of n frequencies;
+    the rest as it is."""
+    n = len(frequencies)
+    numbers = torch.complex(x[:, :n].double(), x[:, n : 2 * n].double())
     angles = (position * frequencies).double()
     turned = numbers * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    return torch.cat((turned.real, turned.imag, x[:, 2 * n :].double()), dim=-1)
 
 
 def normed(x, weight):
     return x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-def check(qkv, kv_heads, head_dim, positions, locations, norms, tolerance):
+def check(qkv, kv_heads, head_dim, positions, locations, norms, tolerance, pairs=None):
     """Q of every token, K and V at every location, and nothing else in the pool."""
     num_tokens, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
-    frequencies = torch.rand(head_dim // 2, device=DEVICE)
+    frequencies = torch.rand(pairs or head_dim // 2, device=DEVICE)
     positions = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
     kv, pool = kv_layer(kv_heads, head_dim, dtype=qkv.dtype)
     q = rope_and_store(
@@ -56,12 +57,12 @@ def check(qkv, kv_heads, head_dim, positions, locations, norms, tolerance):
         own_q, own_k, own_v = qkv[token].view(-1, head_dim).split((heads, kv_heads, kv_heads))
         if norms:
             own_q, own_k = normed(own_q, norms["q_norm"]), normed(own_k, norms["k_norm"])
-        pairs = [(q[token], rotated(own_q, position, frequencies))]
+        found = [(q[token], rotated(own_q, position, frequencies))]
         if location != NOWHERE:
             page, offset = divmod(location, PAGE_SIZE)
-            pairs.append((kv[page, :, 0, offset], rotated(own_k, position, frequencies)))
+            found.append((kv[page, :, 0, offset], rotated(own_k, position, frequencies)))
             assert torch.equal(kv[page, :, 1, offset], own_v)
-        for actual, expected in pairs:
+        for actual, expected in found:
             torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
     written = sum(location != NOWHERE for location in locations) * 2 * kv_heads * head_dim
     assert int((~pool.isnan()).sum()) == written, "something else was written too"
@@ -80,6 +81,18 @@ def test_q_comes_back_and_k_and_v_go_to_their_places(
     qkv = randn(5, (heads + 2 * kv_heads) * head_dim + 3)[:, 3:]
     locations = [5 * PAGE_SIZE + 3, 0, 9, 2 * PAGE_SIZE, 17]
     check(qkv, kv_heads, head_dim, [7, 0, 900, 3, 4], locations, norms, 1e-5)
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim, pairs", [(4, 2, 16, 2), (3, 1, 24, 9)])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_only_the_first_numbers_of_a_head_are_rotated_where_there_are_fewer_angles(
+    implementation, heads, kv_heads, head_dim, pairs, with_norm
+):
+    norms = {}
+    if with_norm:
+        norms = {"q_norm": randn(head_dim), "k_norm": randn(head_dim), "eps": EPS}
+    qkv = randn(4, (heads + 2 * kv_heads) * head_dim)
+    check(qkv, kv_heads, head_dim, [7, 0, 90, 3], [9, NOWHERE, 0, 17], norms, 1e-5, pairs)
 
 
 @pytest.mark.parametrize("locations", [[NOWHERE, 9, NOWHERE], [NOWHERE] * 3, []])
@@ -124,6 +137,8 @@ def test_wrong_shapes_strides_and_dtypes_are_refused():
         rope_and_store(good.t().contiguous().t(), angles, kv, locations)
     with pytest.raises(ValueError, match="angles"):
         rope_and_store(good, torch.zeros(2, 2, 4), kv, locations)
+    with pytest.raises(ValueError, match="angles"):
+        rope_and_store(good, torch.zeros(2, 3, 5), kv, locations)
     with pytest.raises(ValueError, match="int64"):
         rope_and_store(good, angles, kv, locations.int())
     with pytest.raises(ValueError, match="together"):

@@ -77,6 +77,7 @@ class Plan:
     reader_pages: int = 0  # 0: more than enough, each request from a part of its own
     owner_pages: int = 0
     windows: tuple[int | None, ...] = (None,)  # of the tables of pages
+    state_pages: int = 0
     attempts: int = 2
     budget_s: float = 100.0
     admits: bool = False  # whether the owner sends Admitted
@@ -87,11 +88,11 @@ class Plan:
 
     @property
     def tables(self) -> PageTables:
-        return PageTables(PAGE_SIZE, self.windows)
+        return PageTables(PAGE_SIZE, self.windows, self.state_pages)
 
     def places(self, num_tokens: int, prefix: int) -> list[tuple[int, int]]:
         """What is handed over: of each table the pages behind the prefix, or those that the next
-        token, or the last page's first one, sees through its window."""
+        token, or the last page's first one, sees through its window; then the state."""
         past, edge = -(-num_tokens // PAGE_SIZE), num_tokens // PAGE_SIZE * PAGE_SIZE
         return [
             (table, page)
@@ -102,7 +103,12 @@ class Plan:
                 else max(0, edge - window + 1) // PAGE_SIZE,
                 past,
             )
-        ]
+        ] + [(self.state, page) for page in range(self.state_pages)]
+
+    @property
+    def state(self) -> int:
+        """In place of a table."""
+        return len(self.windows)
 
 
 # The reader and a decode node's engine -----------------------------------------------------------
@@ -655,14 +661,15 @@ class OwnerSide(Side[OwnerEnd]):
         prompt = self.prompts[serial]
         end = min(prompt.num_tokens, (prompt.done // PAGE_SIZE + 1) * PAGE_SIZE)
         first = 0 if prompt.done == prompt.start else -(-prompt.done // PAGE_SIZE)
+        last = end == prompt.num_tokens
         pages = []
         for (table, place), page in zip(
             self.plan.places(prompt.num_tokens, prompt.start), prompt.pages, strict=True
         ):
-            if first <= place < -(-end // PAGE_SIZE):
+            goes = last if table == self.plan.state else first <= place < -(-end // PAGE_SIZE)
+            if goes:
                 pages.append(page)
                 self.cells[page] = (prompt.id.instance, prompt.id.request, table, place)
-        last = end == prompt.num_tokens
         self.prompts[serial] = prompt._replace(done=end, last_sent=last)
         token = prompt.num_generated if last else None
         return Publish(serial, prompt.done, end, np.array(pages, dtype=np.int32), last, token)

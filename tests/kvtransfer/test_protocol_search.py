@@ -20,6 +20,7 @@ rule 9, a redo that forgets the token it has emitted: the first, "I4: token 0 is
 rule 11, reads of a closed link are not posted again: the first, I3.
 Done before the last read has ended: the first, "I1: joined with torn".
 What windows reach before the prefix does not come with the first range: the ones with windows, I1.
+The state comes with the first range, or not with an empty last one: those with states, I1.
 A link that outlives its stream: the first, I3.
 Rules 3, 7 and 10 and the checks of violations have tests of their own.
 """
@@ -78,6 +79,15 @@ def _without_collector() -> Iterator[None]:
         ),
         pytest.param(
             Plan((9,), (0,), windows=(3,)), PATIENT, 1, 1_000, id="windows-and-no-full-table"
+        ),
+        pytest.param(Plan((7,), (4,), state_pages=2), PATIENT, 1, 1_000, id="states"),
+        pytest.param(Plan((9,), (9,), state_pages=1), PATIENT, 1, 1_000, id="state-of-a-full-hit"),
+        pytest.param(
+            Plan((1,), (0,), windows=(None, 5), state_pages=1),
+            PATIENT,
+            1,
+            500,
+            id="windows-and-state-of-one-token",
         ),
         pytest.param(Plan((3,), (0,)), PATIENT, 2, 50_000, id="one-two-faults"),
         pytest.param(

@@ -23,14 +23,18 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 transformers.utils.logging.disable_progress_bar()
 
 # What whole systems are tested with.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+HYBRID_ARCHITECTURES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 EXPERT_ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "dots1", "gpt_oss")
 GEMMA_3_LAYERS = [*("sliding_attention",) * 2, "full_attention", "sliding_attention"]
 SPECIAL_TOKENS = ("<|end|>", "<|start|>")
@@ -54,6 +58,17 @@ _CONFIGS = {
     "mixtral": MixtralConfig,
     "dots1": Dots1Config,
     "gpt_oss": GptOssConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
+}
+_HYBRID = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 _EXPERTS = {
     "num_experts": 8,
@@ -113,6 +128,10 @@ def make_checkpoint(
         sizes["head_dim"] = 32
     if architecture in ("qwen3_moe", "qwen2_moe"):
         sizes |= _EXPERTS
+    if architecture in HYBRID_ARCHITECTURES:
+        sizes |= _HYBRID
+        if architecture != "qwen3_5_text":
+            sizes |= _EXPERTS
     if architecture == "gpt_oss":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}
         sizes["head_dim"] = 32

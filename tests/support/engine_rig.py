@@ -23,7 +23,7 @@ from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.page_tables import num_pages_of
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
-from tests.support.fake_runner import FakeRunner, next_token
+from tests.support.fake_runner import FakeRunner, next_token, state_of
 
 VOCABULARY = 97
 FAR = 1e18
@@ -41,6 +41,7 @@ class Rig:
     num_pages: int = 64
     page_size: int = 16
     windows: tuple[int | None, ...] = (None,)  # by table
+    state_pages: int = 0
     num_slots: int = 8
     context: int = 1024
     host_pages: int = 64
@@ -55,8 +56,9 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.pages = PageAllocator(self.num_pages, lifo=self.lifo)
-        self.cache = RadixCache(self.page_size, self.pages, self.windows, enabled=self.prefix_cache)
-        self.table = RequestTable(self.num_slots, self.context, self.page_size, self.windows)
+        kept = self.windows, self.state_pages
+        self.cache = RadixCache(self.page_size, self.pages, *kept, enabled=self.prefix_cache)
+        self.table = RequestTable(self.num_slots, self.context, self.page_size, *kept)
         self.runner = FakeRunner(
             self.table,
             num_pages=self.num_pages,
@@ -158,12 +160,13 @@ class Rig:
         pages = np.full((tables.num_tables, tables.num_pages(len(token_ids))), NO_PAGE, np.int32)
         pages[: tables.num_full, : cached.shape[1]] = cached
         place = 0
-        for table, first, past in spans:
+        for table, first, past in spans[: tables.num_tables]:
             mine = pages[table, first:past] = fresh[place : place + past - first]
             place += past - first
             landing = token_ids[first * size : past * size]
             self.runner.kv[mine, :] = np.resize(landing, (len(mine), size))
-        holding = Holding(pages)
+        self.runner.kv[fresh[place:], :2] = state_of(token_ids)
+        holding = Holding(pages, fresh[place:])
         self._check_whose(request, holding.flat())
         self.landed.append((request, holding))
         self.scheduler.kept_slots = len(self.landed)

@@ -2,7 +2,8 @@
 at those only through the pages it was given: wrong page handling gives wrong tokens.
 
 The "KV" of a token is the token itself, in every table; the next token is a hash of all KV of its
-request. The first table is a full one.
+request. The first table is a full one. A state is how many tokens it is of, and a hash of them, in
+each of its pages.
 """
 
 import threading
@@ -26,6 +27,11 @@ def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
     return (mixed >> 23) % vocabulary_size
 
 
+def state_of(tokens: Sequence[int] | Ints) -> Ints:
+    """What a state's pages have after these."""
+    return np.array([len(tokens), next_token(tokens, 1 << 30)], np.int32)
+
+
 @dataclass(eq=False)
 class FakeLaunched:
     """One launch: the batch, copies of all that its forward needs, and what came of it."""
@@ -33,6 +39,7 @@ class FakeLaunched:
     batch: ScheduleBatch
     runner: "FakeRunner"
     page_tables: Ints
+    states: Ints  # own pages, by row
     token_ids: list[Ints]  # per row; -1 where the CPU does not know it yet
     tokens: Ints | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -81,7 +88,13 @@ class FakeRunner:
             tokens = self._table.tokens[slot, start:end].copy()
             tokens[np.arange(start, end) >= self._table.known[slot]] = -1
             rows.append(tokens)
-        launched = FakeLaunched(batch, self, self._table.page_table[batch.slots].copy(), rows)
+        launched = FakeLaunched(
+            batch,
+            self,
+            self._table.page_table[batch.slots].copy(),
+            self._table.state[batch.slots].copy(),
+            rows,
+        )
         self.batches.append(batch)
         self.done_at_launch.append(self.num_done)
         self._queue.append(launched)
@@ -112,12 +125,20 @@ class FakeRunner:
                 self.kv[pages[at // size], at % size] = np.where(
                     tokens < 0, self._future[slot], tokens
                 )
+        reads, kept = launched.states.copy(), {state.row: state for state in batch.kept}
+        for state in batch.resumed:
+            reads[state.row] = state.pages
         sampled = np.full(len(batch.slots), NOT_SAMPLED, np.int32)
         for i, (slot, end) in enumerate(zip(batch.slots, batch.ends, strict=True)):
             self.num_tokens += int(end - batch.starts[i])
-            token = self._sample(
-                self._seen(launched.page_tables[i], int(batch.starts[i]), int(end))
-            )
+            start = int(batch.starts[i])
+            seen = self._seen(launched.page_tables[i], start, int(end))
+            if start and (self.kv[reads[i], :2] != state_of(seen[:start])).any():
+                seen = np.full_like(seen, -1)
+            if i in kept:
+                self.kv[kept[i].pages, :2] = state_of(seen[: start + kept[i].num_tokens])
+            self.kv[launched.states[i], :2] = state_of(seen)
+            token = self._sample(seen)
             if batch.samples[i] or token == NOT_FINITE:
                 sampled[i] = token
             if batch.samples[i]:

@@ -403,7 +403,8 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     pool.tensor.fill_(0xFF)  # NaN: whoever reads what nobody wrote shall notice
     host_pool = HostPool(shape.layout, shape.host_pages, shape.device)
     windows = shape.layout.windows
-    table = RequestTable(size.num_slots, shape.context_length, page_size, windows)
+    state_pages = shape.layout.state_pages
+    table = RequestTable(size.num_slots, shape.context_length, page_size, windows, state_pages)
     pages = PageAllocator(shape.num_pages, lifo=True)
     stream = common.make_stream()
     features = every_feature(
@@ -415,7 +416,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         pool=pool,
         table=table,
         pages=pages,
-        cache=RadixCache(page_size, pages, windows, enabled=size.prefix_cache),
+        cache=RadixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache),
         stream=stream,
         runner=ModelRunner(model, pool, host_pool, table, features, stream),
         guides=Guides(

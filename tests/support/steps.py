@@ -46,7 +46,9 @@ class Steps:
         self.pool = KVPool(layout, num_pages, model.device)
         self.pool.tensor.fill_(0xFF)  # NaN
         self.host_pool = HostPool(layout, num_pages, model.device)
-        self.table = RequestTable(num_slots, context_length, page_size, layout.windows)
+        self.table = RequestTable(
+            num_slots, context_length, page_size, layout.windows, layout.state_pages
+        )
         self.stream = open_stream(model.device)
         self.features = every_feature(
             self.table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
@@ -81,8 +83,10 @@ class Steps:
         slot = self.table.acquire(request)
         assert slot is not None
         shape = self.table.page_table[slot].shape
-        pages = [self._free.pop(0) for _ in range(math.prod(shape))]
-        self.table.set_pages(slot, Holding(np.array(pages, np.int32).reshape(shape)))
+        state_pages = self.table.tables.state_pages
+        pages = [self._free.pop(0) for _ in range(math.prod(shape) + state_pages)]
+        tables = np.array(pages[state_pages:], np.int32).reshape(shape)
+        self.table.set_pages(slot, Holding(tables, np.array(pages[:state_pages], np.int32)))
         self._requests[slot] = request
         return slot
 

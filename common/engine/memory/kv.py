@@ -7,6 +7,7 @@ and zeros would hide it.
 
 import math
 import mmap
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from common.engine.memory.pinned import pin
 from common.engine.rows.batch import PageCopies
 from common.errors import ConfigError
 from kernels.page_copy import copy_pages
+from kernels.state_cells import CellView
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -23,7 +25,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 class KVPool:
     """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
 
-    layers: of each its own keys and values, see KVLayout.view.
+    layers: of each its own keys and values, see KVLayout.view; cells: of each, by name.
 
     Written by forwards and swaps on the forward stream, and by reads from other nodes.
 
@@ -45,6 +47,9 @@ class KVPool:
             raise ConfigError(f"no room for a KV pool of {gib:.1f} GiB on {device}") from error
         self.layers: tuple[Tensor, ...] = tuple(
             layout.view(self.tensor, layer) for layer in range(len(layout.places))
+        )
+        self.cells: tuple[Mapping[str, CellView], ...] = tuple(
+            layout.cells(self.tensor, layer) for layer in range(len(layout.places))
         )
 
     @property

@@ -4,45 +4,77 @@ Layers that keep the same of as many tokens are a kind; a kind is cut into table
 each, and a page of a table is the envelope of these layers. All tables' pages are equally large, so
 that there is one pool, one allocator and one transfer descriptor per page. In a page the head is
 outermost, so that a tensor-parallel slice is one descriptor too.
+
+What layers keep of a request as a whole, its state, is cut into cells, one for each head and layer,
+and these are packed into pages of the same pool: the head outermost again, no cell across an edge.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from common.engine.memory.states import PagedKV
+from common.engine.memory.states import Cells, State
+from common.errors import ConfigError
 from common.page_tables import PageTables
+from kernels.state_cells import CellView
 
 MAX_PADDING = 0.05  # of what a request holds, at each of these lengths
 TYPICAL_TOKENS = (2 << 10, 8 << 10, 32 << 10)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where a layer's KV is: in the pages of `table`, one of so many layers there."""
+NO_TABLE = -1  # of a layer that keeps nothing of tokens
 
-    state: PagedKV
-    table: int
+
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """Where a layer's cells of one name are: with those of `num_layers` layers, from a state's page
+    `first_page` on; head h's of layer l is number h * num_layers + l there."""
+
+    cells: Cells
+    first_page: int
+    per_page: int
     index: int
     num_layers: int
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a layer's KV is: in the pages of `table`, one of so many layers there; and its cells,
+    in the pages of states."""
+
+    state: State
+    table: int
+    index: int
+    num_layers: int
+    cells: tuple[CellPlace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
-    """places: by layer. dtype: of all keys and values."""
+    """places: by layer. dtype: of all keys and values. state_pages: of one request's state."""
 
     page_size: int
     dtype: torch.dtype
     page_bytes: int
     windows: tuple[int | None, ...]  # by table, full ones first
     places: tuple[LayerPlace, ...]
+    state_pages: int = 0
 
     @classmethod
-    def of(cls, layers: Sequence[PagedKV], page_size: int, dtype: torch.dtype) -> "KVLayout":
-        """The layout for a model's layers: of the page sizes that waste little, the largest."""
-        sizes = {state: _token_bytes(state, dtype) * page_size for state in layers}
+    def of(cls, layers: Sequence[State], page_size: int, dtype: torch.dtype) -> "KVLayout":
+        """The layout for a model's layers: of the page sizes that waste little, the largest.
+
+        Raises:
+            ConfigError: no layer keeps keys and values, or a cell is larger than a page.
+        """
+        sizes = {
+            state: _token_bytes(state, dtype) * page_size for state in layers if state.token_numbers
+        }
+        if not sizes:
+            raise ConfigError("a model none of whose layers keeps keys and values is not served")
         smallest = max(sizes.values())
         layouts = {
             page_bytes: cls._with(layers, page_size, dtype, page_bytes)
@@ -52,13 +84,14 @@ class KVLayout:
         }
         lean = [page_bytes for page_bytes in layouts if layouts[page_bytes].padding <= MAX_PADDING]
         best = max(lean) if lean else min(layouts, key=lambda size: layouts[size].padding)
-        return layouts[best]
+        return layouts[best]._and_cells(layers)
 
     @classmethod
     def _with(
-        cls, layers: Sequence[PagedKV], page_size: int, dtype: torch.dtype, page_bytes: int
+        cls, layers: Sequence[State], page_size: int, dtype: torch.dtype, page_bytes: int
     ) -> "KVLayout":
-        kinds = sorted(dict.fromkeys(layers), key=lambda state: state.window or 0)
+        of_tokens = (state for state in layers if state.token_numbers)
+        kinds = sorted(dict.fromkeys(of_tokens), key=lambda state: state.window or 0)
         windows: list[int | None] = []
         places: dict[int, LayerPlace] = {}
         for kind in kinds:
@@ -69,12 +102,22 @@ class KVLayout:
                 for index, layer in enumerate(in_page):
                     places[layer] = LayerPlace(kind, len(windows), index, len(in_page))
                 windows.append(kind.window)
-        by_layer = tuple(places[layer] for layer in range(len(layers)))
+        by_layer = tuple(
+            places.get(layer, LayerPlace(state, NO_TABLE, 0, 0))
+            for layer, state in enumerate(layers)
+        )
         return cls(page_size, dtype, page_bytes, tuple(windows), by_layer)
+
+    def _and_cells(self, layers: Sequence[State]) -> "KVLayout":
+        cells, state_pages = _cell_places(layers, self.page_size, self.dtype, self.page_bytes)
+        places = tuple(
+            replace(place, cells=mine) for place, mine in zip(self.places, cells, strict=True)
+        )
+        return replace(self, places=places, state_pages=state_pages)
 
     @property
     def tables(self) -> PageTables:
-        return PageTables(self.page_size, self.windows)
+        return PageTables(self.page_size, self.windows, self.state_pages)
 
     @property
     def token_bytes(self) -> int:
@@ -93,42 +136,97 @@ class KVLayout:
             * _token_bytes(place.state, self.dtype)
             * self.page_size
             for place in self.places
+            if place.table != NO_TABLE
         )
-        return tables.pages_for(num_tokens) * self.page_bytes / used - 1
+        num_pages = tables.pages_for(num_tokens) - self.state_pages
+        return num_pages * self.page_bytes / used - 1
 
     def describe(self) -> str:
         """What another node must lay out alike to read these pages."""
         tables: dict[int, str] = {}
+        states: dict[str, None] = {}
         for place in self.places:
-            state = place.state
-            window = "" if state.window is None else f" of {state.window} tokens"
-            tables[place.table] = (
-                f"{place.num_layers} layers x {state.kv_heads} heads x {state.head_dim}{window}"
-            )
+            window = "" if place.state.window is None else f" of {place.state.window} tokens"
+            kv_heads, head_dim = place.state.heads
+            if place.table != NO_TABLE:
+                tables[place.table] = (
+                    f"{place.num_layers} layers x {kv_heads} heads x {head_dim}{window}"
+                )
+            states |= dict.fromkeys(_described(each, self.dtype) for each in place.cells)
         kinds = dict.fromkeys(tables.values())
         counts = [(list(tables.values()).count(kind), kind) for kind in kinds]
         described = ", ".join(f"{count} x ({kind})" for count, kind in counts)
-        return f"head,layer,kv,token: {described}"
+        described = f"head,layer,kv,token: {described}"
+        return f"{described}; head,layer: {', '.join(states)}" if states else described
 
     def view(self, pages: Tensor, layer: int) -> Tensor:
         """A layer's keys and values in pages, uint8 [num_pages, page_bytes]: [num_pages, kv_heads,
-        2, page_size, head_dim], K at index 0 of the third, V at 1."""
+        2, page_size, head_dim], K at index 0 of the third, V at 1; no heads where it has none."""
         place = self.places[layer]
-        state = place.state
-        part = self.page_size * state.head_dim
+        kv_heads, head_dim = place.state.heads
+        part = self.page_size * head_dim
         numbers = pages.view(self.dtype)
         return numbers.as_strided(
-            (len(pages), state.kv_heads, 2, self.page_size, state.head_dim),
+            (len(pages), kv_heads, 2, self.page_size, head_dim),
             (
                 self.page_bytes // self.dtype.itemsize,
                 place.num_layers * 2 * part,
                 part,
-                state.head_dim,
+                head_dim,
                 1,
             ),
             numbers.storage_offset() + place.index * 2 * part,
         )
 
+    def cells(self, pages: Tensor, layer: int) -> dict[str, CellView]:
+        """A layer's cells in pages, uint8 [num_pages, page_bytes], by name."""
+        return {
+            place.cells.name: self._cell_view(pages, place) for place in self.places[layer].cells
+        }
 
-def _token_bytes(state: PagedKV, dtype: torch.dtype) -> int:
-    return 2 * state.kv_heads * state.head_dim * dtype.itemsize
+    def _cell_view(self, pages: Tensor, place: CellPlace) -> CellView:
+        dtype, shape = place.cells.dtype or self.dtype, place.cells.shape
+        numbers = pages.view(dtype)
+        size = math.prod(shape)
+        inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        view = numbers.as_strided(
+            (len(pages), place.per_page, *shape),
+            (self.page_bytes // dtype.itemsize, size, *inner),
+            numbers.storage_offset(),
+        )
+        return CellView(view, place.first_page, place.index, place.num_layers, place.cells.count)
+
+
+def _cell_places(
+    layers: Sequence[State], page_size: int, dtype: torch.dtype, page_bytes: int
+) -> tuple[list[tuple[CellPlace, ...]], int]:
+    """Of each layer, and how many pages a state takes."""
+    places: list[list[CellPlace]] = [[] for _ in layers]
+    state_pages = 0
+    for cells in dict.fromkeys(each for state in layers for each in state.cells):
+        mine = [layer for layer, state in enumerate(layers) if cells in state.cells]
+        num_bytes = cells.num_bytes(dtype)
+        per_page = page_bytes // num_bytes
+        if not per_page or page_bytes % (cells.dtype or dtype).itemsize:
+            enough = page_size
+            while enough * page_bytes < num_bytes * page_size:
+                enough *= 2
+            raise ConfigError(
+                f"engine.cache.page_size: {page_size} tokens make pages of {page_bytes} bytes, and "
+                f"{cells.name} of one head takes {num_bytes}; {enough} are enough"
+            )
+        for index, layer in enumerate(mine):
+            places[layer].append(CellPlace(cells, state_pages, per_page, index, len(mine)))
+        state_pages += -(-cells.count * len(mine) // per_page)
+    return [tuple(each) for each in places], state_pages
+
+
+def _described(place: CellPlace, dtype: torch.dtype) -> str:
+    cells = place.cells
+    shape = " x ".join(str(size) for size in cells.shape)
+    kind = str(cells.dtype or dtype).removeprefix("torch.")
+    return f"{place.num_layers} layers x {cells.count} x {cells.name} ({shape} {kind})"
+
+
+def _token_bytes(state: State, dtype: torch.dtype) -> int:
+    return state.token_numbers * dtype.itemsize

@@ -1,8 +1,9 @@
 """The prefix cache: a radix tree over token ids, in whole pages of every table (page_tables.py).
 
 Of a table with a window it keeps the pages that somebody may go on from: those before the end of
-what was learnt. So a prefix may be there in full tables and yet be nowhere to go on from; whoever
-gets windows from elsewhere has use for it all the same.
+what was learnt. Where layers have states it keeps those that it is given. So a prefix may be there
+in full tables and yet be nowhere to go on from; whoever gets windows and states from elsewhere has
+use for it all the same.
 
 Namespaces part at the root: a branch that begins there is found by its namespace and its first page
 of tokens. They share the clock, so that what was used longest ago goes first, whosesoever it is.
@@ -19,6 +20,7 @@ import numpy as np
 from common.engine.memory.cache_events import CacheJournal
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix_nodes import Node, TreePages, present
+from common.engine.memory.radix_states import NO_STATE, TreeStates
 from common.engine.memory.radix_windows import TreeWindows
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
@@ -32,16 +34,18 @@ class Match(NamedTuple):
     """The longest cached prefix that one can go on from: its tokens, whole pages of them.
 
     shared: [full tables, n], pages of the longest cached prefix there is in full tables.
+    state: pages of the state after these tokens, where layers have one: to be read, never written.
     """
 
     num_tokens: int
     holding: Holding
     shared: Ints
+    state: Ints = NO_STATE
 
     @property
     def pages(self) -> Ints:
-        """Those of `holding`, distinct."""
-        return self.holding.flat()
+        """All that going on from it needs, distinct."""
+        return np.concatenate((self.holding.flat(), self.state))
 
 
 class RadixCache:
@@ -55,16 +59,18 @@ class RadixCache:
         page_size: int,
         pages: PageAllocator,
         windows: tuple[int | None, ...] = (None,),
+        state_pages: int = 0,
         *,
         enabled: bool = True,
     ) -> None:
-        """windows: see PageTables."""
+        """windows, state_pages: see PageTables."""
         self.page_size = page_size
         self.enabled = enabled
         self._full = [window is None for window in windows]
         self._pool = pages
         self._pages = TreePages(pages)
         self._windows = TreeWindows(PageTables(page_size, windows), self._pages)
+        self._states = TreeStates(state_pages, self._pages, pages)
         self._no_pages = np.empty((len(windows), 0), np.int32)
         self._root = Node(0, b"", np.empty(0, np.int32), self._no_pages, None)
         self._leaves: list[tuple[int, int, Node]] = []  # heap by last use, as it was when pushed
@@ -94,22 +100,44 @@ class RadixCache:
             num_pages += common
         pages = np.concatenate(found, axis=1)
         shared = pages[self._full]
-        if self._windows:
-            num_pages = self._windows.last_resumable(pages)
+        state = NO_STATE
+        if self._windows or self._states:
+            num_pages, state = self._last_resumable(path, pages)
             _note_resumed(path, num_pages)
             pages = self._windows.within(pages[:, :num_pages], num_pages)
-        return Match(num_pages * self.page_size, Holding(pages), shared)
+        return Match(num_pages * self.page_size, Holding(pages), shared, state)
+
+    def _last_resumable(self, path: list[tuple[Node, int]], pages: Ints) -> tuple[int, Ints]:
+        """After how many of a path's pages, [tables, n], one can go on, and from which state."""
+        num_pages, state = pages.shape[1], NO_STATE
+        while True:
+            if self._states:
+                num_pages, state = self._states.deepest(path, num_pages)
+            within = self._windows.last_resumable(pages[:, :num_pages])
+            if within == num_pages:
+                return num_pages, state
+            num_pages = within
 
     def lineage(self, token_ids: Ints, namespace: Namespace = SHARED) -> tuple[int, ...]:
         """Numbers of the tree's nodes along the longest cached prefix, the root's child first."""
         return tuple(node.number for node, _ in self._path(token_ids, namespace))
 
-    def insert(self, token_ids: Ints, holding: Holding, namespace: Namespace = SHARED) -> None:
+    def insert(
+        self,
+        token_ids: Ints,
+        holding: Holding,
+        namespace: Namespace = SHARED,
+        *,
+        state: Ints = NO_STATE,
+    ) -> None:
         """Learns the whole pages of `token_ids`: all of full tables, of others what their windows
         see from the end.
 
         Holds each page that it adds for CACHE. What it has under other page numbers stays as it
         is, and the caller's duplicates are ignored. Everything is copied.
+
+        Args:
+            state: pages of the state after all of `token_ids`, whole pages of them; held too.
         """
         num_pages = len(token_ids) // self.page_size
         if not self.enabled or not num_pages:
@@ -127,11 +155,13 @@ class RadixCache:
             done += common
             node = child if common == child.num_pages else self._split(child, common)
         if done == num_pages:
+            self._states.add(node, state)
             return
         rest = pages[:, done:].copy()
         self._pages.hold(rest)
         fresh = token_ids[done * self.page_size : end].copy()
         added = self._add_child(node, (b"" if done else namespace) + self._key(fresh), fresh, rest)
+        self._states.add(added, state)
         if self._journal is not None:
             above = PrefixHasher(namespace + token_ids[: done * self.page_size].tobytes())
             added.names = above.extend(added.tokens.tobytes(), self.page_size)
@@ -140,13 +170,15 @@ class RadixCache:
     def evict(self, num_pages: int) -> int:
         """Frees at least `num_pages`, or all that are evictable; returns how many it freed.
 
-        Windows first that nobody has gone on from and that a longer prefix has left behind; then
-        least recently used leaves, from their ends. A page that only the tree holds may sit
-        above one that is in use: when nothing else is left, it goes, and the tree forgets the part
-        below it.
+        Windows and states first that nobody has gone on from and that a longer prefix has left
+        behind; then least recently used leaves, from their ends, and states of what is in use. A
+        page that only the tree holds may sit above one that is in use: when nothing else is left,
+        it goes, and the tree forgets the part below it.
         """
         freed = self._windows.thin(num_pages)
+        freed += self._states.thin(num_pages - freed)
         freed += self._evict_leaves(num_pages - freed)
+        freed += self._states.drop_oldest(num_pages - freed)
         if freed < num_pages and self._pool.num_evictable:
             freed += self._cut_off()
         return freed
@@ -172,6 +204,7 @@ class RadixCache:
             self._forget(child)
         self._leaves.clear()
         self._windows.clear()
+        self._states.clear()
         return self._pool.num_free - before
 
     def tell(self, journal: CacheJournal | None) -> None:
@@ -194,6 +227,7 @@ class RadixCache:
         """Raises EngineFault where the tree and the page counts disagree. O(pages in the tree)."""
         nodes = list(self._root.below())
         in_tree = [page for node in nodes for page in present(node.pages).tolist()]
+        in_tree += [page for node in nodes for page in node.state.tolist()]
         held = np.flatnonzero(self._pool.holds(Holder.CACHE)).tolist()
         if sorted(in_tree) != held or len(in_tree) != self.num_pages:
             raise EngineFault(
@@ -276,6 +310,7 @@ class RadixCache:
             if not loose:
                 in_use.append(node)
                 continue
+            freed += self._states.drop(node)
             from_end = np.cumsum((node.pages >= 0).sum(axis=0)[::-1][:loose])
             count = min(loose, int(np.searchsorted(from_end, num_pages - freed)) + 1)
             self._trim(node, node.num_pages - count)
@@ -287,9 +322,10 @@ class RadixCache:
         return freed
 
     def _trim(self, leaf: Node, num_pages: int) -> None:
-        """Leaves the first `num_pages` of a leaf; a leaf without pages goes."""
+        """Leaves the first `num_pages` of a leaf; a leaf without pages goes. So does its state."""
         parent = leaf.parent
         assert parent is not None
+        self._states.drop(leaf)
         self._pages.let_go(leaf.pages[:, num_pages:])
         if self._journal is not None:
             self._journal.removed(leaf.names[num_pages:])
@@ -314,6 +350,7 @@ class RadixCache:
             node = nodes.pop()
             alone = self._pages.alone(node)
             self._windows.drop(node, alone)
+            self._states.drop(node)
             cut = alone[self._full].any(axis=0)
             if cut.any():
                 for child in list(node.children.values()):

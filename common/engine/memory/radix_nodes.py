@@ -23,6 +23,7 @@ class Node:
         "passed",
         "queued",
         "resumed",
+        "state",
         "tokens",
     )
 
@@ -41,6 +42,7 @@ class Node:
         self.queued = False  # it has an entry in the heap of leaves
         self.passed = False  # it is in the queue of nodes that have a child
         self.resumed = False  # somebody went on from within it
+        self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
         # Of its pages, as prefix_hash.py names them; kept while the tree has a journal.
         self.names: list[int] = []
 

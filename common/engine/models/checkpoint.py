@@ -68,17 +68,22 @@ class Checkpoint:
         """Whether a tensor of that name is there, and not in fewer than 16 bits."""
         return name in self.tensors and self.tensors[name].dtype in FLOATS
 
-    def check(self, expected: Mapping[str, Wanted], ignored: frozenset[str]) -> None:
+    def check(
+        self,
+        expected: Mapping[str, Wanted],
+        ignored: frozenset[str],
+        unused: tuple[str, ...] = (),
+    ) -> None:
         """Raises ConfigError unless the tensors are exactly those expected, of those shapes.
 
         Args:
-            ignored: endings of names that may be there too.
+            ignored, unused: endings and beginnings of names that may be there too.
         """
         missing = sorted(expected.keys() - self.tensors.keys())
         unexpected = sorted(
             name
             for name in self.tensors.keys() - expected.keys()
-            if not name.endswith(tuple(ignored))
+            if not name.endswith(tuple(ignored)) and not name.startswith(unused)
         )
         for what, names in (("misses", missing), ("has unexpected", unexpected)):
             if names:

@@ -29,6 +29,7 @@ class DecoderSpec:
     logit_soft_cap: logits are cap * tanh(logit / cap); None: as they are.
     prefix: of the names of the decoder's own tensors; checkpoints of decoders without any head have
         none.
+    unused: what names of tensors begin with that belong to something else.
     """
 
     model: ModelSpec
@@ -39,6 +40,7 @@ class DecoderSpec:
     logit_soft_cap: float | None = None
     stored: Scheme = PLAIN
     prefix: str = "model."
+    unused: tuple[str, ...] = ()
 
     def build(self, source: Source) -> "Decoder":
         """The decoder with weights from `source`."""
@@ -115,9 +117,9 @@ class Decoder:
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
         residual: Tensor | None = None
-        layers = zip(self.layers, pool.layers, pool.layout.places, strict=True)
-        for layer, kv, place in layers:
-            x, residual = layer.forward(x, residual, step, Kept(kv, place.table))
+        layers = zip(self.layers, pool.layers, pool.layout.places, pool.cells, strict=True)
+        for layer, kv, place, cells in layers:
+            x, residual = layer.forward(x, residual, step, Kept(kv, place.table, cells))
         x, _ = self.norm.forward(x, residual, rows=batch.sampled)
         return x
 

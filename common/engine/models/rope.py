@@ -15,28 +15,40 @@ from common.errors import ConfigError
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
-def parse_rope(config: Fields, head_dim: int, context_length: int, *, theta: float = 1e4) -> Rope:
+def parse_rope(
+    config: Fields,
+    head_dim: int,
+    context_length: int,
+    *,
+    theta: float = 1e4,
+    rotated: float = 1.0,
+) -> Rope:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
     Args:
         theta: where neither says.
+        rotated: share of a head's numbers that are, likewise.
     Raises:
         ConfigError: an unsupported variant, naming those that are supported.
     """
     name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope = config.nested(name)
-    if config.number("partial_rotary_factor", 1.0) != 1.0:
-        raise config.wrong("partial_rotary_factor", "1")
-    return rope_of(rope, head_dim, context_length, theta=config.number("rope_theta", theta))
+    rotated = config.number("partial_rotary_factor", rotated)
+    theta = config.number("rope_theta", theta)
+    return rope_of(rope, head_dim, context_length, theta=theta, rotated=rotated)
 
 
-def rope_of(rope: Fields, head_dim: int, context_length: int, *, theta: float) -> Rope:
+def rope_of(
+    rope: Fields, head_dim: int, context_length: int, *, theta: float, rotated: float = 1.0
+) -> Rope:
     """What one object of rope parameters says. Otherwise as `parse_rope`."""
     theta = rope.number("rope_theta", theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise rope.wrong("partial_rotary_factor", "1")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotated = rope.number("partial_rotary_factor", rotated)
+    size = int(head_dim * rotated)
+    if not 0 < size <= head_dim or size % 2:
+        raise rope.wrong("partial_rotary_factor", f"an even part of a head of {head_dim}")
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = 1.0 / theta**exponents
     scale = 1.0
     match kind:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.memory.states import PagedKV
+from common.engine.memory.states import State
 
 NOT_QUANTISED = "not quantised"
 
@@ -26,7 +26,7 @@ class ModelSpec:
     dtype: torch.dtype
     context_length: int
     eos_token_ids: tuple[int, ...]
-    layers: tuple[PagedKV, ...]
+    layers: tuple[State, ...]
     products_per_token: int
     stored: str = NOT_QUANTISED
     int8_stored: bool = False

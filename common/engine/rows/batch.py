@@ -28,6 +28,15 @@ class PageCopies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateAt:
+    """Pages with the state of the request in a batch's row, after so many of the row's tokens."""
+
+    row: int
+    num_tokens: int
+    pages: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ScheduleBatch:
     """The scheduler's decision for one step. Plain integers in columns, one entry per row.
 
@@ -36,6 +45,11 @@ class ScheduleBatch:
     is computed after it tells whether it is finite, and is no token.
     In EXTEND and MIXED batches extend rows come first, decode rows last.
     Nobody changes a batch, or an array of one, after it is made.
+
+    A row that starts at token 0 begins with an empty state; any other goes on from the one in its
+    request's own pages, unless it is among `resumed` (after 0 of its tokens). Each leaves its state
+    in those own pages. `kept`: states on the way, or at the end, that are wanted in other pages
+    too; one of a row at most.
     """
 
     step: int
@@ -46,6 +60,8 @@ class ScheduleBatch:
     samples: NDArray[np.bool_]
     swap_out: PageCopies | None = None  # before the forward: pool -> host
     swap_in: PageCopies | None = None  # before the forward, after swap_out: host -> pool
+    resumed: tuple[StateAt, ...] = ()
+    kept: tuple[StateAt, ...] = ()
 
     @property
     def num_tokens(self) -> int:

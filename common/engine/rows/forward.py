@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
+from common.engine.rows.holding import NO_PAGE
 from common.engine.rows.table import RequestTable
 from common.engine.rows.upload import packed_bytes, upload
+from kernels.state_cells import StateRows
 
 # So many times the tokens that there are: whole rows are copied as much faster than single pages.
 MAX_PADDING = 4
@@ -40,6 +42,11 @@ class ForwardBatch:
     lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
     sampled: Tensor  # int64 [any], tokens whose logits are wanted: each row's last, then others
+    # Of states, see kernels/state_cells.py; int32 [num_rows, state pages], and [num_rows].
+    state_reads: Tensor
+    state_writes: Tensor
+    state_marks: Tensor
+    state_kept: Tensor
     page_ids: Tensor  # int32 [any]
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # of the last rows, how many have one token each
@@ -68,7 +75,22 @@ class ForwardBatch:
             page_starts=tuple(_grown(each, added, 0) for each in self.page_starts),
             query_starts=places.int(),
             sampled=places[:-1],
+            state_reads=_grown(self.state_reads, added, -1),
+            state_writes=_grown(self.state_writes, added, -1),
+            state_marks=_grown(self.state_marks, added, 0),
+            state_kept=_grown(self.state_kept, added, -1),
             num_decodes=num_rows,
+        )
+
+    @property
+    def states(self) -> StateRows:
+        return StateRows(
+            self.query_starts,
+            self.state_reads,
+            self.state_writes,
+            self.state_marks,
+            self.state_kept,
+            self.num_decodes,
         )
 
     def wanting(self, places: Tensor) -> "ForwardBatch":
@@ -106,7 +128,7 @@ _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.type is Tensor)
 
 
 def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
-    return torch.cat((tensor, tensor.new_full((added,), filler)))
+    return torch.cat((tensor, tensor.new_full((added, *tensor.shape[1:]), filler)))
 
 
 class BatchBuilder:
@@ -130,6 +152,7 @@ class BatchBuilder:
         num_rows = len(slots)
         page_ids, page_starts = self._pages(slots, starts, ends)
         lengths = torch.from_numpy(ends)
+        states = self._states(batch, slots)
         if batch.mode is ForwardMode.DECODE:
             token_ids, locations = self._tokens(slots, starts)
             return ForwardBatch(
@@ -140,6 +163,7 @@ class BatchBuilder:
                 page_starts=page_starts,
                 query_starts=self._places_32[: num_rows + 1],
                 sampled=self._places_64[:num_rows],
+                **states,
                 page_ids=page_ids,
                 slots=torch.from_numpy(slots),
                 num_decodes=num_rows,
@@ -160,10 +184,26 @@ class BatchBuilder:
             page_starts=page_starts,
             query_starts=torch.from_numpy(query_starts),
             sampled=torch.from_numpy(query_starts[1:].astype(np.int64) - 1),
+            **states,
             page_ids=page_ids,
             slots=torch.from_numpy(slots),
             num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
         )
+
+    def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, Tensor]:
+        writes = self._table.state[slots]
+        reads = np.where(batch.starts[:, None] == 0, NO_PAGE, writes)
+        kept, marks = np.full_like(writes, NO_PAGE), np.zeros(len(slots), np.int32)
+        for state in batch.resumed:
+            reads[state.row] = state.pages
+        for state in batch.kept:
+            kept[state.row], marks[state.row] = state.pages, state.num_tokens
+        return {
+            "state_reads": torch.from_numpy(reads),
+            "state_writes": torch.from_numpy(writes),
+            "state_marks": torch.from_numpy(marks),
+            "state_kept": torch.from_numpy(kept),
+        }
 
     def _pages(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints

@@ -38,6 +38,7 @@ class RequestTable:
         capacity: tokens that its pages have room for, num_pages * page_size.
         by_table: page_table's columns of each table, [num_slots, max_pages] views.
         first_page [num_slots, tables]: pages before it are behind a window.
+        state [num_slots, state pages]: of the request's own state, for as long as it has pages.
         stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them unless ignored.
         live: the slot has a request that has not ended.
         deadline: time.monotonic().
@@ -49,9 +50,10 @@ class RequestTable:
         context_length: int,
         page_size: int,
         windows: tuple[int | None, ...] = (None,),
+        state_pages: int = 0,
     ) -> None:
-        """windows: see PageTables."""
-        self.tables = PageTables(page_size, windows)
+        """windows, state_pages: see PageTables."""
+        self.tables = PageTables(page_size, windows, state_pages)
         self.num_slots = num_slots
         self.context_length = context_length
         self.page_size = page_size
@@ -61,6 +63,7 @@ class RequestTable:
         self.tokens = np.zeros((num_slots, context_length), np.int32)
         self.page_table = np.full((num_slots, len(windows), max_pages), NO_PAGE, np.int32)
         self.first_page = np.zeros((num_slots, len(windows)), np.int32)
+        self.state = np.full((num_slots, state_pages), NO_PAGE, np.int32)
         self.by_table = tuple(self.page_table[:, table] for table in range(len(windows)))
         self._num_full, self._sliding = self.tables.num_full, self.tables.sliding
         self.known = np.zeros(num_slots, np.int32)
@@ -147,6 +150,7 @@ class RequestTable:
         num_pages = holding.num_pages
         self.page_table[slot] = NO_PAGE
         self.page_table[slot, :, :num_pages] = holding.tables
+        self.state[slot] = holding.state if len(holding.state) else NO_PAGE
         self.first_page[slot] = (holding.tables < 0).sum(axis=1)
         self.num_pages[slot] = num_pages
         self.capacity[slot] = num_pages * self.page_size
@@ -183,7 +187,8 @@ class RequestTable:
 
     def holding_of(self, slot: int) -> Holding:
         """A copy."""
-        return Holding(self.page_table[slot, :, : self.num_pages[slot]].copy())
+        state = self.state[slot]
+        return Holding(self.page_table[slot, :, : self.num_pages[slot]].copy(), state[state >= 0])
 
     def pages_of(self, slot: int) -> Ints:
         """All pages of the request, distinct. A copy."""

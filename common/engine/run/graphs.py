@@ -74,12 +74,14 @@ class DecodeGraphs:
         max_rows: int,
         num_tables: int,
         max_pages: int,
+        state_pages: int = 0,
         beside_bytes: int = 0,
     ) -> None:
         """
         Args:
             num_tables: of pages, of every row.
             max_pages: of one row, in all of them.
+            state_pages: of one row, beside those.
             beside_bytes: room for what goes to the device beside a step's inputs.
         """
         self._forward = forward
@@ -87,12 +89,12 @@ class DecodeGraphs:
         self._device = device
         self._num_tables = num_tables
         self._max_pages = max_pages
+        self._state_pages = state_pages
         self._sizes = ladder(max_rows)
         self._graphs: dict[int, _Recorded] = {}
         self._impossible = False
         # Every graph reads its inputs here, and every step's are copied here.
-        num_bytes = decode_rehearsal(max_rows, num_tables, max_rows * max_pages).packed_bytes
-        num_bytes += beside_bytes
+        num_bytes = self._rehearsal(max_rows).packed_bytes + beside_bytes
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     @property
@@ -109,7 +111,7 @@ class DecodeGraphs:
         """
         if self._impossible:
             return
-        inputs = decode_rehearsal(size, self._num_tables, size * self._max_pages)
+        inputs = self._rehearsal(size)
         batch, _ = inputs.to(self._device, self._inputs)
         try:
             graph, hidden = self._recorder(lambda: self._forward(batch))
@@ -122,6 +124,10 @@ class DecodeGraphs:
             log.warning("decode steps are launched kernel by kernel: no graph of them (%s)", reason)
             return
         self._graphs[size] = _Recorded(graph, hidden)
+
+    def _rehearsal(self, num_rows: int) -> ForwardBatch:
+        num_pages = num_rows * self._max_pages
+        return decode_rehearsal(num_rows, self._num_tables, num_pages, self._state_pages)
 
     def size_for(self, batch: ForwardBatch) -> int | None:
         """Rows of the smallest graph for this step; None where none is."""

@@ -8,7 +8,9 @@ import torch
 from common.engine.rows.forward import ForwardBatch
 
 
-def decode_rehearsal(num_rows: int, num_tables: int, num_pages: int = 0) -> ForwardBatch:
+def decode_rehearsal(
+    num_rows: int, num_tables: int, num_pages: int = 0, state_pages: int = 0
+) -> ForwardBatch:
     """A decode step of padding rows, with room for so many page ids."""
     places = torch.arange(num_rows + 1)
     return ForwardBatch(
@@ -19,6 +21,7 @@ def decode_rehearsal(num_rows: int, num_tables: int, num_pages: int = 0) -> Forw
         page_starts=tuple(torch.zeros(num_rows, dtype=torch.int32) for _ in range(num_tables)),
         query_starts=places.int(),
         sampled=places[:-1],
+        **_no_states(num_rows, state_pages),
         page_ids=torch.zeros(num_pages, dtype=torch.int32),
         slots=places[:-1],
         num_decodes=num_rows,
@@ -26,7 +29,7 @@ def decode_rehearsal(num_rows: int, num_tables: int, num_pages: int = 0) -> Forw
 
 
 def mixed_rehearsal(
-    num_tokens: int, num_rows: int, num_tables: int, page_size: int
+    num_tokens: int, num_rows: int, num_tables: int, page_size: int, state_pages: int = 0
 ) -> ForwardBatch:
     """One prompt that attends to itself as a real one would, on page 0 over and over, and behind it
     decode rows of padding. `num_tokens` is of all of them together."""
@@ -43,7 +46,20 @@ def mixed_rehearsal(
         page_starts=tuple(torch.zeros(num_rows, dtype=torch.int32) for _ in range(num_tables)),
         query_starts=torch.cat((torch.zeros(1, dtype=torch.int32), starts)),
         sampled=torch.arange(num_prompt - 1, num_tokens),
+        **_no_states(num_rows, state_pages),
         page_ids=torch.zeros(-(-num_prompt // page_size), dtype=torch.int32),
         slots=torch.arange(num_rows),
         num_decodes=num_decodes,
     )
+
+
+def _no_states(num_rows: int, state_pages: int) -> dict[str, torch.Tensor]:
+    """From zeros, and to nowhere."""
+    nowhere = torch.full((num_rows, state_pages), -1, dtype=torch.int32)
+    marks = torch.zeros(num_rows, dtype=torch.int32)
+    return {
+        "state_reads": nowhere,
+        "state_writes": nowhere,
+        "state_marks": marks,
+        "state_kept": nowhere,
+    }

@@ -137,6 +137,7 @@ class ModelRunner:
                     max_rows=table.num_slots,
                     num_tables=table.tables.num_tables,
                     max_pages=table.page_table[0].size,
+                    state_pages=table.tables.state_pages,
                     beside_bytes=packed_bytes(beside),
                 ),
             )
@@ -161,8 +162,9 @@ class ModelRunner:
             num_tokens: of the largest forward, at least one for each slot.
         """
         num_slots, tables = self._future.num_slots, self._pool.layout.tables
-        mixed = mixed_rehearsal(num_tokens, num_slots, tables.num_tables, tables.page_size)
-        decode = decode_rehearsal(num_slots, tables.num_tables)
+        num_tables, state_pages = tables.num_tables, tables.state_pages
+        mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)
+        decode = decode_rehearsal(num_slots, num_tables, state_pages=state_pages)
         asked = [(mixed, num_tokens), (decode, 0)]
 
         def work() -> None:

@@ -9,18 +9,21 @@ overtaken by who does, until it has waited too long (arrivals.py).
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import Match, RadixCache
+from common.engine.memory.radix_states import NO_STATE
+from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.adder import PrefillAdder
 from common.engine.schedule.arrivals import Claim, is_overdue
+from common.engine.schedule.boundaries import stretch
 from common.engine.schedule.growth import NewTokenRatio, missing_pages_of_one
 from common.engine.schedule.policy import SchedulePolicy
 from common.engine.schedule.waiting import PromptsUnderWay, WaitingQueue
@@ -28,15 +31,28 @@ from common.engine.schedule.waiting import PromptsUnderWay, WaitingQueue
 DEFAULT_CHUNK_TOKENS = 2048
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ExtendRow:
-    """Token indices [start, end) of a request's prompt; `last` ends it."""
+    """Token indices [start, end) of a request's prompt; `last` ends it.
+
+    Pages of states, if any, are held by the step to come: `resumed` has the one that the row goes
+    on from, `kept` takes the one after token `keep`, for the cache. `branch`: see boundaries.py.
+    """
 
     request: Request
     slot: int
     start: int
     end: int
     last: bool
+    resumed: Ints = field(default_factory=lambda: NO_STATE)
+    kept: Ints = field(default_factory=lambda: NO_STATE)
+    keep: int = 0
+    branch: int = 0
+
+    @property
+    def states(self) -> tuple[Ints, ...]:
+        """Those that the step holds."""
+        return tuple(pages for pages in (self.resumed, self.kept) if len(pages))
 
     @property
     def samples(self) -> bool:
@@ -78,7 +94,7 @@ class Admission:
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
         self._full: dict[bool, _Full] = {}  # by whether it is of suspects
         self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache))
-        self.under_way = PromptsUnderWay(table.page_size)
+        self.under_way = PromptsUnderWay(table.page_size, states=self._tables.state_pages > 0)
         self.chunked: ExtendRow | None = None  # the last chunk launched of a prompt with more
         self.cached_tokens = 0
         self.admitted_tokens = 0
@@ -193,12 +209,36 @@ class Admission:
     def _next_chunk(self, before: ExtendRow, adder: PrefillAdder) -> ExtendRow:
         num_tokens = len(before.request.token_ids)
         end = adder.cut(before.end, num_tokens)
-        return self._row(before.request, before.slot, before.end, end)
+        return self._row(before.request, before.slot, before.end, end, adder, before.branch)
 
-    def _row(self, request: Request, slot: int, start: int, end: int) -> ExtendRow:
-        row = ExtendRow(request, slot, start, end, last=end == len(request.token_ids))
-        self.chunked = None if row.last else row
+    def _row(
+        self,
+        request: Request,
+        slot: int,
+        start: int,
+        end: int,
+        adder: PrefillAdder,
+        branch: int,
+        resumed: Ints = NO_STATE,
+    ) -> ExtendRow:
+        num_tokens, kept, keep = len(request.token_ids), NO_STATE, 0
+        if self._tables.state_pages and self._cache.enabled:
+            size = self._table.page_size
+            end, keep = stretch(start, end, num_tokens=num_tokens, branch=branch, page_size=size)
+            if keep:
+                kept = self._room_for_state(adder)
+        last = end == num_tokens
+        row = ExtendRow(request, slot, start, end, last, resumed, kept, keep, branch)
+        self.chunked = None if last else row
         return row
+
+    def _room_for_state(self, adder: PrefillAdder) -> Ints:
+        """Pages for one to keep, unless somebody may need them; nothing fails for want of it."""
+        num_pages = self._tables.state_pages
+        if not adder.has_room(num_pages, self._cache.num_available):
+            return NO_STATE
+        pages = self._cache.allocate(num_pages, Holder.STEP)
+        return NO_STATE if pages is None else pages
 
     def _is_full(self, adder: PrefillAdder, barrier: float, suspect: bool) -> bool:
         """Has nothing changed since everybody was tried in vain that could let one of them in?"""
@@ -255,7 +295,7 @@ class Admission:
             if end == match.num_tokens:
                 return  # budgets of this forward, not room: try again next time
             adder.reserve(growth)
-            rows.append(self._let_in(request, match, end))
+            rows.append(self._let_in(request, match, end, adder))
             if self.chunked is not None or suspect:
                 return
         if not held_back:
@@ -269,14 +309,15 @@ class Admission:
 
     def _fresh_pages(self, request: Request, match: Match) -> int:
         num_pages = self._tables.num_pages(len(request.token_ids)) - match.holding.num_pages
-        return num_pages * self._tables.num_tables
+        return num_pages * self._tables.num_tables + self._tables.state_pages
 
-    def _let_in(self, request: Request, match: Match, end: int) -> ExtendRow:
+    def _let_in(self, request: Request, match: Match, end: int, adder: PrefillAdder) -> ExtendRow:
         start = match.num_tokens
-        self._pages.hold(match.pages, Holder.REQUEST)
+        self._pages.hold(match.holding.flat(), Holder.REQUEST)
+        self._pages.hold(match.state, Holder.STEP)
         fresh = self._cache.allocate(self._fresh_pages(request, match), Holder.REQUEST)
         assert fresh is not None
-        holding = match.holding.and_behind(fresh)
+        holding = match.holding.and_behind(fresh, self._tables.state_pages)
         slot = self.take_slot(request, holding)
         assert slot is not None
         if self.waiting.was_returned(request):
@@ -289,4 +330,5 @@ class Admission:
         self.waiting.remove(request)
         self._on_admit(request, holding)
         self.under_way.add(request, len(request.token_ids) - start)
-        return self._row(request, slot, start, end)
+        branch = match.shared.shape[1] * self._table.page_size
+        return self._row(request, slot, start, end, adder, branch, match.state)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.memory.pages import Pages
-from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
+from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch, StateAt
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import ExtendRow
 from common.engine.schedule.retracted import Swaps
@@ -26,7 +26,9 @@ class Step:
     def held(self) -> list[Pages]:
         """One hold on each page of each array; the pages of an array are distinct."""
         swap_in = self.swaps.swap_in
-        return [self.written, *self.swaps.saved, *([swap_in.device_pages] if swap_in else [])]
+        swapped = [swap_in.device_pages] if swap_in else []
+        states = [pages for row in self.extends for pages in row.states]
+        return [self.written, *self.swaps.saved, *swapped, *states]
 
 
 class StepAssembler:
@@ -56,6 +58,8 @@ class StepAssembler:
         starts = ends - self._one
         places = starts >> self._shift
         by_table = [pages[decodes, places].astype(np.intp) for pages in table.by_table]
+        if table.tables.state_pages:
+            by_table.append(table.state[decodes].ravel().astype(np.intp))
         written: Pages = by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
         self.num_steps += 1
         if not extends:
@@ -82,6 +86,16 @@ class StepAssembler:
             np.concatenate([np.array([row.samples for row in extends]), self._all[: len(decodes)]]),
             swaps.swap_out,
             swaps.swap_in,
+            resumed=tuple(
+                StateAt(place, 0, row.resumed)
+                for place, row in enumerate(extends)
+                if len(row.resumed)
+            ),
+            kept=tuple(
+                StateAt(place, row.keep - row.start, row.kept)
+                for place, row in enumerate(extends)
+                if len(row.kept)
+            ),
         )
         prompts = [self._pages_of(row) for row in extends]
         written = np.concatenate([written, *prompts])
@@ -90,4 +104,4 @@ class StepAssembler:
     def _pages_of(self, row: ExtendRow) -> Ints:
         first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
         pages: Ints = self._table.page_table[row.slot, :, first:past].ravel()
-        return pages
+        return np.concatenate((pages, self._table.state[row.slot]))

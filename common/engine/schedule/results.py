@@ -113,6 +113,10 @@ class StepResults:
             if request not in self._retracted:  # whose pages are gone
                 holding = self._table.holding_of(row.slot)
                 self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
+                if len(row.kept):
+                    self._cache.insert(
+                        request.token_ids[: row.keep], holding, request.namespace, state=row.kept
+                    )
                 if self._sliding:
                     self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
             if request.to_finish is None:

@@ -95,7 +95,7 @@ class RetractedRequests:
         request.leave_device(time.monotonic())
         # KV exists of every token but the newest, which may be in flight.
         num_saved = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
-        had = Holding(holding.tables[:, :num_saved])
+        had = Holding(holding.tables[:, :num_saved], holding.state)
         saved = had.flat()
         fits = len(saved) <= len(self._host_free)
         self._by_key[request.key] = _Retracted(

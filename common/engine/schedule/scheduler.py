@@ -308,9 +308,9 @@ class Scheduler:
         if not self._launched or self._launched[0].batch is not batch:
             raise EngineFault(f"step {batch.step} is finished out of order")
         step = self._launched.popleft()
+        outcome = self._results.take(step, result)
         for pages in step.held():
             self._pages.drop(pages, Holder.STEP)
-        outcome = self._results.take(step, result)
         self._table.drop_step(batch.step)
         self.on_trial = None
         if self._quarantine:

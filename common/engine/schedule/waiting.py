@@ -11,6 +11,7 @@ import numpy as np
 
 from common.engine.rows.request import Ints, Request
 from common.engine.schedule.arrivals import ByArrival
+from common.engine.schedule.boundaries import last_boundary
 from common.engine.schedule.policy import SchedulePolicy
 from common.requests.namespace import Namespace
 
@@ -78,10 +79,15 @@ class WaitingQueue:
 
 
 class PromptsUnderWay:
-    """Admitted prompts whose KV the cache lacks in part, by namespace and first page."""
+    """Admitted prompts whose KV the cache lacks in part, by namespace and first page.
 
-    def __init__(self, page_size: int) -> None:
+    Args:
+        states: one can go on only from where they will leave a state.
+    """
+
+    def __init__(self, page_size: int, *, states: bool = False) -> None:
         self._page_size = page_size
+        self._states = states
         self._by_first_page: dict[bytes, dict[int, Ints]] = {}
         self._left: dict[int, int] = {}  # request key: tokens to compute
 
@@ -116,7 +122,15 @@ class PromptsUnderWay:
         if len(token_ids) < wanted:
             return False
         under_way = self._by_first_page.get(self._first_page(token_ids, namespace), {})
-        return any(self._common_tokens(token_ids, other) >= wanted for other in under_way.values())
+        return any(self._left_by(other, token_ids) >= wanted for other in under_way.values())
+
+    def _left_by(self, other: Ints, token_ids: Ints) -> int:
+        """Of these tokens, how many one will be able to go on after once `other` is computed."""
+        common = self._common_tokens(token_ids, other)
+        if not self._states:
+            return common
+        last = last_boundary(len(other), self._page_size)
+        return last if last <= common else 0
 
     def _common_tokens(self, one: Ints, other: Ints) -> int:
         """Tokens of the whole pages that both begin with."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from common.engine.memory.states import PagedKV
@@ -21,6 +22,7 @@ class Attention:
     soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
     sinks: each head has a score beside those of its keys, for a key without a value.
     qk_norm: of each head of queries and of keys, before they are rotated; None: there is none.
+    output_gate: each head's output is multiplied by the sigmoid of what comes with its query.
     """
 
     heads: int
@@ -34,23 +36,28 @@ class Attention:
     output_bias: bool = False
     qk_norm: Norm | None = None
     sinks: bool = False
+    output_gate: bool = False
 
     @property
     def keeps(self) -> PagedKV:
         return PagedKV(self.kv_heads, self.head_dim, self.window)
 
     def products(self, hidden_size: int) -> int:
-        return hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        queries = (3 if self.output_gate else 2) * self.heads
+        return hidden_size * self.head_dim * (queries + 2 * self.kv_heads)
 
     def build(self, site: Site) -> "AttentionBlock":
         source = site.source.within("self_attn.")
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norm, size = self.qk_norm, self.head_dim
+        queries = 2 * q if self.output_gate else q
         return AttentionBlock(
             spec=self,
             rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
             qkv=source.linear(
-                {"q_proj": q, "k_proj": kv, "v_proj": kv}, site.hidden_size, bias=self.qkv_bias
+                {"q_proj": queries, "k_proj": kv, "v_proj": kv},
+                site.hidden_size,
+                bias=self.qkv_bias,
             ),
             q_norm=None if norm is None else norm.build(source, "q_norm", size),
             k_norm=None if norm is None else norm.build(source, "k_norm", size),
@@ -63,7 +70,7 @@ class Attention:
 class AttentionBlock:
     spec: Attention
     rotation: Rotation
-    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim: Q, K, V
+    qkv: Linear  # hidden -> Q, K, V; each head's gate behind its query, where there is one
     q_norm: RmsNorm | None  # of a head
     k_norm: RmsNorm | None
     sinks: Tensor | None  # [heads]
@@ -72,8 +79,9 @@ class AttentionBlock:
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
+        qkv, gate = self._parted(self.qkv.apply(x))
         q = rope_and_store(
-            self.qkv.apply(x),
+            qkv,
             angles,
             kept.view,
             batch.locations[kept.table],
@@ -85,7 +93,17 @@ class AttentionBlock:
         x = paged_attention(
             q, kept.view, plan, scale=spec.scale, soft_cap=spec.soft_cap, sinks=self.sinks
         )
-        return self.output.apply(x)
+        return self.output.apply(x if gate is None else x * torch.sigmoid(gate))
+
+    def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Q, K and V side by side, and the gates, [num_tokens, heads * head_dim]."""
+        spec = self.spec
+        if not spec.output_gate:
+            return x, None
+        both = spec.heads * 2 * spec.head_dim
+        by_head = x[:, :both].view(len(x), spec.heads, 2, spec.head_dim)
+        q, gate = by_head[:, :, 0].flatten(1), by_head[:, :, 1].flatten(1)
+        return torch.cat((q, x[:, both:]), dim=1), gate
 
     def _plan(self, step: Step, kept: Kept) -> AttentionPlan:
         """One for all layers of a table: they see the same tokens, with heads of the same shape."""

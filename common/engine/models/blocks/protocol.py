@@ -3,15 +3,16 @@
 A spec is numbers that come from a configuration; it builds the block that computes by them.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from common.engine.memory.states import PagedKV
+from common.engine.memory.states import State
 from common.engine.models.blocks.source import Source
 from common.engine.rows.forward import ForwardBatch
+from kernels.state_cells import CellView
 
 T = TypeVar("T")
 
@@ -52,10 +53,11 @@ class Step:
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
     """What a layer keeps of tokens: its view of the pool (KVLayout.view), and the table that has
-    the pages."""
+    the pages; and of requests: its cells, by name."""
 
     view: Tensor
     table: int
+    cells: Mapping[str, CellView]
 
 
 class Mixer(Protocol):
@@ -82,7 +84,7 @@ class Ffn(Protocol):
 
 class MixerSpec(Protocol):
     @property
-    def keeps(self) -> PagedKV: ...
+    def keeps(self) -> State: ...
 
     def products(self, hidden_size: int) -> int:
         """Multiplications of a token with weights."""

@@ -18,7 +18,14 @@ from common.engine.models.families.mixtral import mixtral
 from common.engine.models.families.qwen2 import qwen2
 from common.engine.models.families.qwen2_moe import qwen2_moe
 from common.engine.models.families.qwen3 import qwen3
+from common.engine.models.families.qwen3_5 import (
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_with_images,
+    qwen3_5_with_images,
+)
 from common.engine.models.families.qwen3_moe import qwen3_moe
+from common.engine.models.families.qwen3_next import qwen3_next
 from common.engine.models.fields import Fields, eos_token_ids
 from common.engine.models.heads import with_heads
 from common.errors import ConfigError
@@ -35,6 +42,11 @@ FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
     "gpt_oss": gpt_oss,
     "qwen3_moe": qwen3_moe,
     "qwen2_moe": qwen2_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5_with_images,
+    "qwen3_5_moe": qwen3_5_moe_with_images,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "mixtral": mixtral,
 }
 

@@ -81,12 +81,14 @@ def attention(
     output_bias: bool = False,
     qk_norm: Norm | None = None,
     rope_theta: float = 1e4,
+    rotated: float = 1.0,
 ) -> Attention:
     """Of a layer without a window.
 
     Args:
         scale: None: by the size of a head, as is usual.
         rope_theta: where the configuration does not say.
+        rotated: share of a head's numbers that are, likewise.
     """
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
@@ -100,7 +102,11 @@ def attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         rope=parse_rope(
-            config, head_dim, config.integer("max_position_embeddings"), theta=rope_theta
+            config,
+            head_dim,
+            config.integer("max_position_embeddings"),
+            theta=rope_theta,
+            rotated=rotated,
         ),
         scale=head_dim**-0.5 if scale is None else scale,
         soft_cap=soft_cap,

@@ -9,12 +9,16 @@ from common.engine.models.fields import Fields
 from kernels.routing import Routing
 
 
-def experts(config: Fields, *, shared: Dense | None = None) -> Experts:
-    """Of Qwen, and of those that copy its names."""
+def experts(config: Fields, *, shared: Dense | None = None, normalise: bool = False) -> Experts:
+    """Of Qwen, and of those that copy its names.
+
+    Args:
+        normalise: weights of those chosen sum to 1, where the configuration does not say.
+    """
     # transformers 5 writes the second name for some of them.
     name = "num_experts" if "num_experts" in config else "num_local_experts"
     count = config.integer(name)
-    routing = Routing(per_token(config, count), config.flag("norm_topk_prob", False))
+    routing = Routing(per_token(config, count), config.flag("norm_topk_prob", normalise))
     return Experts(
         count=count,
         intermediate_size=config.integer("moe_intermediate_size"),
@@ -22,6 +26,15 @@ def experts(config: Fields, *, shared: Dense | None = None) -> Experts:
         routing=routing,
         shared=shared,
         shared_gate=shared is not None,
+    )
+
+
+def shared_expert(config: Fields) -> Dense:
+    """Of Qwen: the one beside them."""
+    return Dense(
+        config.integer("shared_expert_intermediate_size"),
+        common.activation(config),
+        module="mlp.shared_expert",
     )
 
 

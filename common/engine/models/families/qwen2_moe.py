@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from common.engine.models.blocks.dense import Dense
 from common.engine.models.blocks.layer import LayerSpec
 from common.engine.models.decoder import DecoderSpec
 from common.engine.models.families import common, moe
@@ -14,12 +13,7 @@ def qwen2_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     mixer = common.attention(
         config, common.even_head_dim(config), qkv_bias=config.flag("qkv_bias", True)
     )
-    shared = Dense(
-        config.integer("shared_expert_intermediate_size"),
-        common.activation(config),
-        module="mlp.shared_expert",
-    )
-    nets = moe.nets(config, moe.experts(config, shared=shared))
+    nets = moe.nets(config, moe.experts(config, shared=moe.shared_expert(config)))
     layers = [
         LayerSpec(replace(mixer, window=window), ffn, norm)
         for window, ffn in zip(_windows(config), nets, strict=True)

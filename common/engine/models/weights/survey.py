@@ -121,9 +121,9 @@ def survey(checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.d
     source = Survey(checkpoint, spec.stored, form, dtype)
     spec.build(source)
     ignored = _IGNORED | spec.stored.ignored
-    checkpoint.check(
-        source.needs.stored, ignored | {"lm_head.weight"} if spec.tied_embeddings else ignored
-    )
+    if spec.tied_embeddings:
+        ignored |= {"lm_head.weight"}
+    checkpoint.check(source.needs.stored, ignored, spec.unused)
     return source.needs
 
 

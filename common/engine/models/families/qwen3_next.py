@@ -1,0 +1,17 @@
+"""Qwen3-Next: a hybrid with experts."""
+
+from common.engine.models.blocks.delta_net import ByKeyHead
+from common.engine.models.blocks.layer import LayerSpec
+from common.engine.models.decoder import DecoderSpec
+from common.engine.models.families import common, hybrid, moe
+from common.engine.models.fields import Fields
+
+
+def qwen3_next(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    norm = hybrid.norm(config)
+    nets = moe.nets(config, moe.experts(config, shared=moe.shared_expert(config), normalise=True))
+    layers = [
+        LayerSpec(mixer, ffn, norm)
+        for mixer, ffn in zip(hybrid.mixers(config, ByKeyHead()), nets, strict=True)
+    ]
+    return hybrid.without_drafts(common.decoder(config, eos_token_ids, layers, norm))

@@ -1,0 +1,92 @@
+"""States that requests have instead of keys and values: cells in pages, and which pages of which
+request a step reads and writes.
+
+A state is a list of pages; a cell is one head's tensor of one layer, and lies in one of them. A
+step reads a row's state in one place and may write it in another: that is how a state is copied,
+begun (read -1: zeros) and kept for later, and nothing else copies or clears one.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class CellView(NamedTuple):
+    """One tensor of one layer's states, cell by cell.
+
+    view: [num_pages, cells_per_page, *shape], any strides of the first two, of contiguous cells.
+    first_page: of a state's pages, the one that has cell 0.
+    first: the layer's cell of head 0, by number; step: from one head's to the next.
+    heads: how many the layer has.
+    """
+
+    view: Tensor
+    first_page: int
+    first: int
+    step: int
+    heads: int
+
+    def where(self) -> tuple[Tensor, Tensor]:
+        """Of each head: its page among a state's, and its place in that page."""
+        cells = self.first + self.step * torch.arange(self.heads, device=self.view.device)
+        return self.first_page + cells // self.view.shape[1], cells % self.view.shape[1]
+
+    def read(self, pages: Tensor) -> Tensor:
+        """[n, heads, *shape] of n states, int [n, state_pages]; zeros where these are -1. Torch
+        only, as `write`."""
+        page, place = self.where()
+        mine = pages[:, page].long()
+        found = self.view[mine.clamp(min=0), place]
+        there = (mine >= 0).view(*mine.shape, *[1] * (found.ndim - 2))
+        return torch.where(there, found, torch.zeros((), dtype=found.dtype, device=found.device))
+
+    def write(self, pages: Tensor, state: Tensor) -> None:
+        """What `read` gives, of states with pages; the others are written nowhere."""
+        page, place = self.where()
+        kept = pages[:, 0] >= 0
+        if not bool(kept.all()):
+            pages, state = pages[kept], state[kept]
+        self.view[pages[:, page].long(), place] = state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """The rows of a step, and their states. All int32, contiguous.
+
+    starts: [num_rows + 1], in tokens.
+    reads, writes: [num_rows, state_pages], the state before the row's first token and after its
+        last one; -1 in all of a row: zeros, and nowhere.
+    marks: [num_rows]; after so many of the row's tokens its state goes to the pages of `kept`
+        too, of the shape of `reads`; 0: nowhere.
+    num_decodes: of the last rows, how many have one token each, and no mark.
+    """
+
+    starts: Tensor
+    reads: Tensor
+    writes: Tensor
+    marks: Tensor
+    kept: Tensor
+    num_decodes: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.reads.shape[0]
+
+    def check(self) -> None:
+        """Raises ValueError where the tensors do not fit each other."""
+        num_rows, shape = self.num_rows, self.reads.shape
+        if self.writes.shape != shape or self.kept.shape != shape:
+            raise ValueError(
+                f"reads {tuple(shape)}, writes {tuple(self.writes.shape)} and kept "
+                f"{tuple(self.kept.shape)} are not alike"
+            )
+        if self.starts.shape != (num_rows + 1,) or self.marks.shape != (num_rows,):
+            raise ValueError(
+                f"starts {tuple(self.starts.shape)} and marks "
+                f"{tuple(self.marks.shape)} do not fit {num_rows} rows"
+            )
+        tensors = (self.starts, self.reads, self.writes, self.marks, self.kept)
+        if any(each.dtype != torch.int32 or not each.is_contiguous() for each in tensors):
+            raise ValueError("rows of states: contiguous int32 tensors expected")

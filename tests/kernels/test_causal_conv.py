@@ -1,0 +1,98 @@
+"""The short convolution against sums written out, and the inputs that it keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.causal_conv import causal_conv
+from tests.kernels.conftest import DEVICE
+from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
+
+KEY_HEADS, Q, V = 2, 8, 13
+CHANNELS = 2 * Q + V
+
+
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request, monkeypatch):
+    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: request.param == "triton")
+
+
+def by_head():
+    """As Qwen3-Next's product gives them: q, k, v and something else of each head."""
+    columns = torch.arange(KEY_HEADS)[:, None] * (CHANNELS + 5) + torch.arange(CHANNELS)
+    return columns.int().to(DEVICE)
+
+
+def mixed_up():
+    return torch.randperm(KEY_HEADS * (CHANNELS + 5))[: KEY_HEADS * CHANNELS].int().view(
+        KEY_HEADS, CHANNELS).to(DEVICE)  # fmt: skip
+
+
+def inputs(num_tokens, dtype=torch.float32):
+    return torch.randn(num_tokens, KEY_HEADS * (CHANNELS + 5) + 3, device=DEVICE).to(dtype)[:, 3:]
+
+
+@pytest.mark.parametrize(
+    "make, width, per_page", [(by_head, 4, 2), (mixed_up, 2, 1), (mixed_up, 4, 2)]
+)
+def test_rows_of_all_lengths_see_the_inputs_before_them_and_keep_their_last(
+    implementation, make, width, per_page
+):
+    counts, reads, writes = [37, 2, 1, 1, 1], [NONE, 1, 2, 3, NONE], [0, 1, 5, 3, NONE]
+    marks, kept = [33, 2, 0, 0, 0], [7, 8, NONE, NONE, NONE]
+    rows = rows_of(counts, reads, writes, marks=marks, kept=kept)
+    x, columns = inputs(sum(counts)), make()
+    weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
+    cells, pool = cells_of(KEY_HEADS, (CHANNELS, width - 1), per_page=per_page)
+    before = {}
+    for state in (1, 2, 3):
+        before[state] = torch.randn(KEY_HEADS, CHANNELS, width - 1, device=DEVICE)
+        put(cells, state, before[state])
+    y = causal_conv(x, columns, weight, cells, rows)
+    given, start = x[:, columns], 0
+    for row, count in enumerate(counts):
+        zeros = torch.zeros(KEY_HEADS, CHANNELS, width - 1, device=DEVICE)
+        seen = torch.cat(
+            (before.get(reads[row], zeros), given[start : start + count].permute(1, 2, 0)), dim=2
+        )
+        for t in range(count):
+            total = (seen[:, :, t : t + width] * weight).sum(-1)
+            expected = total * torch.sigmoid(total)
+            torch.testing.assert_close(y[start + t], expected, atol=1e-5, rtol=1e-5)
+        if writes[row] != NONE:
+            assert torch.equal(get(cells, writes[row]), seen[:, :, count:])
+        if marks[row]:
+            at = marks[row]
+            assert torch.equal(get(cells, kept[row]), seen[:, :, at : at + width - 1])
+        start += count
+    assert torch.equal(get(cells, 2), before[2])
+    assert int((~pool.isnan()).sum()) == 7 * KEY_HEADS * CHANNELS * (width - 1)
+
+
+def test_half_precision_is_summed_in_float32(implementation):
+    x, width = inputs(20, torch.float16), 4
+    weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE).half()
+    cells, _ = cells_of(KEY_HEADS, (CHANNELS, width - 1), dtype=torch.float16)
+    y = causal_conv(x, by_head(), weight, cells, rows_of([20], [NONE], [0]))
+    wide, _ = cells_of(KEY_HEADS, (CHANNELS, width - 1))
+    expected = causal_conv(x.float(), by_head(), weight.float(), wide, rows_of([20], [NONE], [0]))
+    torch.testing.assert_close(y.float(), expected, atol=4e-3, rtol=4e-3)
+
+
+def test_wrong_shapes_strides_and_dtypes_are_refused():
+    x, columns, width = inputs(3), by_head(), 4
+    weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
+    cells, _ = cells_of(KEY_HEADS, (CHANNELS, width - 1))
+    rows = rows_of([3], [NONE], [0])
+    with pytest.raises(ValueError, match="columns"):
+        causal_conv(x, columns.long(), weight, cells, rows)
+    with pytest.raises(ValueError, match="do not fit weight"):
+        causal_conv(x, columns, weight[:, :, 1:].contiguous(), cells, rows)
+    with pytest.raises(ValueError, match="contiguous"):
+        causal_conv(x, columns, weight.mT.contiguous().mT, cells, rows)
+    with pytest.raises(ValueError, match="not contiguous"):
+        causal_conv(x.t().contiguous().t(), columns, weight, cells, rows)
+    other = replace(rows, writes=rows.writes[:, 1:])
+    with pytest.raises(ValueError, match="not alike"):
+        causal_conv(x, columns, weight, cells, other)

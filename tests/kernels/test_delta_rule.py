@@ -1,0 +1,154 @@
+"""The delta rule against itself written out, token by token in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.delta_rule import Gates, delta_rule
+from tests.kernels.conftest import DEVICE
+from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
+
+KEY_HEADS, GROUP, K, V = 2, 2, 16, 8
+HEADS = KEY_HEADS * GROUP
+
+
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request, monkeypatch):
+    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: request.param == "triton")
+
+
+def inputs(num_tokens, dtype=torch.float32, group=GROUP, v=V):
+    channels = 2 * K + group * v
+    x = torch.randn(num_tokens, KEY_HEADS, channels, device=DEVICE).to(dtype)
+    # As one product gives them: b, then a, of each key head.
+    both = torch.randn(num_tokens, KEY_HEADS, 2 * group, device=DEVICE).to(dtype)
+    b, a = both.split(group, dim=2)
+    a_log, dt_bias = torch.randn(2, KEY_HEADS * group, device=DEVICE)
+    return x, Gates(a, b, a_log, dt_bias)
+
+
+def one_row(x, gates, state):
+    """Outputs [tokens, heads, v] and the state after every token [tokens, heads, k, v]."""
+    num_tokens = len(x)
+    heads, k_size, v_size = state.shape
+    group = heads // x.shape[1]
+    q, k, v = x.double().split((k_size, k_size, group * v_size), dim=2)
+    v = v.reshape(num_tokens, heads, v_size)
+    a, b = gates.a.flatten(1).double(), gates.b.flatten(1).double()
+    speed, bias = gates.a_log.double().exp(), gates.dt_bias.double()
+    outputs, states, state = [], [], state.double()
+    for t in range(num_tokens):
+        for_head = []
+        after = []
+        for h in range(heads):
+            key, query = k[t, h // group], q[t, h // group]
+            key = key / (key.dot(key) + 1e-6).sqrt()
+            query = query / (query.dot(query) + 1e-6).sqrt() / k_size**0.5
+            decay = torch.exp(-speed[h] * torch.log1p(torch.exp(a[t, h] + bias[h])))
+            s = state[h] * decay
+            s = s + torch.outer(key, (v[t, h] - key @ s) * torch.sigmoid(b[t, h]))
+            for_head.append(query @ s)
+            after.append(s)
+        state = torch.stack(after)
+        outputs.append(torch.stack(for_head))
+        states.append(state)
+    return torch.stack(outputs), torch.stack(states)
+
+
+def of_row(gates, start, end):
+    return Gates(gates.a[start:end], gates.b[start:end], gates.a_log, gates.dt_bias)
+
+
+def close(actual, expected, tolerance=2e-5):
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "layout, group, v",
+    [
+        ({"per_page": 2}, GROUP, V),
+        ({"per_page": 3, "step": 3, "first": 2, "first_page": 0}, 1, 5),
+        ({"per_page": 4, "step": 1, "first": 1, "first_page": 1}, GROUP, V),
+    ],
+)
+def test_rows_of_all_lengths_go_from_their_states_to_those_that_are_asked_for(
+    implementation, layout, group, v
+):
+    """From zeros, in place, from one state to another, to nowhere; marks on the way and at the end,
+    and two decode rows."""
+    counts = [70, 3, 1, 5, 1, 1]
+    reads, writes = [NONE, 1, 2, 3, 4, NONE], [0, 1, 5, NONE, 4, 6]
+    marks, kept = [64, 3, 0, 2, 0, 0], [7, 9, NONE, 8, NONE, NONE]
+    rows = rows_of(counts, reads, writes, marks=marks, kept=kept)
+    x, gates = inputs(sum(counts), group=group, v=v)
+    cells, pool = cells_of(KEY_HEADS * group, (K, v), **layout)
+    before = {}
+    for state in (1, 2, 3, 4):
+        before[state] = torch.randn(KEY_HEADS * group, K, v, device=DEVICE)
+        put(cells, state, before[state])
+    out = delta_rule(x, gates, cells, rows)
+    start = 0
+    for row, count in enumerate(counts):
+        first = before.get(reads[row], torch.zeros(KEY_HEADS * group, K, v, device=DEVICE))
+        outputs, states = one_row(x[start : start + count], of_row(gates, start, start + count),
+                                  first)  # fmt: skip
+        close(out[start : start + count], outputs)
+        if writes[row] != NONE:
+            close(get(cells, writes[row]), states[-1])
+        if rows.marks[row]:
+            close(get(cells, int(rows.kept[row, 0])), states[int(rows.marks[row]) - 1])
+        start += count
+    close(get(cells, 2), before[2].double())  # read, and written elsewhere
+    close(get(cells, 3), before[3].double())
+    num_written = len({0, 1, 2, 3, 4, 5, 6, 7, 8, 9})
+    assert int((~pool.isnan()).sum()) == num_written * KEY_HEADS * group * K * v
+
+
+def test_padding_rows_write_no_state_and_give_numbers(implementation):
+    rows = rows_of([1, 1, 1], [0, NONE, NONE], [0, NONE, NONE])
+    x, gates = inputs(3)
+    cells, pool = cells_of(HEADS, (K, V))
+    put(cells, 0, torch.zeros(HEADS, K, V, device=DEVICE))
+    assert delta_rule(x, gates, cells, rows).isfinite().all()
+    assert int((~pool.isnan()).sum()) == HEADS * K * V
+
+
+def test_a_prompt_cut_at_a_whole_chunk_leaves_the_same_bits(implementation):
+    x, gates = inputs(130)
+    whole, _ = cells_of(HEADS, (K, V))
+    expected = delta_rule(x, gates, whole, rows_of([130], [NONE], [0]))
+    cut, _ = cells_of(HEADS, (K, V))
+    first = delta_rule(x[:64], of_row(gates, 0, 64), cut, rows_of([64], [NONE], [5]))
+    rest = delta_rule(x[64:], of_row(gates, 64, 130), cut, rows_of([66], [5], [0]))
+    assert torch.equal(torch.cat((first, rest)), expected)
+    assert torch.equal(get(cut, 0), get(whole, 0))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3)])
+def test_half_precision_is_computed_in_float32(implementation, dtype, tolerance):
+    x, gates = inputs(40, dtype)
+    cells, _ = cells_of(HEADS, (K, V))
+    out = delta_rule(x, gates, cells, rows_of([40], [NONE], [0]))
+    outputs, states = one_row(x, gates, torch.zeros(HEADS, K, V, device=DEVICE))
+    assert out.dtype == dtype
+    close(out, outputs, tolerance)
+    close(get(cells, 0), states[-1])
+
+
+def test_wrong_shapes_strides_and_dtypes_are_refused():
+    x, gates = inputs(3)
+    cells, _ = cells_of(HEADS, (K, V))
+    rows = rows_of([3], [NONE], [0])
+    with pytest.raises(ValueError, match="matrices"):
+        delta_rule(x[:, :, 1:], gates, cells, rows)
+    with pytest.raises(ValueError, match="contiguous x"):
+        delta_rule(x.transpose(0, 1).contiguous().transpose(0, 1), gates, cells, rows)
+    with pytest.raises(ValueError, match="float32 states"):
+        delta_rule(x, gates, cells._replace(view=cells.view.half()), rows)
+    with pytest.raises(ValueError, match="gates"):
+        delta_rule(x, gates._replace(a=gates.a[:2]), cells, rows)
+    with pytest.raises(ValueError, match="a_log"):
+        delta_rule(x, gates._replace(a_log=gates.a_log.double()), cells, rows)
+    with pytest.raises(ValueError, match="int32"):
+        delta_rule(x, gates, cells, replace(rows, starts=rows.starts.long()))
