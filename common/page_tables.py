@@ -99,6 +99,13 @@ class PageTables:
         tables = tuple(self._handed(t, num_tokens, prefix) for t in range(self.num_tables))
         return tables + self._state
 
+    def room_pages(self, num_tokens: int, prefix: int) -> int:
+        """As many as are handed over of any number of tokens up to so many."""
+        num_pages = self.num_pages(num_tokens)
+        behind = self.num_full * (num_pages - self.num_pages(prefix))
+        live = sum(int(min(num_pages, self.most_live(t))) for t, _ in self.sliding)
+        return behind + live + self.state_pages
+
     def spans(
         self, num_tokens: int, prefix: int, start: int, end: int, *, last: bool
     ) -> tuple[Span, ...]:

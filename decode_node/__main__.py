@@ -5,14 +5,17 @@ import time
 
 from common import settings
 from common.config import DecodeConfig
+from common.errors import ServingError
 from common.node.front import Front, NodeParts, run_node
 from decode_node.serve import ServeService
 from kvtransfer.pairs.dialer import PairDialer
+from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 
 
 def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
-    """Routers call here; this node calls the prefill nodes that they name."""
+    """Routers call here, and decode nodes that a request of this one goes to; this node calls the
+    prefill nodes that routers name, and decode nodes that a request comes from."""
 
     def beat() -> None:
         front.supervision.beat(time.monotonic())
@@ -21,9 +24,10 @@ def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
     streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
     dialer = PairDialer(streams, front.metrics, front.make_channel)
 
-    def pair(addresses: frozenset[str]) -> None:
-        if not colocated:
-            dialer.dial(addresses)
+    pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
+
+    def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
+        dialer.dial(decode if colocated else prefill | decode)
 
     serve = ServeService(
         front.engine,
@@ -34,14 +38,19 @@ def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
         falls_back=falls_back,
         on_peers=pair,
     )
+
+    def end(error: ServingError) -> None:
+        serve.end(error)
+        streams.close_all(error)
+
     return NodeParts(
-        services=(serve.register,),
+        services=(serve.register, pairs.register),
         background=(streams.run, dialer.run),
         step=serve.step,
         on_trial=serve.on_trial,
         moved=serve.moved,
-        drain=serve.drain,
-        end=serve.end,
+        drain=serve.drain,  # whoever its requests go to still pairs with it
+        end=end,
     )
 
 

@@ -15,6 +15,7 @@ _NAMES = (
     *("link_changes/up", "link_changes/down"),
     *("refused/invalid", "refused/draining", "refused/overloaded", "refused/deadline"),
     *("refused/late", "refused/dropped"),
+    *("moves/away", "moves/refused", "moves/here"),
 )
 _LOCAL = ("colocated", "short", "no_owner", "exhausted")
 _REFUSALS = {
@@ -60,6 +61,14 @@ class DecodeCounts:
         totals["handoff_tokens/owner_cache"] += max(owner_cached - own, 0)
         totals["handoff_tokens/computed"] += tokens - max(own, owner_cached)
         self._seconds.add(seconds)
+
+    def moved_away(self, *, held: bool) -> None:
+        """A request was to go on elsewhere, and does; or it goes on here."""
+        self._totals["moves/away" if held else "moves/refused"] += 1
+
+    def moved_here(self) -> None:
+        """A request that ran elsewhere goes on here."""
+        self._totals["moves/here"] += 1
 
     def lost(self) -> None:
         self._totals["handoffs_lost"] += 1

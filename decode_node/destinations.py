@@ -12,9 +12,10 @@ import numpy as np
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.holding import NO_PAGE, Holding
-from common.engine.rows.request import Ints, Request
+from common.engine.rows.request import Ints
 from common.engine.schedule.scheduler import Scheduler
 from common.page_tables import PageTables, num_pages_of
+from common.requests.namespace import Namespace
 from kvtransfer.messages import HandoffId
 
 
@@ -22,6 +23,8 @@ class Destination(NamedTuple):
     """Pages of all tokens of a request, held for it.
 
     Attributes:
+        holding: of one that moves here, until it is known how many tokens it has, all pages that
+            are held for it, in one table.
         prefix_tokens: whole pages of them are here already, of full tables.
         fresh: the other pages, held for the reads too, as GrantHandoff has them.
     """
@@ -54,28 +57,58 @@ class Destinations:
         self.page_bytes = page_bytes
         self.reads: dict[HandoffId, Ints] = {}
 
-    def reserve(self, handoff_id: HandoffId, request: Request) -> Destination | None:
+    def reserve(
+        self, handoff_id: HandoffId, token_ids: Ints, namespace: Namespace, room_tokens: int = 0
+    ) -> Destination | None:
         """All or nothing. None although there seemed to be room: what looked evictable hangs below
-        something held."""
-        num_tokens = len(request.token_ids)
-        cached = self._cache.match(request.token_ids, request.namespace).shared
+        something held.
+
+        Args:
+            room_tokens: of a request that moves here: so many are to fit.
+        """
+        num_tokens = len(token_ids)
+        cached = self._cache.match(token_ids, namespace).shared
         prefix_tokens = cached.shape[1] * self.tables.page_size
-        spans = self.tables.handed_over(num_tokens, prefix_tokens)
+        if room_tokens:
+            num_pages = self.tables.room_pages(room_tokens, prefix_tokens)
+        else:
+            num_pages = num_pages_of(self.tables.handed_over(num_tokens, prefix_tokens))
         self._pages.hold(cached.ravel(), Holder.REQUEST)
-        fresh = self._scheduler.allocate(num_pages_of(spans), Holder.REQUEST)
+        fresh = self._scheduler.allocate(num_pages, Holder.REQUEST)
         if fresh is None:
             self._pages.drop(cached.ravel(), Holder.REQUEST)
             return None
         self._pages.hold(fresh, Holder.READ)
         self.reads[handoff_id] = fresh
+        if room_tokens:
+            holding = Holding.of(np.concatenate((cached.ravel(), fresh)))
+        else:
+            holding = self._laid_out(cached, fresh, num_tokens)
+        return Destination(holding, prefix_tokens, fresh)
+
+    def settle(self, destination: Destination, num_tokens: int) -> Destination:
+        """Of a request that moves here: now it is known to have KV of so many tokens. What is too
+        much goes back, as soon as no read can land there."""
+        tables, prefix = self.tables, destination.prefix_tokens
+        cached = destination.holding.flat()[: -len(destination.fresh) or None]
+        cached = cached.reshape(tables.num_full, tables.num_pages(prefix))
+        num_pages = num_pages_of(tables.handed_over(num_tokens, prefix))
+        fresh, surplus = np.split(destination.fresh, [num_pages])
+        self._pages.drop(surplus, Holder.REQUEST)
+        return Destination(self._laid_out(cached, fresh, num_tokens), prefix, fresh)
+
+    def _laid_out(self, cached: Ints, fresh: Ints, num_tokens: int) -> Holding:
+        """cached [full tables, n], then `fresh` as it is handed over."""
+        num_cached = cached.shape[1]
         shape = (self.tables.num_tables, self.tables.num_pages(num_tokens))
         pages = np.full(shape, NO_PAGE, np.int32)
-        pages[: self.tables.num_full, : cached.shape[1]] = cached
+        pages[: self.tables.num_full, :num_cached] = cached
         place = 0
+        spans = self.tables.handed_over(num_tokens, num_cached * self.tables.page_size)
         for table, first, past in spans[: self.tables.num_tables]:
             pages[table, first:past] = fresh[place : place + past - first]
             place += past - first
-        return Destination(Holding(pages, fresh[place:]), prefix_tokens, fresh)
+        return Holding(pages, fresh[place:])
 
     def drop(self, destination: Destination) -> None:
         """The request does not want them any more; reads may go on."""

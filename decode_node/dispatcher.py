@@ -18,12 +18,13 @@ from common.config import DecodeConfig
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.request import Finish, FinishReason, Request, out_of_time
 from common.engine.schedule.scheduler import Scheduler
-from common.errors import DeadlineExceeded, QueueTooLong, ServingError
+from common.errors import DeadlineExceeded, NodeUnavailable, QueueTooLong, ServingError
+from common.node.messages import MoveFrom
 from common.queueing.drain import Drain
 from common.queueing.waiting_line import Place
 from common.requests.trial import GUILTY, MAX_DEATHS
 from decode_node.counts import DecodeCounts
-from decode_node.handoffs import Handoffs, LostHandoff
+from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
 from decode_node.live import LiveRequests
 from decode_node.unpaired import Unpaired, Waiter
 from kvtransfer.ports import OwnerDown, OwnerUp
@@ -94,9 +95,26 @@ class Dispatcher:
         else:
             self._handoffs.open(request, usable[0], candidates, attempt)
 
+    def place_mover(self, request: Request, source: MoveFrom) -> None:
+        """Opens a hand-off at the decode node that runs it, or has it wait until this node is
+        paired with that one.
+
+        Raises:
+            QueueTooLong: it would get its pages too late.
+        """
+        owner = self._owners.get(source.address)
+        if owner is not None:
+            self._handoffs.open(request, owner, (), 1, source.ticket)
+            return
+        until = time.monotonic() + MOVE_WAIT_S
+        self.unpaired.append(Waiter(request, (source.address,), 1, until, source.ticket))
+
     def place_again(self, lost: LostHandoff) -> None:
         """A new attempt elsewhere, or here; or its end."""
         request, event = lost.request, lost.event
+        if lost.attempt.moves:  # its owner may run it still
+            self._live.refuse(request, NodeUnavailable(f"not moved: {event.reason}"))
+            return
         if event.engine_died:
             if request.engine_deaths >= MAX_DEATHS:
                 guilty = Finish(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
@@ -121,7 +139,13 @@ class Dispatcher:
         """Places those that have waited for an owner, in vain or not."""
         for waiter in self.unpaired.take(now, self._owners):
             try:
-                self.place(waiter.request, waiter.candidates, waiter.attempt)
+                if not waiter.ticket:
+                    self.place(waiter.request, waiter.candidates, waiter.attempt)
+                elif self._usable(waiter.candidates):
+                    source = MoveFrom(waiter.candidates[0], waiter.ticket)
+                    self.place_mover(waiter.request, source)
+                else:
+                    raise NodeUnavailable("not moved: this node is not paired with the other")
             except ServingError as error:
                 self._live.refuse(waiter.request, error)
 

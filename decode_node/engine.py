@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import cast
 
 from common.config import DecodeConfig
 from common.engine.build import build
@@ -18,8 +19,12 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
-from kvtransfer.ports import ReaderCommand, ReaderEvent
+from kvtransfer.ports import NodeCommand, NodeEvent, OwnerEvent, ReaderEvent
+from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer.both import BothSides
+from kvtransfer.transfer.page_sums import PageSums
+from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.read_meter import ReadMeter
 from kvtransfer.transfer.reader import Reader
 from kvtransfer.transfer.thread import Outlet, TransferThread
@@ -43,23 +48,34 @@ def body(start: EngineStart[DecodeConfig]) -> None:
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
     paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
     data_paths.rehearse(paths, pool)
+    owners = data_paths.serve(paths, pool, start.instance)
     reads = ReadMeter(kv.page_bytes)
 
-    def reader(outlet: Outlet[ReaderEvent], wake: Callable[[], None]) -> Reader:
-        return Reader(
+    def sides(outlet: Outlet[NodeEvent], wake: Callable[[], None]) -> BothSides:
+        reader = Reader(
             ReaderEnd(config.transfer, tables),
             hello,
             pool,
             paths,
             config.transfer,
-            outlet,
+            cast(Outlet[ReaderEvent], outlet),  # it takes the events of both
             wake,
             reads,
         )
+        publisher = Publisher(
+            OwnerEnd(config.transfer, tables),
+            hello,
+            owners,
+            cast(Outlet[OwnerEvent], outlet),
+            wake,
+            PageSums(pool, config.transfer.check_every),
+            max_untaken_tokens=steps.max_waiting_tokens,
+        )
+        return BothSides(reader, publisher)
 
-    transfer: TransferThread[ReaderCommand, ReaderEvent] = TransferThread(
+    transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
         frames,
-        reader,
+        sides,
         engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
         wake_engine=channel.wake,
     )

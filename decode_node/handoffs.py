@@ -3,17 +3,24 @@
     open -> prealloc queue --grant--> transfer queue --held--> running batch
                  `---------lost-----------'  `--first token ended it--> ended
 
+A request that another decode node runs comes the same way. Nothing is told of it before it is held:
+until then it runs there, and if its attempt is lost it ends here.
+
 Every request has one attempt under way at most. Which owner it goes to, and what becomes of one
 that has lost its attempt, is for the dispatcher to say.
 """
 
+import dataclasses
 import logging
 import math
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
 from common.engine.schedule.scheduler import Scheduler
+from common.errors import NodeUnavailable
 from common.logs.throttle import Throttle, ThrottledLog
 from common.node.stamps import AttemptStamps
 from common.queueing.drain import Backlog, Drain
@@ -22,7 +29,7 @@ from decode_node.counts import DecodeCounts
 from decode_node.destinations import Destinations
 from decode_node.live import LiveRequests
 from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
-from kvtransfer.messages import HandoffId
+from kvtransfer.messages import HandoffId, Kind
 from kvtransfer.ports import (
     CancelHandoff,
     FirstToken,
@@ -32,12 +39,16 @@ from kvtransfer.ports import (
     Lost,
     OpenHandoff,
     OwnerUp,
-    ReaderPort,
+    ReaderCommands,
 )
 
 log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 0.1
+# Of a request that moves here: longest wait for pages, and for its owner to stop it. Its client
+# waits for neither of them, or for one step.
+MOVE_WAIT_S = 2.0
+MOST_GROWTH = 512  # tokens, meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +77,7 @@ class Handoffs:
         instance: int,
         vocabulary_size: int,
         max_granted_pages: int,
-        port: ReaderPort,
+        port: ReaderCommands,
         scheduler: Scheduler,
         destinations: Destinations,
         live: LiveRequests,
@@ -93,33 +104,46 @@ class Handoffs:
         return self._waits.backlog
 
     def open(
-        self, request: Request, owner: OwnerUp, candidates: tuple[str, ...], number: int
+        self,
+        request: Request,
+        owner: OwnerUp,
+        candidates: tuple[str, ...],
+        number: int,
+        ticket: int = 0,
     ) -> None:
         """
         Args:
             number: of the attempt; no other of this request has it.
+            ticket: by which the owner knows the request, which it runs; 0: it does not.
         Raises:
             QueueTooLong: it would get its pages too late.
         """
         now = time.monotonic()
         tables, num_tokens = self._destinations.tables, len(request.token_ids)
-        # A page's edge may leave more behind a window than the next token takes.
-        num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
+        room_tokens = num_tokens + _room_to_grow(request) if ticket else 0
+        if room_tokens:
+            num_pages = tables.room_pages(room_tokens, prefix=0)
+        else:
+            # A page's edge may leave more behind a window than the next token takes.
+            num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
         self._waits.check(Place(request.start_by, num_pages), now)
         handoff_id = HandoffId(self._instance, request.key, number)
         self._current[request.key] = handoff_id
         stamps = AttemptStamps(owner.address, owner.path, opened=now)
         told = self._live.stamps(request)
         told.open(stamps)
-        self.prealloc.put(Attempt(handoff_id, request, candidates, num_pages, now, stamps))
+        attempt = Attempt(handoff_id, request, candidates, num_pages, now, stamps, room_tokens)
+        if attempt.moves:
+            attempt.until = now + MOVE_WAIT_S
+        self.prealloc.put(attempt)
         self._waits.join(request.key, Place(-math.inf, num_pages), now)
         self._counts.opened(number)
         self._port.post(
             OpenHandoff(
                 id=handoff_id,
                 owner=owner.owner,
-                token_ids=request.token_ids,
-                num_generated=request.num_generated,
+                token_ids=attempt.token_ids,
+                num_generated=len(attempt.token_ids) - request.num_prompt,
                 sampling=request.sampling,
                 budget_s=request.deadline - now,
                 request_id=request.request_id,
@@ -127,6 +151,8 @@ class Handoffs:
                 namespace=request.namespace,
                 engine_deaths=request.engine_deaths,
                 queue_s=max(request.start_by - now, 0.0),
+                kind=Kind.LIVE if attempt.moves else Kind.PROMPT,
+                ticket=ticket,
             )
         )
 
@@ -153,14 +179,22 @@ class Handoffs:
         return self.prealloc.take_fitting(now, room, num_unready, claim)
 
     def _grant(self, attempt: Attempt) -> bool:
-        destination = self._destinations.reserve(attempt.id, attempt.request)
+        destination = self._destinations.reserve(
+            attempt.id, attempt.token_ids, attempt.request.namespace, attempt.room_tokens
+        )
         if destination is None:
             return False
         attempt.stamps.granted = time.monotonic()
+        if attempt.moves:
+            attempt.until = attempt.stamps.granted + MOVE_WAIT_S
         self._waits.serve(attempt.request.key)
         growth_pages = self._scheduler.growth_pages(attempt.request)
         self.transfer.append(Transfer(attempt, destination, growth_pages))
-        self._port.post(GrantHandoff(attempt.id, destination.prefix_tokens, destination.fresh))
+        self._port.post(
+            GrantHandoff(
+                attempt.id, destination.prefix_tokens, destination.fresh, attempt.room_tokens
+            )
+        )
         return True
 
     def _keep_room(self) -> None:
@@ -182,6 +216,8 @@ class Handoffs:
         transfer = self.transfer.get(event.id)
         if transfer is None:
             return None
+        if transfer.attempt.moves:
+            return self._tokens_of_mover(transfer, event)
         request, stamps = transfer.attempt.request, transfer.attempt.stamps
         reason = ""
         if event.token >= self._vocabulary_size:
@@ -189,8 +225,7 @@ class Handoffs:
         elif not _as_asked(request, event):
             reason = "its first token came without the log-probabilities that were asked for"
         if reason:
-            self._port.post(CancelHandoff(event.id, reason))
-            return self.lost(Lost(event.id, reason, retryable=True))
+            return self._refuse_ready(event, reason)
         stamps.first_ready, stamps.times = event.first_ready, event.times
         stamps.first_token = time.monotonic()
         self._live.stamps(request).note_first_token(stamps.first_token)
@@ -204,6 +239,37 @@ class Handoffs:
             self._live.end(request, finish)
         return None
 
+    def _refuse_ready(self, event: FirstToken, reason: str) -> LostHandoff | None:
+        self._port.post(CancelHandoff(event.id, reason))
+        return self.lost(Lost(event.id, reason, retryable=True))
+
+    def _tokens_of_mover(self, transfer: Transfer, event: FirstToken) -> LostHandoff | None:
+        """What its owner has generated, which the client may know of. Nothing is told before it is
+        held: until then it runs there."""
+        attempt = transfer.attempt
+        fresh = (*event.token_ids, event.token)
+        reason = ""
+        if max(fresh) >= self._vocabulary_size:
+            reason = f"one of its tokens is {max(fresh)}, outside the vocabulary"
+        elif fresh[0] != attempt.request.token_ids[-1]:
+            reason = "its tokens are not those that its client has"
+        elif not _as_told(attempt.request, event):
+            reason = "its tokens came without the log-probabilities that were asked for"
+        else:
+            tokens = np.append(attempt.token_ids, np.array(fresh[:-1], np.int32))
+            before = dataclasses.replace(attempt.request, token_ids=tokens)
+            if self._scheduler.finish_of(before, event.token) is not None:
+                reason = "its last token ends it"
+        if reason:
+            return self._refuse_ready(event, reason)
+        now = time.monotonic()
+        attempt.stamps.first_ready, attempt.stamps.first_token = event.first_ready, now
+        attempt.until = math.inf  # reads have deadlines of their own
+        num_tokens = len(attempt.token_ids) + len(event.token_ids)
+        transfer.destination = self._destinations.settle(transfer.destination, num_tokens)
+        transfer.told, transfer.first_token = event, event.token
+        return None
+
     def held(self, event: Held) -> None:
         transfer = self.transfer.get(event.id)
         if transfer is None:
@@ -211,13 +277,16 @@ class Handoffs:
         transfer.held = True
         attempt, destination = transfer.attempt, transfer.destination
         stamps, now, num_read = attempt.stamps, time.monotonic(), len(destination.fresh)
-        self._counts.held(
-            now - attempt.opened,
-            pages_read=num_read,
-            tokens=len(attempt.request.token_ids),
-            own=destination.prefix_tokens,
-            owner_cached=transfer.owner_cached_tokens,
-        )
+        if attempt.moves:
+            self._counts.moved_here()
+        else:
+            self._counts.held(
+                now - attempt.opened,
+                pages_read=num_read,
+                tokens=len(attempt.request.token_ids),
+                own=destination.prefix_tokens,
+                owner_cached=transfer.owner_cached_tokens,
+            )
         stamps.landed, stamps.held = event.landed, now
         stamps.num_pages = num_read
         stamps.num_bytes = num_read * self._destinations.page_bytes
@@ -231,7 +300,11 @@ class Handoffs:
             self._live.goes_on(request)
             self.transfer.remove(transfer.attempt.id)
             del self._current[request.key]
-            transfer.attempt.stamps.joined = time.monotonic()
+            transfer.attempt.stamps.joined = now = time.monotonic()
+            if transfer.told is not None:
+                self._live.stamps(request).note_first_token(now)
+                fresh = (*transfer.told.token_ids, transfer.told.token)[1:]
+                self._live.tell_tokens(request, fresh, transfer.told.logprobs)
 
     # Attempts that come to nothing --------------------------------------------------------------
 
@@ -283,6 +356,9 @@ class Handoffs:
         for attempt in under_way:
             if attempt.request.deadline < now:
                 self._end(attempt.request, out_of_time())
+            elif attempt.until < now:
+                self.give_up(attempt.request, "it took too long")
+                self._live.refuse(attempt.request, NodeUnavailable("not moved: it took too long"))
         for attempt in self.prealloc:
             if attempt.request.start_by < now:
                 finish = waited_too_long(self._waits.queued_s)
@@ -292,6 +368,17 @@ class Handoffs:
     def _end(self, request: Request, finish: Finish) -> None:
         self.give_up(request, finish.error)
         self._live.end(request, finish)
+
+
+def _room_to_grow(request: Request) -> int:
+    """Tokens that it may get while it waits to be moved."""
+    return min(request.sampling.max_tokens - request.num_generated, MOST_GROWTH)
+
+
+def _as_told(request: Request, event: FirstToken) -> bool:
+    """Whether the tokens that a mover's client may not have come with all that it asks for."""
+    wanted = len(event.token_ids) if request.sampling.logprobs >= 0 else 0
+    return len(event.logprobs or ()) == wanted
 
 
 def _as_asked(request: Request, event: FirstToken) -> bool:

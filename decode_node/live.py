@@ -5,19 +5,23 @@ and what its router is told. Knows nothing of where it waits, nor of pages.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.request import Finish, FinishReason, Request
-from common.errors import QueueTooLong, ServingError
+from common.errors import InvalidRequest, QueueTooLong, ServingError
 from common.node.flight_recorder import FlightRecorder
 from common.node.flights import of_request
 from common.node.messages import Ended
 from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
 from common.requests.flight import Flight, Flights
-from common.requests.logprobs import Logprobs
+from common.requests.logprobs import Logprobs, join, split
 from decode_node.counts import DecodeCounts
+
+# Log-probabilities are kept of so many of a request's last steps, for who goes on with it.
+KEPT_LOGPROBS = 1024
 
 
 class LiveRequests:
@@ -34,6 +38,9 @@ class LiveRequests:
         self._tokens = HeldTokens(most_tokens)
         self._stamps: dict[int, RequestStamps] = {}  # by request key
         self._recorder = FlightRecorder(RequestStamps)
+        self._tickets: dict[int, tuple[int, int]] = {}  # origins, by ticket
+        self._ticket_of: dict[int, int] = {}  # by request key
+        self._logprobs: dict[tuple[int, int], deque[Logprobs]] = {}  # by origin
 
     def __len__(self) -> int:
         return len(self._by_origin)
@@ -44,6 +51,11 @@ class LiveRequests:
     def get(self, origin: tuple[int, int]) -> Request | None:
         return self._by_origin.get(origin)
 
+    def by_ticket(self, ticket: int) -> Request | None:
+        """The request whose submission has it."""
+        origin = self._tickets.get(ticket)
+        return self._by_origin.get(origin) if origin is not None else None
+
     def stamps(self, request: Request) -> RequestStamps:
         """Of one that has begun and not ended."""
         return self._stamps[request.key]
@@ -52,11 +64,21 @@ class LiveRequests:
         """`end` or `refuse` follows, once."""
         self._stamps[request.key] = stamps
 
-    def let_in(self, request: Request, *, times: int) -> None:
-        """Raises Overloaded where there is no room for its tokens in `times` as much as there may
-        be."""
+    def let_in(self, request: Request, *, times: int, ticket: int = 0) -> None:
+        """
+        Args:
+            ticket: names this submission to whoever is to go on with it; 0: nobody is.
+        Raises:
+            InvalidRequest: another one has that ticket.
+            Overloaded: there is no room for its tokens in `times` as much as there may be.
+        """
+        if ticket in self._tickets:
+            raise InvalidRequest("ticket: another request has it")
         self._tokens.take(request.key, len(request.token_ids), times=times)
         self._by_origin[request.origin] = request
+        if ticket:
+            self._tickets[ticket] = request.origin
+            self._ticket_of[request.key] = ticket
 
     def goes_on(self, request: Request) -> None:
         """With another record, which has the tokens that came since."""
@@ -70,11 +92,29 @@ class LiveRequests:
         prompt_logprobs: Logprobs | None,
     ) -> None:
         self._outbox.begin(request.origin, request.cached_tokens)
-        self._outbox.token(request.origin, token)
-        if logprobs is not None:
-            self._outbox.logprobs(request.origin, logprobs)
+        self.tell_tokens(request, (token,), logprobs)
         if prompt_logprobs is not None:
             self._outbox.prompt_logprobs(request.origin, prompt_logprobs)
+
+    def tell_tokens(
+        self, request: Request, tokens: Sequence[int], logprobs: Logprobs | None
+    ) -> None:
+        """logprobs: of these tokens, where they are told."""
+        for token in tokens:
+            self._outbox.token(request.origin, token)
+        if logprobs is not None:
+            self.tell_logprobs(request.origin, logprobs)
+
+    def tell_logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
+        """Of tokens that are told in the same step."""
+        self._outbox.logprobs(origin, logprobs)
+        if origin in self._by_origin:
+            self._logprobs.setdefault(origin, deque(maxlen=KEPT_LOGPROBS)).append(logprobs)
+
+    def told_logprobs(self, request: Request, num_tokens: int) -> Logprobs | None:
+        """Of its last tokens, so many; None: not that many are known any more."""
+        told = [each for part in self._logprobs.get(request.origin, ()) for each in split(part)]
+        return join(told[-num_tokens:]) if len(told) >= num_tokens > 0 else None
 
     def end(self, request: Request, finish: Finish) -> None:
         """The one way out of those that were let in."""
@@ -112,6 +152,9 @@ class LiveRequests:
 
     def _tell_end(self, request: Request, finish: Finish) -> None:
         self._tokens.drop(request.key)
+        self._tickets.pop(self._ticket_of.pop(request.key, 0), None)
+        if request.origin not in self._by_origin:  # else another has that number
+            self._logprobs.pop(request.origin, None)
         stamps = self._stamps.pop(request.key)
         _complete(stamps, request)
         stamps.ended = time.monotonic()

@@ -18,6 +18,7 @@ from common.engine.schedule.arrivals import ByArrival, Claim, Room, is_overdue
 from common.node.stamps import AttemptStamps
 from decode_node.destinations import Destination
 from kvtransfer.messages import HandoffId
+from kvtransfer.ports import FirstToken, Ints
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,18 @@ class Attempt:
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()
     stamps: AttemptStamps
+    # Of one that runs at its owner and is to run here; it has no other attempt.
+    room_tokens: int = 0  # its KV may be of so many by then; 0: a prompt's
+    until: float = math.inf  # time.monotonic(), of the wait that it is in
+
+    @property
+    def moves(self) -> bool:
+        return self.room_tokens > 0
+
+    @property
+    def token_ids(self) -> Ints:
+        """What the owner is asked for. The newest token of a request that runs may have no KV."""
+        return self.request.token_ids[:-1] if self.moves else self.request.token_ids
 
     @property
     def arrived(self) -> float:
@@ -46,14 +59,17 @@ class Transfer:
     growth_pages: int  # to be kept free for it, once it runs
     owner_cached_tokens: int = 0
     first_token: int | None = field(default=None)
+    told: FirstToken | None = None  # of one that moves here: what its client is told once it has
     held: bool = False  # the KV is here and right; waiting for a slot at most
 
     def continued(self) -> Request:
-        """The request with the first token, if it has come, as one of its own."""
+        """The request with the first token, if it has come, and what its owner has generated before
+        it, as its own."""
         request = self.attempt.request
         if self.first_token is None:
             return request
-        token_ids = np.append(request.token_ids, np.int32(self.first_token))
+        fresh = (*self.told.token_ids, self.first_token) if self.told else (self.first_token,)
+        token_ids = np.append(self.attempt.token_ids, np.array(fresh, np.int32))
         return dataclasses.replace(request, token_ids=token_ids)
 
 

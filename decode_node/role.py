@@ -8,7 +8,8 @@
 This node is responsible for a request from submission to last token (live.py). What it has lost it
 can always prefill itself. The dispatcher says where a request goes, the hand-offs are those on
 their way, the scheduler has what is computed here. None of them knows streams and sockets: the
-router is behind the desk and the outbox, the owners are behind a ReaderPort.
+router is behind the desk and the outbox, other nodes are behind a NodePort. Of a running request
+that another decode node is to go on with this one is the owner (departures.py).
 """
 
 import math
@@ -25,7 +26,7 @@ from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import Finish, FinishReason, Request, out_of_time
+from common.engine.rows.request import Finish, FinishReason, Request, moved, out_of_time
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
 from common.node.desk import Desk
@@ -43,6 +44,7 @@ from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.requests.flight import Flight, Flights
 from decode_node.answer_pace import AnswerPace
 from decode_node.counts import DecodeCounts
+from decode_node.departures import Departures
 from decode_node.destinations import Destinations
 from decode_node.dispatcher import Dispatcher
 from decode_node.handoffs import Handoffs, LostHandoff
@@ -50,12 +52,15 @@ from decode_node.live import LiveRequests
 from decode_node.open_handoffs import open_handoffs
 from kvtransfer.ports import (
     FirstToken,
+    Granted,
     HandoffAdmitted,
+    HandoffDropped,
     Held,
     Lost,
+    NodePort,
+    Opened,
     OwnerDown,
     OwnerUp,
-    ReaderPort,
     ReadsEnded,
 )
 
@@ -78,7 +83,7 @@ class DecodeRole:
         tables: PageTables,
         page_bytes: int,
         limits: RequestLimits,
-        port: ReaderPort,
+        port: NodePort,
         desk: Desk,
         outbox: Outbox,
         guides: Guides,
@@ -123,7 +128,17 @@ class DecodeRole:
             live=self._live,
             counts=self._counts,
         )
-        self._guided: Guided[tuple[str, ...]] = Guided(guides)
+        self._departures = Departures(
+            scheduler=scheduler,
+            pages=pages,
+            tables=tables,
+            page_bytes=page_bytes,
+            port=port,
+            live=self._live,
+            counts=self._counts,
+            on_moved=self._moved_away,
+        )
+        self._guided: Guided[SubmitRequest] = Guided(guides)
         self._told_trial: Request | None = None
         self._next_key = 1
 
@@ -138,6 +153,7 @@ class DecodeRole:
             self._ended(finished)
         self._desk.poll(self, self._take)
         self._place_guided(now)
+        self._departures.poll(now)
         self._dispatcher.pair_again(now)
         self._handoffs.join()
         self._handoffs.grant(now)
@@ -154,7 +170,7 @@ class DecodeRole:
         outcome = self._scheduler.finish(batch, result)
         self._outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
         for origin, logprobs in outcome.logprobs:
-            self._outbox.logprobs(origin, logprobs)
+            self._live.tell_logprobs(origin, logprobs)
         for chunk in outcome.chunks:
             self._stamp_chunk(chunk)
             self._prompts.serve(chunk.request.key, len(chunk.request.token_ids) - chunk.end)
@@ -176,7 +192,10 @@ class DecodeRole:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
         joining = [transfer.destination.holding.flat() for transfer in self._handoffs.transfer]
         reads = self._destinations.reads.values()
-        self._scheduler.check_idle({Holder.REQUEST: joining, Holder.READ: reads})
+        lent = self._departures.lent()
+        self._scheduler.check_idle(
+            {Holder.REQUEST: joining, Holder.READ: reads, Holder.PUBLICATION: lent}
+        )
 
     # What the transfer thread says --------------------------------------------------------------
 
@@ -200,13 +219,19 @@ class DecodeRole:
                     lost.append(self._handoffs.lost(event))
                 case ReadsEnded():
                     self._destinations.reads_ended(event.id)
+                case Opened():
+                    self._departures.opened(event)
+                case Granted():
+                    self._departures.granted(event)
+                case HandoffDropped():
+                    self._departures.dropped(event)
         return [each for each in lost if each is not None]
 
     # What the desk asks -------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        return bool(self._live or self._destinations.reads)
+        return bool(self._live or self._destinations.reads or self._departures.busy)
 
     def queues(self) -> dict[str, int]:
         return {
@@ -215,6 +240,7 @@ class DecodeRole:
             "unpaired": len(self._dispatcher.unpaired),
             "prealloc": len(self._handoffs.prealloc),
             "transfer": len(self._handoffs.transfer),
+            "leaving": len(self._departures),
         }
 
     def handoffs(self) -> list[dict[str, object]]:
@@ -302,21 +328,27 @@ class DecodeRole:
                 raise Overloaded(f"{self._num_waiting} requests wait here already")
             self._limits.check(token_ids)
             self._limits.check_sampling(message.sampling)
-            self._live.let_in(request, times=times)
+            self._live.let_in(request, times=times, ticket=message.ticket)
             if message.sampling.guide is not None:
-                self._guided.put(request, message.prefill_addresses)
+                self._guided.put(request, message)
             else:
-                self._dispatcher.place(request, message.prefill_addresses)
+                self._place(request, message)
         except ServingError as error:
             self._live.refuse(request, error)
 
+    def _place(self, request: Request, message: SubmitRequest) -> None:
+        if message.move_from is not None:
+            self._dispatcher.place_mover(request, message.move_from)
+        else:
+            self._dispatcher.place(request, message.prefill_addresses)
+
     def _place_guided(self, now: float) -> None:
         """Those whose guide is compiled."""
-        for request, addresses, refusal in self._guided.done():
+        for request, message, refusal in self._guided.done():
             try:
                 if refusal is not None:
                     raise refusal
-                self._dispatcher.place(request, addresses)
+                self._place(request, message)
             except ServingError as error:
                 self._live.refuse(request, error)
         for request in self._guided.requests():
@@ -350,8 +382,13 @@ class DecodeRole:
         if finished is not None:
             self._ended(finished)
 
+    def _moved_away(self, request: Request) -> None:
+        self._scheduler.give_away(request)
+        self._ended(Finished(request, moved()))
+
     def _ended(self, finished: Finished) -> None:
         """In the scheduler."""
+        self._departures.ended(finished.request)
         self._prompts.leave(finished.request.key)
         self._live.end(finished.request, finished.finish)
 

@@ -35,6 +35,7 @@ from common.node.engine_link import EngineLink
 from common.node.lanes import Lane
 from common.node.messages import (
     CancelSubmitted,
+    MoveFrom,
     Moving,
     OnTrial,
     StepTokens,
@@ -68,7 +69,9 @@ class _RouterStream:
         self.number = number
         self.lane = lane
         self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing(last_words=_last_words)
-        self.peers: tuple[str, ...] | None = None  # until the router has told them
+        # Addresses of prefill nodes and of decode nodes; None until the router has told them.
+        self.peers: tuple[str, ...] | None = None
+        self.others: tuple[str, ...] = ()
 
     def check_named(self, addresses: tuple[str, ...]) -> None:
         """Raises InvalidRequest: the router of this stream has not named one as a peer. What is
@@ -77,6 +80,11 @@ class _RouterStream:
             if address not in (self.peers or ()):
                 raise InvalidRequest(f"prefill_addresses has {address}, which is none of the peers")
 
+    def check_source(self, address: str) -> None:
+        """Raises InvalidRequest, likewise: it is no decode node of that router."""
+        if address not in self.others:
+            raise InvalidRequest(f"move_from has {address}, which is none of the peers")
+
 
 class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     """Event loop only.
@@ -84,7 +92,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     Args:
         serves_alone: told to routers; true in colocated mode.
         falls_back: told to routers: it serves alone too, where nobody has a prefill node.
-        on_peers: called with every prefill node of every router, whenever that changes.
+        on_peers: called with every prefill node of every router, and with each decode node that a
+            request was to come from, whenever that changes.
         first_message_s: longest wait for a router's first message.
     """
 
@@ -97,7 +106,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         *,
         serves_alone: bool,
         falls_back: bool,
-        on_peers: Callable[[frozenset[str]], None],
+        on_peers: Callable[[frozenset[str], frozenset[str]], None],
         first_message_s: float = serve_protocol.FIRST_MESSAGE_S,
     ) -> None:
         self._engine = engine
@@ -111,7 +120,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
         self._streams: dict[int, _RouterStream] = {}
-        self._peers: frozenset[str] = frozenset()
+        # Prefill nodes, and decode nodes that requests were to come from.
+        self._peers: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+        self._sources: set[str] = set()
         self._told = decode_pb2.Status()
         self._draining = False
 
@@ -236,6 +247,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         _at_most("cancels", message.cancels, serve_protocol.MAX_CANCELS)
         if message.HasField("peers"):
             stream.peers = _addresses(message.peers.prefill_addresses, serve_protocol.MAX_PEERS)
+            stream.others = _addresses(message.peers.decode_addresses, serve_protocol.MAX_PEERS)
             self._tell_peers()
         self._submit(stream, message.submits)
         for request in message.cancels:
@@ -256,6 +268,10 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
                 trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
                 request = _parsed(stream.number, submit, trace)
                 stream.check_named(request.prefill_addresses)
+                if request.move_from is not None:
+                    stream.check_source(request.move_from.address)
+                    self._sources.add(request.move_from.address)
+                    self._tell_peers()
                 self._engine.submit(request, stream.lane)
             except ServingError as error:
                 self._refuse(stream, submit, error, refusals)
@@ -293,11 +309,15 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     def _tell_peers(self) -> None:
         """The union over the routers. Without any router the last one's nodes stay paired: it
         may be restarting."""
-        told = [stream.peers for stream in self._streams.values() if stream.peers is not None]
-        peers = frozenset(itertools.chain.from_iterable(told))
-        if told and peers != self._peers:
+        told = [stream for stream in self._streams.values() if stream.peers is not None]
+        if not told:
+            return
+        self._sources.intersection_update(each for stream in told for each in stream.others)
+        prefill = itertools.chain.from_iterable(stream.peers or () for stream in told)
+        peers = frozenset(prefill), frozenset(self._sources)
+        if peers != self._peers:
             self._peers = peers
-            self._on_peers(peers)
+            self._on_peers(*peers)
 
     def _tell_status(self) -> None:
         self._told = self._status()
@@ -315,6 +335,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             links=[
                 router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s)
                 for peer, path, gib_per_s in (moving.links if moving else ())
+                if peer not in self._sources  # those are to prefill nodes
             ],
             pages_total=ready.num_pages if ready else 0,
             pages_free=moving.pages_free if moving else 0,
@@ -371,7 +392,18 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         namespace=check_namespace(submit.namespace),
         engine_deaths=min(submit.engine_deaths, MAX_DEATHS),
         queue_s=submit.queue_s if submit.HasField("queue_s") else math.inf,
+        ticket=submit.ticket,
+        move_from=_move_from(submit),
     )
+
+
+def _move_from(submit: decode_pb2.Submit) -> MoveFrom | None:
+    if not submit.HasField("move_from"):
+        return None
+    if not submit.num_generated:
+        raise InvalidRequest("move_from: nothing was generated yet")
+    source = submit.move_from
+    return MoveFrom(rpc.check_address(source.address), source.ticket)
 
 
 def _sampling(submit: decode_pb2.Submit) -> SamplingParams:

@@ -18,6 +18,7 @@ class Waiter:
     candidates: tuple[str, ...]
     attempt: int  # number of the one that it waits to begin
     until: float  # time.monotonic()
+    ticket: int = 0  # of a request that the only candidate runs
 
 
 class Unpaired:

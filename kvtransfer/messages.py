@@ -4,6 +4,7 @@ Hello opens a stream and is compared in `pairing.py`; everything here follows it
 """
 
 import math
+from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -25,6 +26,13 @@ class HandoffId(NamedTuple):
         return f"{self.instance:016x}-{self.request}-{self.attempt}"
 
 
+class Kind(IntEnum):
+    """What a hand-off is of. The numbers of kvtransfer.proto."""
+
+    PROMPT = 0  # the owner computes it
+    LIVE = 1  # a request that the owner runs, until it is released as held
+
+
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Any message of a pair stream after Hello."""
 
@@ -40,11 +48,14 @@ class Open(Message, frozen=True, tag=True):
     namespace: Namespace = SHARED  # of the owner's prefix cache
     engine_deaths: int = 0  # see common/requests/trial.py
     queue_s: float = math.inf  # longest wait for the prompt's first forward
+    kind: Kind = Kind.PROMPT
+    ticket: int = 0  # LIVE: of the running request; token_ids are all that is known of it but one
 
 
 class Grant(Message, frozen=True, tag=True):
     id: HandoffId
     prefix_tokens: int
+    room_tokens: int = 0  # LIVE: the reader has room for the KV of so many
 
 
 class Admitted(Message, frozen=True, tag=True):
@@ -67,6 +78,9 @@ class Ready(Message, frozen=True, tag=True):
     logprobs: Logprobs | None = None  # of the first token, where asked for
     prompt_logprobs: Logprobs | None = None  # with last: of the prompt's tokens but the first one
     sums: tuple[tuple[int, int], ...] = ()  # of some pages: place in `pages`, checksum; in order
+    # LIVE: tokens from Open's end on that have KV; first_token is the newest, which has none, and
+    # logprobs are of as many of the last tokens as these are.
+    token_ids: tuple[int, ...] = ()
 
 
 class Done(Message, frozen=True, tag=True):

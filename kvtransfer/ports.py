@@ -19,7 +19,7 @@ from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
-from kvtransfer.messages import HandoffId
+from kvtransfer.messages import HandoffId, Kind
 
 Ints = NDArray[np.int32]
 
@@ -28,7 +28,8 @@ Ints = NDArray[np.int32]
 
 
 class OpenHandoff(msgspec.Struct, frozen=True):
-    """Ask `owner` (a paired instance) for the KV of these tokens. Lost follows if it is gone."""
+    """Ask `owner` (a paired instance) for the KV of these tokens, or for the request of this
+    ticket, which has these and more. Lost follows if it is gone."""
 
     id: HandoffId
     owner: int
@@ -41,15 +42,19 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     namespace: Namespace = SHARED
     engine_deaths: int = 0
     queue_s: float = math.inf  # longest wait for the prompt's first forward
+    kind: Kind = Kind.PROMPT
+    ticket: int = 0
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
     """Destination pages of what `PageTables.handed_over` says, table after table. The engine holds
-    them for "read" until ReadsEnded."""
+    them for "read" until ReadsEnded. Of a running request there are `PageTables.room_pages`, and
+    those that its tokens take are the first ones."""
 
     id: HandoffId
     prefix_tokens: int
     destination_pages: Ints
+    room_tokens: int = 0  # LIVE
 
 
 class CancelHandoff(msgspec.Struct, frozen=True):
@@ -95,6 +100,7 @@ class FirstToken(msgspec.Struct, frozen=True):
     times: PrefillTimes | None = None  # as the owner measured them
     logprobs: Logprobs | None = None  # as in Ready
     prompt_logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] = ()  # LIVE, as in Ready
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -121,7 +127,7 @@ class ReadsEnded(msgspec.Struct, frozen=True):
     id: HandoffId
 
 
-# Commands of an owner's engine (prefill node) --------------------------------------------------
+# Commands of an owner's engine ------------------------------------------------------------------
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -144,6 +150,7 @@ class Publish(msgspec.Struct, frozen=True):
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # as in Ready
     prompt_logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] = ()  # LIVE, as in Ready
 
 
 class FailHandoff(msgspec.Struct, frozen=True):
@@ -170,11 +177,14 @@ class Opened(msgspec.Struct, frozen=True):
     namespace: Namespace = SHARED
     engine_deaths: int = 0
     queue_s: float = math.inf  # longest wait for the prompt's first forward
+    kind: Kind = Kind.PROMPT
+    ticket: int = 0  # LIVE
 
 
 class Granted(msgspec.Struct, frozen=True):
     serial: int
     prefix_tokens: int
+    room_tokens: int = 0  # LIVE: what is published may have so many tokens
 
 
 class HandoffDropped(msgspec.Struct, frozen=True):
@@ -193,19 +203,32 @@ ReaderEvent: TypeAlias = (
 )
 OwnerCommand: TypeAlias = Admit | Publish | FailHandoff
 OwnerEvent: TypeAlias = Opened | Granted | HandoffDropped
+NodeCommand: TypeAlias = ReaderCommand | OwnerCommand
+NodeEvent: TypeAlias = ReaderEvent | OwnerEvent
 
 
-class ReaderPort(Protocol):
-    """The transfer thread, as a reader's engine thread sees it. Neither call ever blocks."""
+class ReaderCommands(Protocol):
+    """Where the hand-offs that a node takes are told of. Never blocks."""
 
     def post(self, command: ReaderCommand) -> None: ...
 
-    def take(self) -> list[ReaderEvent]: ...
 
-
-class OwnerPort(Protocol):
-    """The transfer thread, as an owner's engine thread sees it. Neither call ever blocks."""
+class OwnerCommands(Protocol):
+    """Where the hand-offs that a node gives are told of. Never blocks."""
 
     def post(self, command: OwnerCommand) -> None: ...
 
+
+class OwnerPort(OwnerCommands, Protocol):
+    """The transfer thread, as an owner's engine thread sees it. Neither call ever blocks."""
+
     def take(self) -> list[OwnerEvent]: ...
+
+
+class NodePort(Protocol):
+    """The transfer thread of a node that is reader and owner, as its engine thread sees it. Neither
+    call ever blocks."""
+
+    def post(self, command: NodeCommand) -> None: ...
+
+    def take(self) -> list[NodeEvent]: ...

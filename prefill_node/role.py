@@ -39,6 +39,7 @@ from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.queueing.waiting_line import Place
 from common.requests.flight import Flight, Flights
 from common.tracing.context import is_sampled, log_fields
+from kvtransfer.messages import Kind
 from kvtransfer.ports import (
     Admit,
     FailHandoff,
@@ -270,6 +271,9 @@ class PrefillRole:
         if self._desk.draining:
             self._counts["refused/draining"] += 1
             return self._fail(event.serial, "this prefill node is draining", retryable=True)
+        if event.kind is not Kind.PROMPT:
+            self._counts["refused/invalid"] += 1
+            return self._fail(event.serial, "a prefill node runs no requests", retryable=False)
         num_waiting = len(self._bootstrap) + self.scheduler.num_waiting
         if num_waiting >= self._max_waiting:
             self._counts["refused/overloaded"] += 1

@@ -35,6 +35,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+    FINISH_REASON_MOVED: _ClassVar[FinishReason]
 PHASE_UNSPECIFIED: Phase
 PHASE_DISPATCH: Phase
 PHASE_PREALLOC_QUEUE: Phase
@@ -55,6 +56,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
+FINISH_REASON_MOVED: FinishReason
 
 class ToNode(_message.Message):
     __slots__ = ("peers", "submits", "cancels", "protocol_version")
@@ -69,13 +71,15 @@ class ToNode(_message.Message):
     def __init__(self, peers: _Optional[_Union[Peers, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("prefill_addresses",)
+    __slots__ = ("prefill_addresses", "decode_addresses")
     PREFILL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     prefill_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    decode_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +91,8 @@ class Submit(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FROM_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -98,7 +104,17 @@ class Submit(_message.Message):
     namespace: bytes
     engine_deaths: int
     queue_s: float
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    ticket: int
+    move_from: MoveFrom
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ...) -> None: ...
+
+class MoveFrom(_message.Message):
+    __slots__ = ("address", "ticket")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    ticket: int
+    def __init__(self, address: _Optional[str] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class FromNode(_message.Message):
     __slots__ = ("step", "status", "trial", "engine_beat", "last_words", "protocol_version")

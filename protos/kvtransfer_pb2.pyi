@@ -1,12 +1,20 @@
 from protos import last_words_pb2 as _last_words_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class HandoffKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HANDOFF_KIND_PROMPT: _ClassVar[HandoffKind]
+    HANDOFF_KIND_LIVE: _ClassVar[HandoffKind]
+HANDOFF_KIND_PROMPT: HandoffKind
+HANDOFF_KIND_LIVE: HandoffKind
 
 class FromReader(_message.Message):
     __slots__ = ("hello", "open", "grant", "done", "cancel", "beat")
@@ -94,7 +102,7 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s")
+    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s", "kind", "ticket")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +113,8 @@ class Open(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_generated: int
@@ -115,15 +125,19 @@ class Open(_message.Message):
     namespace: bytes
     engine_deaths: int
     queue_s: float
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    kind: HandoffKind
+    ticket: int
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., kind: _Optional[_Union[HandoffKind, str]] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("id", "prefix_tokens")
+    __slots__ = ("id", "prefix_tokens", "room_tokens")
     ID_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     prefix_tokens: int
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ...) -> None: ...
+    room_tokens: int
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., room_tokens: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("id", "compute_tokens", "queued_tokens")
@@ -136,7 +150,7 @@ class Admitted(_message.Message):
     def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., compute_tokens: _Optional[int] = ..., queued_tokens: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("id", "start", "end", "pages", "last", "first_token", "times", "logprobs", "prompt_logprobs", "checked", "sums")
+    __slots__ = ("id", "start", "end", "pages", "last", "first_token", "times", "logprobs", "prompt_logprobs", "checked", "sums", "token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +162,7 @@ class Ready(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     start: int
     end: int
@@ -159,7 +174,8 @@ class Ready(_message.Message):
     prompt_logprobs: _sampling_pb2.Logprobs
     checked: _containers.RepeatedScalarFieldContainer[int]
     sums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token: _Optional[int] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., checked: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token: _Optional[int] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., checked: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillTimes(_message.Message):
     __slots__ = ("bootstrap_s", "waiting_s", "prefill_s", "chunks")

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
 from common.requests.logprobs import TokenLogprobs
+from protos.decode_pb2 import MoveFrom
 from router.clients.client import Client
 from router.cluster.cluster import Chosen, Cluster
 from router.policy.backlogs import WHENEVER, Due
@@ -17,14 +18,16 @@ from router.policy.choices import PlacementKey
 from router.requests import validation
 from router.requests.admission import Admission, new_request_id
 from router.requests.answer import Answer, LastPiece, Piece
-from router.requests.losses import Losses
+from router.requests.losses import Losses, died
 from router.requests.record import Records, RequestRecord
 from router.requests.served_model import ServedModel
+from router.requests.timelines import Submission
 from router.requests.token_buffer import End
 from router.requests.told_tokens import Spell, ToldPrompt, ToldToken, told, told_prompt
 from router.requests.validation import Job
 from router.requests.wanted import Together, Wanted
 from router.requests.within import Within
+from router.stay import Moving, Stay
 from router.text.detokenizer import Detokenizer
 
 # By how much a node may be more patient than this router: it knows better, and to refuse what was
@@ -129,14 +132,31 @@ class Generator:
         chosen = await self._choose(job, due)
         record.accept(len(job.token_ids), chosen.decode.address)
         losses = Losses()
+        stay: Stay | None = None  # where it has been moved to; None: it is yet to be submitted
+        submit = partial(self._submit, job, answer, losses, due.deadline, record)
+
+        def may_move() -> bool:
+            return bool(answer.token_ids) and not losses.engine_deaths
+
         while True:
             try:
-                continued = _continued(job, answer.token_ids, losses.engine_deaths)
-                last = await self._follow(
-                    chosen, continued, due.deadline, answer, write, offer, record
-                )
+                with (
+                    stay or submit(chosen) as here,
+                    Moving(here, may_move, partial(self._move, submit), record.stay) as moving,
+                ):
+                    stay = None
+                    try:
+                        last = await self._follow(here, job, answer, write, offer, record)
+                    except NodeUnavailable as lost:
+                        stay = moving.take_successor() if not died(lost) else None
+                        raise
                 break
             except NodeUnavailable as error:
+                if stay is not None:
+                    stay.tokens.cached_tokens = here.tokens.cached_tokens
+                    chosen = stay.chosen
+                    record.move(stay.submission)
+                    continue
                 record.timeline.lose(str(error))
                 losses.add(chosen.decode.address, error, len(answer.token_ids))
                 if len(answer.token_ids) >= job.sampling.max_tokens:
@@ -148,11 +168,56 @@ class Generator:
         record.finish(last.finish_reason, last.cached_tokens)
         await write(job.request_id, last)
 
+    def _submit(
+        self,
+        job: Job,
+        answer: Answer,
+        losses: Losses,
+        deadline: float,
+        record: RequestRecord,
+        chosen: Chosen,
+        move_from: MoveFrom | None = None,
+    ) -> Stay:
+        """What there still is to do of a job, to a decode node.
+
+        Args:
+            move_from: where it runs, if it does; else the submission is the timeline's last.
+        Raises:
+            NodeUnavailable: the node is gone.
+        """
+        now = time.monotonic()
+        left_s, queue_s = max(0.0, deadline - now), math.inf
+        if chosen.start_by > -math.inf:
+            queue_s = min(max(0.0, chosen.start_by - now) * _LENIENCE, left_s)
+        rest = _continued(job, answer.token_ids, losses.engine_deaths)
+        timeline = record.timeline
+        moves = move_from is not None
+        submission = Submission(chosen.decode.address, now) if moves else timeline.submissions[-1]
+        try:
+            submitted = chosen.decode.submitted(
+                rest,
+                chosen.prefill,
+                left_s,
+                timeline,
+                queue_s,
+                move_from=move_from,
+                submission=submission,
+            )
+        except NodeUnavailable:
+            chosen.charge.close()
+            raise
+        return Stay(chosen, submitted, submission, rest)
+
+    def _move(self, submit: Callable[[Chosen, MoveFrom], Stay], stay: Stay) -> Stay:
+        """Raises NodeUnavailable: there is no other node for it."""
+        job = stay.job
+        key = PlacementKey(job.token_ids, job.session_id, job.namespace)
+        return submit(self._cluster.choose_target(key, stay.address), stay.here)
+
     async def _follow(
         self,
-        chosen: Chosen,
+        stay: Stay,
         job: Job,
-        deadline: float,
         answer: Answer,
         write: Write,
         offer: Offer,
@@ -164,33 +229,27 @@ class Generator:
             NodeUnavailable: the node takes no more requests, or is gone; what it had generated is
                 in `answer`, and written.
         """
-        now = time.monotonic()
-        left_s, queue_s = max(0.0, deadline - now), math.inf
-        if chosen.start_by > -math.inf:
-            queue_s = min(max(0.0, chosen.start_by - now) * _LENIENCE, left_s)
-        with (
-            chosen.charge,
-            chosen.decode.submitted(
-                job, chosen.prefill, left_s, record.timeline, queue_s
-            ) as tokens,
-        ):
+        tokens, charge = stay.tokens, stay.chosen.charge
+        repeats = stay.repeats(answer.token_ids)
 
-            def take(token_ids: Sequence[int], end: End | None) -> Piece | LastPiece | None:
-                piece = answer.add(
-                    token_ids,
-                    end,
-                    tokens.cached_tokens,
-                    tokens.take_logprobs(len(token_ids)),
-                    tokens.prompt_logprobs,
-                )
-                chosen.charge.first_token()
-                record.write(len(piece.token_ids))
-                written = not isinstance(piece, LastPiece) and offer(piece)
-                return None if written else piece
+        def take(token_ids: Sequence[int], end: End | None) -> Piece | LastPiece | None:
+            logprobs = tokens.take_logprobs(len(token_ids))
+            num_again = repeats.dropped(token_ids)
+            if num_again:
+                token_ids, logprobs = token_ids[num_again:], logprobs[num_again:]
+                if not token_ids and end is None:
+                    return None
+            piece = answer.add(
+                token_ids, end, tokens.cached_tokens, logprobs, tokens.prompt_logprobs
+            )
+            charge.first_token()
+            record.write(len(piece.token_ids))
+            written = not isinstance(piece, LastPiece) and offer(piece)
+            return None if written else piece
 
-            while not isinstance(piece := await tokens.taken(take), LastPiece):
-                await write(job.request_id, piece)
-            return piece
+        while not isinstance(piece := await tokens.taken(take), LastPiece):
+            await write(job.request_id, piece)
+        return piece
 
     async def _choose(self, job: Job, due: Due = WHENEVER, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:

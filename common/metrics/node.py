@@ -25,7 +25,7 @@ QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
     "guided",  # whose guide is being compiled
     *("bootstrap", "inflight", "pooled"),  # of a prefill node alone
-    *("unpaired", "prealloc", "transfer"),  # of a decode node alone
+    *("unpaired", "prealloc", "transfer", "leaving"),  # of a decode node alone
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "cache")
 MODES = ("extend", "decode", "mixed")
@@ -233,6 +233,14 @@ LINK_CHANGES = Declared(
     {"change": ("up", "down")},
 )
 
+MOVES = Declared(
+    "baton_node_moves",
+    "counter",
+    "Requests that another decode node was to go on with while they ran; away: it does, refused: "
+    "they go on here. here: those that came.",
+    {"outcome": ("away", "refused", "here")},
+)
+
 BOTH = (
     *(REJECTED, STREAMS, STREAM_ENDS, CUT_OFF, STATE, SILENCE, PAGES, HOST_PAGES, QUEUE),
     *(QUEUED, TOKEN_SECONDS),
@@ -243,7 +251,7 @@ BOTH = (
 DECODE = (
     *(PAIRINGS, OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
-    *(PAGES_COMPARED, LINKS, SLOWEST, LINK_CHANGES),
+    *(PAGES_COMPARED, LINKS, SLOWEST, LINK_CHANGES, MOVES),
 )
 PREFILL = (POOLED,)
 DECLARED: Mapping[Role, tuple[Declared, ...]] = {
@@ -266,6 +274,7 @@ _TOTALS = {
     "handoff_tokens": HANDOFF_TOKENS,
     "pages_read": PAGES_READ,
     "local_prefills": LOCAL_PREFILLS,
+    "moves": MOVES,
     "read_bytes": READ_BYTES,
     "read_descriptors": READ_DESCRIPTORS,
     "reads_refused": READS_REFUSED,

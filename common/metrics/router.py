@@ -115,6 +115,12 @@ STREAMS_LOST = Declared(
     "Streams to decode nodes that ended by themselves; every request on them was hit.",
 )
 REPLAYS = Declared("baton_replays", "counter", "Requests that went on at another decode node.")
+MOVES = Declared(
+    "baton_moves",
+    "counter",
+    "Requests to be moved to another decode node while they ran, and what became of that.",
+    {"outcome": ("moved", "stayed")},
+)
 SUSPECTS = Declared(
     "baton_suspects",
     "counter",
@@ -147,6 +153,7 @@ DECLARED = (
     NODES,
     STREAMS_LOST,
     REPLAYS,
+    MOVES,
     SUSPECTS,
     HTTP_CONNECTIONS,
     HTTP_ANSWERS,
@@ -185,6 +192,7 @@ class RouterMetrics:
         self._nodes = NODES.numbers()
         self._streams_lost = STREAMS_LOST.numbers()
         self._replays = REPLAYS.numbers()
+        self._moves = MOVES.numbers()
         self._suspects = SUSPECTS.numbers()
         self._http_connections = HTTP_CONNECTIONS.numbers()
         self._http_answers = HTTP_ANSWERS.numbers()
@@ -209,6 +217,7 @@ class RouterMetrics:
         yield NODES.family(self._nodes)
         yield STREAMS_LOST.family(self._streams_lost)
         yield REPLAYS.family(self._replays)
+        yield MOVES.family(self._moves)
         yield SUSPECTS.family(self._suspects)
         yield HTTP_CONNECTIONS.family(self._http_connections)
         yield HTTP_ANSWERS.family(self._http_answers)
@@ -289,6 +298,10 @@ class RouterMetrics:
         """A request whose decode node was lost has been placed anew."""
         self._replays[()] += 1
         self._suspects[()] += suspect
+
+    def moved(self, *, moved: bool) -> None:
+        """A request was to go on at another decode node; whether it does."""
+        self._moves["moved" if moved else "stayed",] += 1
 
     # HTTP -----------------------------------------------------------------------------------------
 

@@ -31,6 +31,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     address: str  # of the front's gRPC server, for logs and peers
 
 
+class MoveFrom(msgspec.Struct, frozen=True):
+    """Where a request runs that is to run here."""
+
+    address: str  # of a decode node
+    ticket: int  # its submission there
+
+
 class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     stream: int
     request: int  # the router's number for it on that stream
@@ -45,6 +52,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     namespace: Namespace = SHARED
     engine_deaths: int = 0  # see common/requests/trial.py
     queue_s: float = math.inf  # longest wait for the prompt's first forward
+    ticket: int = 0  # by which it may be moved to another node; 0: it stays
+    move_from: MoveFrom | None = None
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):

@@ -49,6 +49,20 @@ def join(parts: Sequence[Logprobs]) -> Logprobs:
     )
 
 
+def split(logprobs: Logprobs) -> list[Logprobs]:
+    """One record for each token."""
+    width = 4 * logprobs.num_top
+    return [
+        Logprobs(
+            logprobs.logprob[4 * n : 4 * n + 4],
+            logprobs.num_top,
+            logprobs.top_token[n * width : (n + 1) * width],
+            logprobs.top_logprob[n * width : (n + 1) * width],
+        )
+        for n in range(len(logprobs))
+    ]
+
+
 def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
     """The fields of the wire form, for a message that has it as a part."""
     if logprobs is None:

@@ -6,7 +6,7 @@ What a range of tokens may be, or whether an id is known, only the machines can 
 
 import math
 import operator
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
 from common.requests.logprobs import from_proto, to_fields
@@ -27,6 +27,7 @@ from kvtransfer.messages import (
     Failed,
     Grant,
     HandoffId,
+    Kind,
     Open,
     Ready,
     Released,
@@ -58,7 +59,7 @@ def parse(message: Proto) -> Hello | AnyMessage:
         case pb.Open():
             return _open(body)
         case pb.Grant():
-            return Grant(id_of(body), body.prefix_tokens)
+            return Grant(id_of(body), body.prefix_tokens, body.room_tokens)
         case pb.Done():
             return Done(id_of(body))
         case pb.Cancel():
@@ -86,8 +87,9 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
             return wrap(hello=_hello_proto(record))
         case Open():
             return pb.FromReader(open=_open_proto(record))
-        case Grant(id, prefix_tokens):
-            return pb.FromReader(grant=pb.Grant(id=_id_proto(id), prefix_tokens=prefix_tokens))
+        case Grant(id, prefix_tokens, room_tokens):
+            grant = pb.Grant(id=_id_proto(id), prefix_tokens=prefix_tokens, room_tokens=room_tokens)
+            return pb.FromReader(grant=grant)
         case Done(id):
             return pb.FromReader(done=pb.Done(id=_id_proto(id)))
         case Cancel(id, reason):
@@ -216,6 +218,8 @@ def _open(body: pb.Open) -> Open:
         namespace=namespace,
         engine_deaths=min(body.engine_deaths, MAX_DEATHS),
         queue_s=body.queue_s if body.HasField("queue_s") else math.inf,
+        kind=_kind(body.kind),
+        ticket=body.ticket,
     )
 
 
@@ -231,6 +235,8 @@ def _open_proto(record: Open) -> pb.Open:
         namespace=record.namespace,
         engine_deaths=record.engine_deaths,
         queue_s=record.queue_s if record.queue_s < math.inf else None,
+        kind=cast(pb.HandoffKind, record.kind),
+        ticket=record.ticket,
     )
 
 
@@ -241,7 +247,8 @@ def _ready(body: pb.Ready) -> Ready:
         raise ProtocolViolation("the first token comes with the last Ready, and only there")
     if body.end < body.start:
         raise ProtocolViolation(f"a range [{body.start}, {body.end})")
-    if first_token is not None and first_token > MAX_TOKEN_ID:
+    _at_most("token_ids", len(body.token_ids), MAX_TOKENS)
+    if max((*body.token_ids, first_token or 0)) > MAX_TOKEN_ID:
         raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
     return Ready(
         id=id_of(body),
@@ -256,6 +263,7 @@ def _ready(body: pb.Ready) -> Ready:
             from_proto(body.prompt_logprobs) if body.HasField("prompt_logprobs") else None
         ),
         sums=_sums(body),
+        token_ids=tuple(body.token_ids),
     )
 
 
@@ -265,6 +273,13 @@ def _sums(body: pb.Ready) -> tuple[tuple[int, int], ...]:
     if len(body.sums) != len(places) or not in_order or max(places, default=-1) >= len(body.pages):
         raise ProtocolViolation("checksums of pages that are not in this Ready")
     return tuple(zip(places, body.sums, strict=True))
+
+
+def _kind(number: int) -> Kind:
+    try:
+        return Kind(number)
+    except ValueError:
+        raise ProtocolViolation(f"a hand-off of unknown kind {number}") from None
 
 
 def _times(body: pb.PrefillTimes) -> PrefillTimes:
@@ -296,6 +311,7 @@ def _ready_proto(record: Ready) -> pb.Ready:
         prompt_logprobs=to_fields(record.prompt_logprobs),
         checked=[place for place, _ in record.sums],
         sums=[checksum for _, checksum in record.sums],
+        token_ids=record.token_ids,
     )
 
 

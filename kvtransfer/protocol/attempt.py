@@ -7,10 +7,10 @@ import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageTables, num_pages_of
-from kvtransfer.messages import Admitted, HandoffId, Ready
+from kvtransfer.messages import Admitted, HandoffId, Kind, Ready
 from kvtransfer.ports import GrantHandoff, Ints
 from kvtransfer.protocol.link_reads import Read
-from kvtransfer.protocol.ranges import Ranges, check_prefix
+from kvtransfer.protocol.ranges import Ranges, check_prefix, check_room
 from kvtransfer.protocol.states import KVPoll, advance
 
 
@@ -18,8 +18,9 @@ from kvtransfer.protocol.states import KVPoll, advance
 class Attempt:
     id: HandoffId
     stream: int
-    num_tokens: int
+    num_tokens: int  # as opened
     tables: PageTables
+    kind: Kind = Kind.PROMPT
     state: KVPoll = KVPoll.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     ranges: Ranges | None = None  # from Grant on
@@ -34,17 +35,24 @@ class Attempt:
     def grant(self, command: GrantHandoff) -> None:
         """Takes the destination pages. Raises EngineFault if they are not the right number."""
         prefix = command.prefix_tokens
+        room = command.room_tokens if self.kind is Kind.LIVE else None
         try:
-            check_prefix(prefix, self.num_tokens, self.tables.page_size)
+            if room is None:
+                check_prefix(prefix, self.num_tokens, self.tables.page_size)
+            else:
+                check_room(prefix, self.num_tokens, room, self.tables.page_size)
         except ProtocolViolation as error:
             raise EngineFault(f"cannot grant {self.id}: {error}") from error
-        num_pages = num_pages_of(self.tables.handed_over(self.num_tokens, prefix))
+        if room is None:
+            num_pages = num_pages_of(self.tables.handed_over(self.num_tokens, prefix))
+        else:
+            num_pages = self.tables.room_pages(room, prefix)
         if len(command.destination_pages) != num_pages:
             raise EngineFault(
                 f"{self.id} was granted {len(command.destination_pages)} pages, not {num_pages}"
             )
         self.destination = command.destination_pages
-        self.ranges = Ranges(self.tables, self.num_tokens, prefix, prefix)
+        self.ranges = Ranges(self.tables, self.num_tokens, prefix, prefix, room=room)
         self.to(KVPoll.WAITING_FOR_INPUT)
 
     def admit(self, message: Admitted, now: float) -> None:
@@ -75,25 +83,29 @@ class Attempt:
         if message.last is (message.first_token is None):
             raise ProtocolViolation(f"Ready of {self.id}: the first token comes with the last")
         self.ranges.follow(message.start, message.end, len(pages), last=message.last)
+        if len(message.token_ids) != self.ranges.num_tokens - self.num_tokens:
+            raise ProtocolViolation(
+                f"Ready of {self.id} with {len(message.token_ids)} tokens behind {self.num_tokens}"
+            )
         if self.state is not KVPoll.TRANSFERRING:
             self.first_ready = now
         self.to(KVPoll.TRANSFERRING)
         if not pages:
             return None
         self.unread += 1
-        destination = self.destination[self._places(self.ranges.start, message)]
+        destination = self.destination[self._places(self.ranges, message)]
         if message.sums:
             self.sums += tuple((int(destination[place]), sum_) for place, sum_ in message.sums)
         return Read(self.id, np.array(pages, dtype=np.int32), destination)
 
-    def _places(self, prefix: int, message: Ready) -> Ints:
+    def _places(self, ranges: Ranges, message: Ready) -> Ints:
         """Which of the destination pages a range's pages go to, in their order."""
         firsts, place = [], 0
-        for table in self.tables.handed_over(self.num_tokens, prefix):
+        for table in self.tables.handed_over(ranges.num_tokens, ranges.start):
             firsts.append(place - table.first)
             place += table.num_pages
         spans = self.tables.spans(
-            self.num_tokens, prefix, message.start, message.end, last=message.last
+            ranges.num_tokens, ranges.start, message.start, message.end, last=message.last
         )
         return np.concatenate(
             [np.arange(first, past, dtype=np.int32) + firsts[t] for t, first, past in spans]

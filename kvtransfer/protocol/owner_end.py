@@ -21,6 +21,7 @@ from kvtransfer.messages import (
     Failed,
     Grant,
     HandoffId,
+    Kind,
     Open,
     Ready,
     Released,
@@ -37,7 +38,7 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
 from kvtransfer.protocol.beats import Beats, earliest
 from kvtransfer.protocol.deadlines import Deadlines
-from kvtransfer.protocol.ranges import Ranges, check_prefix
+from kvtransfer.protocol.ranges import Ranges, check_prefix, check_room
 from kvtransfer.protocol.states import KVPoll, advance
 
 # How long an owner polls for a reader that says it is connecting. What it serves may not need it.
@@ -56,7 +57,8 @@ class _Handoff:
     id: HandoffId
     serial: int  # of this node's own, which its engine knows it by
     stream: int
-    num_tokens: int
+    num_tokens: int  # as opened
+    kind: Kind
     state: KVPoll = KVPoll.BOOTSTRAPPING
     ranges: Ranges | None = None  # from Grant on
     ungranted: list[Admit | Publish] = field(default_factory=list)
@@ -191,7 +193,7 @@ class OwnerEnd:
             reason = f"{self._max_handoffs} hand-offs are open here"
             self._actions.append(Send(stream, Failed(id, reason, retryable=True)))
             return
-        handoff = _Handoff(id, self._next_serial, stream, len(message.token_ids))
+        handoff = _Handoff(id, self._next_serial, stream, len(message.token_ids), message.kind)
         self._next_serial += 1
         self._handoffs[id], self._ids[handoff.serial] = handoff, id
         self._budgets.set(id, now + message.budget_s)
@@ -208,6 +210,8 @@ class OwnerEnd:
                 message.namespace,
                 message.engine_deaths,
                 message.queue_s,
+                message.kind,
+                message.ticket,
             )
         )
 
@@ -219,11 +223,15 @@ class OwnerEnd:
             return
         if handoff.ranges is not None:
             raise ProtocolViolation(f"a second Grant of {message.id}")
-        prefix = message.prefix_tokens
-        check_prefix(prefix, handoff.num_tokens, self._tables.page_size)
-        handoff.ranges = Ranges(self._tables, handoff.num_tokens, prefix, prefix)
+        prefix, num_tokens = message.prefix_tokens, handoff.num_tokens
+        room = message.room_tokens if handoff.kind is Kind.LIVE else None
+        if room is None:
+            check_prefix(prefix, num_tokens, self._tables.page_size)
+        else:
+            check_room(prefix, num_tokens, room, self._tables.page_size)
+        handoff.ranges = Ranges(self._tables, num_tokens, prefix, prefix, room=room)
         handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
-        self._actions.append(Granted(handoff.serial, prefix))
+        self._actions.append(Granted(handoff.serial, prefix, message.room_tokens))
         for command in handoff.ungranted:
             self._tell(handoff, handoff.ranges, command)
         handoff.ungranted.clear()
@@ -283,6 +291,7 @@ class OwnerEnd:
             command.times,
             command.logprobs,
             command.prompt_logprobs,
+            token_ids=command.token_ids,
         )
         self._actions.append(Send(handoff.stream, ready))
 

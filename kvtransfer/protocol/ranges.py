@@ -13,6 +13,15 @@ def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
         raise ProtocolViolation(f"a prefix of {prefix_tokens} tokens of {num_tokens}")
 
 
+def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size: int) -> None:
+    """Raises ProtocolViolation unless a reader may hold so many of a running request's tokens, of
+    which it knows `num_tokens` and has room for so many."""
+    if prefix_tokens % page_size or not prefix_tokens <= num_tokens <= room_tokens:
+        raise ProtocolViolation(
+            f"a prefix of {prefix_tokens} tokens of {num_tokens}, and room for {room_tokens}"
+        )
+
+
 @dataclass(slots=True)
 class Ranges:
     """The ranges of one hand-off. All but the last end at a page's edge; the last ends with the
@@ -23,6 +32,9 @@ class Ranges:
     start: int  # the prefix that the reader has
     next: int  # where the next range begins
     complete: bool = False
+    # Of a running request: it goes on, and its only range says how many tokens there are, which
+    # are no more than these.
+    room: int | None = None
 
     def follow(self, start: int, end: int, num_pages: int, *, last: bool) -> None:
         """Adds the range [start, end). Raises ProtocolViolation if it cannot be the next one."""
@@ -31,17 +43,23 @@ class Ranges:
             raise ProtocolViolation(f"range [{start}, {end}) of {self.num_tokens} tokens: {wrong}")
         self.next = end
         self.complete = last
+        if self.room is not None:
+            self.num_tokens = end
 
     def _complaint(self, start: int, end: int, num_pages: int, *, last: bool) -> str | None:
         if self.complete:
             return "it comes after the last"
         if start != self.next:
             return f"it does not follow the one before, which ended at {self.next}"
-        if last and end != self.num_tokens:
+        if self.room is not None:
+            if not last or not self.num_tokens <= end <= self.room:
+                return f"it must be the only one, and end at {self.room} at the latest"
+        elif last and end != self.num_tokens:
             return "it is the last but not the end"
         if not last and (end <= start or end > self.num_tokens or end % self.tables.page_size):
             return "it must end at a later page's edge"
-        spans = self.tables.spans(self.num_tokens, self.start, start, end, last=last)
+        num_tokens = end if self.room is not None else self.num_tokens
+        spans = self.tables.spans(num_tokens, self.start, start, end, last=last)
         if num_pages != num_pages_of(spans):
             return f"it comes with {num_pages} pages"
         return None

@@ -270,6 +270,7 @@ class ReaderEnd:
                     message.times,
                     message.logprobs,
                     message.prompt_logprobs,
+                    message.token_ids,
                 )
             )
         if read is not None:
@@ -341,7 +342,7 @@ class ReaderEnd:
             self._actions.append(Lost(command.id, reason, retryable=True, may_return=True))
             return
         self._attempts[command.id] = Attempt(
-            command.id, stream, len(command.token_ids), self._tables
+            command.id, stream, len(command.token_ids), self._tables, command.kind
         )
         self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.budget_s)
         message = Open(
@@ -355,6 +356,8 @@ class ReaderEnd:
             command.namespace,
             command.engine_deaths,
             command.queue_s,
+            command.kind,
+            command.ticket,
         )
         self._actions.append(Send(stream, message))
 
@@ -365,7 +368,8 @@ class ReaderEnd:
             self._settle(command.id)
             return
         attempt.grant(command)
-        self._actions.append(Send(attempt.stream, Grant(command.id, command.prefix_tokens)))
+        grant = Grant(command.id, command.prefix_tokens, command.room_tokens)
+        self._actions.append(Send(attempt.stream, grant))
 
     def _expire(self, attempt: Attempt, wait: _Wait) -> None:
         match wait:

@@ -9,6 +9,7 @@ import msgspec
 
 from common.errors import LayoutMismatch
 from kvtransfer.backends.base import Ints, Owner
+from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open, Ready
 from kvtransfer.pairing import Hello, compare
 from kvtransfer.ports import OwnerCommand, OwnerEvent
@@ -59,7 +60,8 @@ class Publisher:
     def start(self) -> None:
         """An owner waits to be spoken to."""
 
-    def opened(self, stream: int, hello: Hello, now: float) -> None:
+    def opened(self, opening: PairOpened, now: float) -> None:
+        stream, hello = opening.stream, opening.hello
         try:
             compare(self._hello, hello)
         except LayoutMismatch as mismatch:

@@ -14,6 +14,7 @@ from common.errors import LayoutMismatch, TransferError
 from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
+from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import DataPath, Hello, compare
 from kvtransfer.ports import Held, Lost, ReaderCommand, ReaderEvent
@@ -89,7 +90,8 @@ class Reader:
     def start(self) -> None:
         self._outlet.local_hello(self._hello)
 
-    def opened(self, stream: int, hello: Hello, now: float) -> None:
+    def opened(self, opening: PairOpened, now: float) -> None:
+        stream, hello = opening.stream, opening.hello
         region = hello.regions[0]
         try:
             compare(self._hello, hello)

@@ -48,7 +48,7 @@ class Side(Protocol[CommandIn]):
         """Called first."""
         ...
 
-    def opened(self, stream: int, hello: Hello, now: float) -> None: ...
+    def opened(self, opening: PairOpened, now: float) -> None: ...
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None: ...
 
@@ -198,8 +198,8 @@ class TransferThread(Generic[Command, Event]):
         now = time.monotonic()
         for message in self._frames.receive():
             match message:
-                case PairOpened(stream, hello):
-                    self._side.opened(stream, hello, now)
+                case PairOpened():
+                    self._side.opened(message, now)
                 case PairMessage(stream, content):
                     self._side.received(stream, content, now)
                 case PairClosed(stream, reason, engine_died):

@@ -28,7 +28,8 @@ def summary(timeline: RequestTimeline) -> dict[str, Any]:
         "decode": last.decode if last else None,
         "prefill": used.prefill if used else None,
         "path": used.path if used else None,
-        "replays": max(len(timeline.submissions) - 1, 0),
+        "replays": timeline.num_replays,
+        "moves": timeline.num_moves,
         "trace_id": timeline.trace.trace_id or None,
     }
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
 from protos import decode_pb2
@@ -182,6 +183,21 @@ class Cluster:
             self._load.charge(placement, num_tokens, start_by),
             start_by,
         )
+
+    def choose_target(self, key: PlacementKey, source: str) -> Chosen:
+        """Where a request goes on that runs at `source`: no prompt is computed.
+
+        Raises:
+            NodeUnavailable: no other decode node is usable.
+        """
+        choices = [choice for choice in self.usable() if choice.address != source]
+        if not choices:
+            raise NodeUnavailable("no other decode node is ready")
+        picked = self._policy.pick(key, choices)
+        placement = replace(picked, prefill=(), uncached_tokens=0)
+        charge = self._load.charge(placement, len(key.token_ids))
+        charge.first_token()
+        return Chosen(self._clients[placement.decode], (), charge, -math.inf)
 
     def _read(self, client: DecodeClient) -> None:
         """Takes up what a decode node has said. Of one node only: each says something twice a

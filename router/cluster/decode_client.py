@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ from common.requests.logprobs import from_proto
 from common.requests.sampling import to_fields
 from common.rpc import last_words
 from protos import decode_pb2, decode_pb2_grpc
+from protos.decode_pb2 import MoveFrom
 from router.cluster.engine_pulse import EnginePulse, Patience
+from router.cluster.guest import Guest
 from router.cluster.node_ends import end_of
 from router.cluster.unsent import Unsent
 from router.requests.losses import Doing, NodeLost
-from router.requests.timelines import RequestTimeline
+from router.requests.timelines import RequestTimeline, Submission
 from router.requests.token_buffer import TokenBuffer
 from router.requests.validation import Job
 
@@ -57,6 +60,7 @@ class DecodeClient:
         channel: grpc.aio.Channel,
         *,
         peers: Sequence[str],
+        others: Sequence[str] = (),
         on_move: Callable[[str], None],
         on_pulse: Callable[[], None] = lambda: None,
         patience: Patience | None = None,
@@ -65,6 +69,7 @@ class DecodeClient:
         """
         Args:
             peers: addresses of all prefill nodes, which the node is told first.
+            others: of all decode nodes, likewise.
             on_move: called with the address when `status` has changed.
             on_pulse: called when `moves` has, on a stream that is open.
             refused_s: between two tries at a node that cannot be spoken with.
@@ -73,7 +78,9 @@ class DecodeClient:
         # The node's last Status on the stream that is open; None: no stream, or none yet.
         self.status: decode_pb2.Status | None = None
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
-        self._peers = tuple(peers)
+        self._peers = tuple(peers), tuple(others)
+        self.guests: set[Guest] = set()  # those of its requests that may be moved
+        self.draining = asyncio.Event()  # set while it `drains`
         self._on_move = on_move
         self._on_pulse = on_pulse
         self._patience = patience or Patience()
@@ -82,7 +89,7 @@ class DecodeClient:
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
         # Requests whose timeline the node has not told; it may come after the request was left.
-        self._untold: dict[int, tuple[RequestTimeline, int]] = {}
+        self._untold: dict[int, tuple[RequestTimeline, Submission]] = {}
         self._trial: decode_pb2.Trial | None = None  # under way in the node
         self._unsent = Unsent()
 
@@ -120,11 +127,11 @@ class DecodeClient:
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    def tell_peers(self, addresses: Sequence[str]) -> None:
-        """Replaces the prefill nodes that the node has been told, at once and for every stream to
+    def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
+        """Replaces the nodes that the node has been told of, at once and for every stream to
         come."""
-        self._peers = tuple(addresses)
-        self._unsent.tell_peers(self._peers)
+        self._peers = tuple(prefill), tuple(decode)
+        self._unsent.tell_peers(*self._peers)
 
     def submitted(
         self,
@@ -133,6 +140,9 @@ class DecodeClient:
         budget_s: float,
         timeline: RequestTimeline,
         queue_s: float = math.inf,
+        *,
+        move_from: MoveFrom | None = None,
+        submission: Submission | None = None,
     ) -> "Submitted":
         """Submits `job`. What this returns must be entered at once; leaving it before the
         request's end cancels the request on the node.
@@ -140,8 +150,10 @@ class DecodeClient:
         Args:
             prefill: candidate prefill nodes in order of preference.
             budget_s: what is left of the request's total budget.
-            timeline: of the request; its last submission is this one.
+            timeline: of the request.
             queue_s: longest wait for the prompt's first forward.
+            move_from: where it runs, and from where it is to come. Nothing is told of it before.
+            submission: this one; default: the timeline's last.
         Raises:
             NodeUnavailable: the node has no open stream.
         """
@@ -153,6 +165,7 @@ class DecodeClient:
             job.sampling.max_tokens - job.num_generated,
             wants_logprobs=job.sampling.logprobs >= 0,
         )
+        ticket = secrets.randbits(64) or 1
         submit = decode_pb2.Submit(
             request=number,
             request_id=job.request_id,
@@ -165,10 +178,12 @@ class DecodeClient:
             namespace=job.namespace,
             engine_deaths=job.engine_deaths,
             queue_s=queue_s if queue_s < math.inf else None,
+            ticket=ticket,
+            move_from=move_from,
         )
-        self._untold[number] = timeline, len(timeline.submissions) - 1
+        self._untold[number] = timeline, submission or timeline.submissions[-1]
         self._unsent.submit(submit)
-        return Submitted(buffer, self, number)
+        return Submitted(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
 
     def leave(self, number: int) -> None:
         """Cancels the request on the node, unless it has ended."""
@@ -187,7 +202,7 @@ class DecodeClient:
         # Not wait_for_ready: a call that waits keeps the certificates that it began with.
         call = self._stub.Serve()
         self._unsent.clear()
-        self._unsent.tell_peers(self._peers)
+        self._unsent.tell_peers(*self._peers)
         sending = asyncio.create_task(self._send(call))
         pulse = self._pulse = EnginePulse(self._patience, self._pulse_changed)
         watching = asyncio.create_task(self._end_if_dead(pulse, call))
@@ -259,6 +274,7 @@ class DecodeClient:
                 if len(message.status.links) > serve_protocol.MAX_LINKS:
                     raise ProtocolViolation(f"the node has {len(message.status.links)} links")
                 self.status = message.status
+                self._note_drain()
                 self._on_move(self.address)
             case "trial":
                 self._trial = message.trial if message.trial.under_way else None
@@ -314,7 +330,7 @@ class DecodeClient:
                     step.error_code[index],
                     retries[index],
                 )
-                if isinstance(end, NodeUnavailable) and self._drains:
+                if isinstance(end, NodeUnavailable) and self.drains:
                     end = NodeLost(str(end), Doing.NOT_ITS_OWN)
                 buffer.end(end)
                 told.append(buffer)
@@ -326,6 +342,7 @@ class DecodeClient:
         for number, buffer in self._live.items():
             buffer.end(NodeLost(sentence, self._whose(number, over)))
         self.status = self._trial = self._pulse = None
+        self._note_drain()
         for buffer in self._live.values():
             buffer.tell()
         self._live.clear()
@@ -333,13 +350,20 @@ class DecodeClient:
         self._on_move(self.address)
 
     @property
-    def _drains(self) -> bool:
+    def drains(self) -> bool:
+        """Whether it wants to be rid of its requests."""
         return self.status is not None and self.status.state == "draining"
+
+    def _note_drain(self) -> None:
+        if self.drains:
+            self.draining.set()
+        else:
+            self.draining.clear()
 
     def _whose(self, number: int, over: _Over) -> Doing:
         """Whose doing it may be, as this request sees it, that the stream is over."""
         if not over.engine_died:
-            return Doing.NOT_ITS_OWN if self._drains else Doing.UNKNOWN
+            return Doing.NOT_ITS_OWN if self.drains else Doing.UNKNOWN
         if self._trial is None:
             return Doing.ANYBODYS
         alone = self._trial.HasField("request") and self._trial.request == number
@@ -349,12 +373,15 @@ class DecodeClient:
 class Submitted:
     """One request on a decode node, from entering to leaving; gives what the node says of it."""
 
-    __slots__ = ("_buffer", "_client", "_number")
+    __slots__ = ("_buffer", "_client", "_number", "here")
 
-    def __init__(self, buffer: TokenBuffer, client: DecodeClient, number: int) -> None:
+    def __init__(
+        self, buffer: TokenBuffer, client: DecodeClient, number: int, here: MoveFrom
+    ) -> None:
         self._buffer = buffer
         self._client = client
         self._number = number
+        self.here = here  # as it is named to a decode node that is to go on with it
 
     def __enter__(self) -> TokenBuffer:
         return self._buffer

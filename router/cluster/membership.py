@@ -19,6 +19,7 @@ from router.cluster.cluster import Cluster
 from router.cluster.decode_client import DecodeClient
 from router.cluster.discovery import Discovery, Members
 from router.cluster.engine_pulse import Patience
+from router.cluster.evacuation import evacuate
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, Role
 from router.cluster.survey import Survey
@@ -127,14 +128,17 @@ class Membership:
             address,
             channel,
             peers=self._peers(),
+            others=self._others(),
             on_move=lambda _: self._moved(client, left),
             on_pulse=lambda: self._pulsed(client, left),
             patience=self._patience,
         )
         async with channel, asyncio.TaskGroup() as tasks:
             self._clients.append(client)
+            self._tell_peers()
             self._cluster.add(client)
             serving = tasks.create_task(client.run())
+            moving = tasks.create_task(evacuate(client))
             await left.wait()
             self._cluster.remove(client)
             with contextlib.suppress(TimeoutError):
@@ -142,8 +146,10 @@ class Membership:
                     while client.num_live:  # noqa: ASYNC110  (an event would cost every request)
                         await asyncio.sleep(_LOOK_S)
             serving.cancel()
+            moving.cancel()
             self._clients.remove(client)
             self._shapes.pop(client, None)
+            self._tell_peers()
 
     def _moved(self, client: DecodeClient, left: asyncio.Event) -> None:
         """The stream of `client` has ended, or brought a Status."""
@@ -169,9 +175,12 @@ class Membership:
     def _peers(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._prefill))[:MAX_ADDRESSES]
 
+    def _others(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(client.address for client in self._clients))[:MAX_ADDRESSES]
+
     def _tell_peers(self) -> None:
         for client in self._clients:
-            client.tell_peers(self._peers())
+            client.tell_peers(self._peers(), self._others())
 
 
 def _shape(status: decode_pb2.Status | None) -> tuple[str, ...]:

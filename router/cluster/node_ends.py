@@ -12,6 +12,7 @@ from common.errors import (
     ServingError,
 )
 from protos import decode_pb2
+from router.requests.losses import Doing, NodeLost
 from router.requests.token_buffer import End
 
 # Any other status of a node tells its clients no more than that it failed them.
@@ -42,6 +43,8 @@ def end_of(
             return End("length")
         case decode_pb2.FINISH_REASON_ABORT:
             return RequestAborted("the request was aborted")
+        case decode_pb2.FINISH_REASON_MOVED:
+            return NodeLost("the request was moved to another decode node", Doing.NOT_ITS_OWN)
         case _:
             failure = _ERRORS.get(error_code, EngineFault)
             sentence = error[:_MAX_ERROR] or "the decode node gave up without a reason"

@@ -30,9 +30,9 @@ class Unsent:
         self._submits.clear()
         self._cancels.clear()
 
-    def tell_peers(self, addresses: Sequence[str]) -> None:
-        """Replaces the list of prefill nodes."""
-        self._peers = Peers(prefill_addresses=addresses)
+    def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
+        """Replaces the lists of nodes."""
+        self._peers = Peers(prefill_addresses=prefill, decode_addresses=decode)
         self._news.set()
 
     def submit(self, submit: Submit) -> None:

@@ -31,6 +31,11 @@ class NodeLost(NodeUnavailable):
         self.doing = doing
 
 
+def died(error: NodeUnavailable) -> bool:
+    """Whether the request may have killed the engine of its node."""
+    return isinstance(error, NodeLost) and error.doing in (Doing.ANYBODYS, Doing.ITS_OWN)
+
+
 class Losses:
     """Of one request.
 

@@ -18,7 +18,7 @@ from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.clients.client import Client
-from router.requests.timelines import Timelines
+from router.requests.timelines import Submission, Timelines
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,17 @@ class RequestRecord:
                 because=lost,
             ),
         )
+
+    def move(self, to: Submission) -> None:
+        """It goes on at another decode node, from where it stopped."""
+        self._metrics.moved(moved=True)
+        self.timeline.move(to)
+        log.info("request moved %s", kv(**self._names(), tokens=self._num_tokens, decode=to.decode))
+
+    def stay(self, decode: str, because: ServingError) -> None:
+        """It was to be moved to that decode node, and is not."""
+        self._metrics.moved(moved=False)
+        log.info("request not moved %s", kv(**self._names(), decode=decode, because=because))
 
     def write(self, num_tokens: int) -> None:
         """A message with so many tokens goes to the client now."""

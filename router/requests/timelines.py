@@ -30,6 +30,7 @@ class Submission:
     lost: float = 0.0
     because: str = ""  # it was lost
     num_tokens: int = 0  # of the answer, that it came with
+    moved: bool = False  # the one before ran on until this one could
     told: float = 0.0  # when its timeline came
     # Of its own: what came keeps the whole Step in memory that it was part of.
     message: decode_pb2.Timeline | None = None
@@ -81,9 +82,8 @@ class RequestTimeline:
     submissions: list[Submission] = field(default_factory=list)
     on_told: "Callable[[RequestTimeline], None]" = field(kw_only=True)
 
-    def told(self, index: int, message: decode_pb2.Timeline) -> None:
-        """The decode node of submission `index` has said where the time went."""
-        one = self.submissions[index]
+    def told(self, one: Submission, message: decode_pb2.Timeline) -> None:
+        """The decode node of this submission has said where the time went."""
         one.tell(message)
         if self.ended and one is self.giver():
             self.on_told(self)
@@ -91,6 +91,21 @@ class RequestTimeline:
     def submit(self, decode: str) -> None:
         now = time.monotonic()
         self.submissions.append(Submission(decode, now, num_tokens=self.completion_tokens))
+
+    def move(self, to: Submission) -> None:
+        """It goes on at another decode node, which has had it submitted before."""
+        last = self.submissions[-1]
+        last.lost, last.because = time.monotonic(), "moved"
+        to.moved = True
+        self.submissions.append(to)
+
+    @property
+    def num_moves(self) -> int:
+        return sum(one.moved for one in self.submissions)
+
+    @property
+    def num_replays(self) -> int:
+        return max(len(self.submissions) - 1 - self.num_moves, 0)
 
     def lose(self, because: str) -> None:
         """The decode node of the last submission has let it go."""
@@ -114,9 +129,11 @@ class RequestTimeline:
         now = self.ended or time.monotonic()
         yield "tokenize", self.arrived, self.tokenised or now
         begun = self.tokenised
-        for one in self.submissions:
-            yield "place", begun, one.submitted
-            if one.lost:
+        after = [*(one.moved for one in self.submissions[1:]), False]
+        for one, moves in zip(self.submissions, after, strict=True):
+            if not one.moved:
+                yield "place", begun, one.submitted
+            if one.lost and not moves:
                 yield "lost_node", one.submitted, one.lost
             begun = one.lost
         if begun and not (self.ended and self.submissions):
@@ -213,7 +230,8 @@ class Timelines:
                 "baton.request_id": timeline.request_id[:MAX_TEXT],
                 "baton.label": timeline.label[:MAX_TEXT],
                 "baton.outcome": timeline.outcome,
-                "baton.replays": max(len(timeline.submissions) - 1, 0),
+                "baton.replays": timeline.num_replays,
+                "baton.moves": timeline.num_moves,
                 "baton.time_to_first_token_s": (
                     timeline.first_token - timeline.arrived if timeline.first_token else 0.0
                 ),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.errors import ServingError
+from common.errors import NodeUnavailable, ServingError
 from common.requests.logprobs import TokenLogprobs
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ class TokenBuffer:
         # Of the writer, while it waits: what it takes news with, and what it waits for.
         self._writer: tuple[Callable[[list[int], End | None], Any], asyncio.Future[Any]] | None
         self._writer = None
+        self._news: asyncio.Future[None] | None = None
 
     def append(self, token: int) -> bool:
         """Returns False, and keeps nothing, when the node has sent all it was asked for, or has not
@@ -70,6 +71,8 @@ class TokenBuffer:
 
     def tell(self) -> None:
         """Gives a writer that waits what has been appended, and the end: after every step."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
         if self._writer is None:
             return
         take, taken = self._writer
@@ -82,6 +85,22 @@ class TokenBuffer:
         else:
             if result is not None:
                 taken.set_result(result)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there are tokens that nobody has taken."""
+        return bool(self._tokens)
+
+    def error(self) -> ServingError:
+        """Of one that has ended without a token."""
+        end = self._end
+        return end if isinstance(end, ServingError) else NodeUnavailable("it ended without a token")
+
+    async def news(self) -> None:
+        """Returns once there are tokens, or an end; takes nothing. As `taken`."""
+        if not self._tokens and self._end is None:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
 
     async def taken(self, take: Callable[[list[int], End | None], T | None]) -> T:
         """Calls `take` with every token that waits, and the end if it has come, at once and

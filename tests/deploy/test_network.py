@@ -87,8 +87,8 @@ def _sorted(peers):
     return sorted(peers, key=repr)
 
 
-# Seen failing: with a rule without ports, with decode nodes let in to decode nodes, with routers
-# let in to pages, and with the component taken from an overlay.
+# Seen failing: with a rule without ports, with routers let in to pages, with the component
+# taken from an overlay.
 @pytest.mark.parametrize("name", GUARDED)
 def test_each_port_hears_those_whom_the_guide_names_and_nobody_else(render, name):
     _check(render(name))

@@ -40,8 +40,10 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
                 expected |= {program.role: front.port}
                 if transfer.path != "nixl":  # with which pages are not served over tcp
                     expected["prefill-data"] = transfer.data_port
-            case DecodeConfig():
+            case DecodeConfig(transfer=transfer):
                 expected |= {program.role: front.port}
+                if transfer.path != "nixl":
+                    expected["decode-data"] = transfer.data_port
         assert 0 not in expected.values()
         assert ports == expected
 

@@ -21,7 +21,11 @@ def search(plan: Plan, config: TransferConfig, *, faults: int) -> Searched:
     Raises:
         Broken: with the steps that lead to it; an error of the product's own is one too.
     """
-    simulation = Simulation(plan, config)
+    return search_in(Simulation(plan, config), faults=faults)
+
+
+def search_in(simulation: Simulation, *, faults: int) -> Searched:
+    """The same of a simulation, with its own invariants."""
     start = simulation.start(faults)
     # Worlds are remembered by hash alone: of two million, two are mistaken for each other with a
     # chance of one in a million.

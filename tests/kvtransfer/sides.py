@@ -161,8 +161,8 @@ ENDED = Job("ended", 0, 0, 0, 0, ())
 def _timeless(event: Any) -> Any:
     """An event as it is where moments are not told: states that behave alike stay equal."""
     match event:
-        case FirstToken(id, token):
-            return FirstToken(id, token)
+        case FirstToken(id, token, token_ids=token_ids):
+            return FirstToken(id, token, token_ids=token_ids)
         case Held(id):
             return Held(id)
     return event

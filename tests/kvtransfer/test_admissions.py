@@ -12,7 +12,7 @@ from common.errors import TransferError
 from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
 from kvtransfer.backends.base import Ints, Owner, PagePool, prepared
-from kvtransfer.front_messages import PairEnd, PairHello, PairInput, PairOutput
+from kvtransfer.front_messages import PairEnd, PairHello, PairInput, PairOpened, PairOutput
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.owner_end import OwnerEnd
@@ -65,7 +65,7 @@ class Rig:
     wakes: list[None] = field(default_factory=list)
 
     def open(self, stream: int, instance: int, now: float = 0.0) -> None:
-        self.publisher.opened(stream, _hello(instance), now)
+        self.publisher.opened(PairOpened(stream, _hello(instance), False), now)
 
     def tick(self, now: float) -> dict[int, list[str]]:
         """The names of the paths offered by now, by stream that has been answered."""

@@ -22,7 +22,7 @@ from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
 from kvtransfer.backends.nixl import NixlBackend
 from kvtransfer.backends.nixl_paths import PATHS
 from kvtransfer.backends.tcp import TcpBackend
-from kvtransfer.front_messages import PairInput
+from kvtransfer.front_messages import PairInput, PairOpened
 from kvtransfer.messages import Cancel, Done, Failed, Grant, HandoffId, Open, Released
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.ports import (
@@ -521,7 +521,7 @@ def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_
     end = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     outlet, nothing = Outlet(frames), PageSums(pool, 0)
     publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, outlet, lambda: None, nothing)
-    publisher.opened(7, _hello(READER, pool), 0.0)
+    publisher.opened(PairOpened(7, _hello(READER, pool), False), 0.0)
     sampling = SamplingParams(max_tokens=8, seed=3)
     publisher.received(7, Open(ID, tuple(range(7)), 0, sampling, 9.0, ""), 0.0)
     publisher.received(7, Grant(ID, 0), 0.0)

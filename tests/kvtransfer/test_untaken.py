@@ -10,7 +10,7 @@ from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.base import PagePool
-from kvtransfer.front_messages import PairInput, PairOutput, PairSend
+from kvtransfer.front_messages import PairInput, PairOpened, PairOutput, PairSend
 from kvtransfer.messages import Cancel, Failed, HandoffId, Open
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.ports import HandoffDropped, Opened, OwnerEvent
@@ -60,7 +60,7 @@ def owner() -> Iterator[Owner]:
         end, _hello(OWNER), {}, outlet, lambda: None, nothing, max_untaken_tokens=MAX_TOKENS
     )
     for reader in (LOUD, QUIET):
-        publisher.opened(reader, _hello(reader), 0.0)
+        publisher.opened(PairOpened(reader, _hello(reader), False), 0.0)
     yield Owner(publisher, outlet, front)
     frames.close()
     front.close()

@@ -25,6 +25,7 @@ from kvtransfer.messages import (
     FromReader,
     Grant,
     HandoffId,
+    Kind,
     Open,
     Ready,
     Released,
@@ -108,6 +109,8 @@ def opens(draw: st.DrawFn) -> Open:
         namespace=namespace,
         engine_deaths=draw(st.integers(0, MAX_DEATHS)),
         queue_s=draw(seconds | st.just(math.inf)),
+        kind=draw(st.sampled_from(Kind)),
+        ticket=draw(u64),
     )
 
 
@@ -121,11 +124,18 @@ def readies(draw: st.DrawFn) -> Ready:
     told = draw(st.none() | times) if last else None
     places = draw(st.sets(st.integers(0, len(pages) - 1))) if pages else ()
     sums = tuple((place, draw(st.integers(0, 2**64 - 1))) for place in sorted(places))
-    return Ready(draw(ids), start, end, pages, last, first_token, told, sums=sums)
+    token_ids = tuple(draw(st.lists(i31, max_size=5)))
+    return Ready(
+        draw(ids), start, end, pages, last, first_token, told, sums=sums, token_ids=token_ids
+    )
 
 
 from_reader = st.one_of(
-    opens(), st.builds(Grant, ids, u32), st.builds(Done, ids), st.builds(Cancel, ids, text), beats
+    opens(),
+    st.builds(Grant, ids, u32, u32),
+    st.builds(Done, ids),
+    st.builds(Cancel, ids, text),
+    beats,
 )
 from_owner = st.one_of(
     st.builds(Admitted, ids, u32, u32),
@@ -246,9 +256,11 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(namespace=bytes(15)), "namespace has 15 bytes; it has 16, or none"),
         (_open(namespace=bytes(1 << 20)), "namespace"),
         (_open(sampling=None), "max_tokens"),
+        (_open(kind=7), "unknown kind 7"),
         (_ready(first_token=None), "first token"),
         (_ready(last=False), "first token"),
         (_ready(first_token=2**31), "token id"),
+        (_ready(token_ids=[2**31]), "token id"),
         (_ready(start=5), "range"),
         (_ready(pages=[1] * (wire.MAX_PAGES + 1)), "pages"),
         (_hello(regions=[]), "region"),

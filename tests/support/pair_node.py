@@ -52,6 +52,7 @@ from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer.both import BothSides
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.read_meter import ReadMeter
@@ -122,6 +123,8 @@ class Asked:
     cached_tokens: int | None = None  # None: not told yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ticket: int = 0
+    moves: bool = False  # it runs elsewhere, and is to come here
 
     @property
     def reason(self) -> FinishReason | None:
@@ -171,8 +174,10 @@ class RouterEnd:
         for number, logprobs in step.prompt_logprobs:
             self.asked[number].prompt_logprobs = logprobs.tokens()
         for number, token in zip(numbers, tokens, strict=True):
-            assert self.asked[number].ended is None, "a token after the end"
-            assert self.asked[number].cached_tokens is not None, "a token, and nothing has begun"
+            asked = self.asked[number]
+            assert asked.ended is None, "a token after the end"
+            begun = asked.cached_tokens is not None or asked.moves
+            assert begun, "a token, and nothing has begun"
             self.asked[number].tokens.append(token)
         for ended in step.ended:
             assert self.asked[ended.request].ended is None, "a request ended twice"
@@ -343,19 +348,30 @@ def decode_node(
     """fields: of DecodeConfig."""
     engine, engine_config = _engine(common, size)
     config = DecodeConfig(engine=engine_config, transfer=common.transfer, **fields)
+    owner, tables = common.backend.serve(_pool(engine), instance), engine.shape.layout.tables
     hello = _hello(engine, instance, front.address)
     news, ears = News(common.wake), Ears()
     transfer: TransferThread[Any, Any] = TransferThread(
         frames,
-        lambda outlet, wake: Reader(
-            ReaderEnd(common.transfer, engine.shape.layout.tables),
-            hello,
-            _pool(engine),
-            {common.backend.name: common.backend},
-            common.transfer,
-            outlet,
-            wake,
-            ReadMeter(engine.pool.page_bytes),
+        lambda outlet, wake: BothSides(
+            Reader(
+                ReaderEnd(common.transfer, tables),
+                hello,
+                _pool(engine),
+                {common.backend.name: common.backend},
+                common.transfer,
+                outlet,
+                wake,
+                ReadMeter(engine.pool.page_bytes),
+            ),
+            Publisher(
+                OwnerEnd(common.transfer, tables),
+                hello,
+                {common.backend.name: owner},
+                outlet,
+                wake,
+                PageSums(_pool(engine), common.transfer.check_every),
+            ),
         ),
         engine_moves=ears.turn,
         wake_engine=news.tell,
@@ -368,7 +384,7 @@ def decode_node(
         scheduler=engine.scheduler(engine_config, lambda request, pages: None),
         pages=engine.pages,
         cache=engine.cache,
-        tables=engine.shape.layout.tables,
+        tables=tables,
         page_bytes=engine.pool.page_bytes,
         limits=engine.limits,
         port=transfer,

@@ -14,13 +14,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from common.config import TransferConfig
 from common.engine.run.stream import Stream, WorkerStream
 from common.node.ipc import FrameSocket, socket_pair
-from common.node.messages import Ask, CancelSubmitted, StreamEnded, SubmitRequest
+from common.node.messages import Ask, CancelSubmitted, MoveFrom, StreamEnded, SubmitRequest
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.loopback import LoopbackBackend
@@ -55,6 +56,7 @@ class PairRig:
         prefill, decode: one entry per node; decode nodes without any prefill node are colocated.
         scheduler: fields of SchedulerConfig.
         make_stream: the forward stream of each node.
+        moves: decode nodes are paired with each other too.
         config: fields of DecodeConfig. Who has lost all its owners waits for none, unless they
             say so.
     """
@@ -72,6 +74,7 @@ class PairRig:
         scheduler: dict[str, Any] | None = None,
         transfer: TransferConfig = PATIENT,
         make_stream: Callable[[], Stream] = WorkerStream,
+        moves: bool = False,
         **config: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -100,11 +103,12 @@ class PairRig:
                 common,
                 2000 + i,
                 size,
-                *self._ends(f"decode-{i}", is_owner=False),
+                *self._ends(f"decode-{i}", is_owner=moves),
                 {"pair_again_s": 0.0, **config},
             )
             for i, size in enumerate(decode)
         ]
+        self._num_owners = len(prefill) + (len(decode) - 1 if moves else 0)
         self.asked: list[Asked] = []
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -129,6 +133,7 @@ class PairRig:
         request_id: str = "",
         namespace: Namespace = SHARED,
         engine_deaths: int = 0,
+        move_from: MoveFrom | None = None,
         **sampling: Any,
     ) -> Asked:
         """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
@@ -139,6 +144,7 @@ class PairRig:
         number = next(self._numbers)
         fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **sampling}
         asked = Asked(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **fields))
+        asked.ticket, asked.moves = (1 << 63) + number, move_from is not None
         self.asked.append(asked)
         router = self.decode[node].router
         router.asked[number] = asked
@@ -156,9 +162,22 @@ class PairRig:
                 namespace=namespace,
                 engine_deaths=engine_deaths,
                 queue_s=queue_s,
+                ticket=asked.ticket,
+                move_from=move_from,
             )
         )
         return asked
+
+    def move(self, asked: Asked, source: int, target: int) -> Asked:
+        """Submits a request that runs on one decode node to another, with the tokens that it has;
+        returns the second submission."""
+        return self.ask(
+            asked.prompt,
+            generated=asked.tokens,
+            node=target,
+            move_from=MoveFrom(self.decode[source].front.address, asked.ticket),
+            **msgspec.structs.asdict(asked.sampling),
+        )
 
     def cancel(self, asked: Asked, node: int = 0) -> None:
         self.decode[node].router.inbox.append(CancelSubmitted(STREAM, asked.number))
@@ -236,7 +255,7 @@ class PairRig:
 
     def until_paired(self) -> None:
         self.until(
-            lambda: all(len(node.desk.links) == len(self.prefill) for node in self.decode),
+            lambda: all(len(node.desk.links) == self._num_owners for node in self.decode),
             "all nodes are paired",
         )
 

@@ -128,7 +128,7 @@ class Wires:
                 moved = True
                 self._take(front, output)
         for reader, owner in itertools.product(self._fronts, self._fronts):
-            if reader.hello is not None and owner.is_owner:
+            if reader.hello is not None and owner.is_owner and reader is not owner:
                 self._dial(reader, reader.hello, owner)
         for line in self._lines:
             for front in line.numbers:

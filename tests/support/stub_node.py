@@ -17,7 +17,7 @@ def parts(front: Front) -> NodeParts:
         front.tracer,
         serves_alone=True,
         falls_back=False,
-        on_peers=lambda peers: print("peers", *sorted(peers), flush=True),
+        on_peers=lambda peers, _: print("peers", *sorted(peers), flush=True),
     )
 
     def beat() -> None:

@@ -27,6 +27,7 @@ class FinishReason(IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    MOVED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ def waited_too_long(retry_after_s: float) -> Finish:
     sentence = "overloaded: its turn did not come within the time that it may wait"
     status = StatusCode.RESOURCE_EXHAUSTED
     return Finish(FinishReason.ERROR, sentence, status, max(retry_after_s, 1.0))
+
+
+def moved() -> Finish:
+    """The end, on this node, of a request that runs on another one."""
+    return Finish(FinishReason.MOVED)
 
 
 @dataclass(slots=True, eq=False)

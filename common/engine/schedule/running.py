@@ -33,6 +33,9 @@ class RunningBatch:
             self._stale = False
         return self._slots
 
+    def __contains__(self, slot: int) -> bool:
+        return bool(self._member[slot])
+
     def join(self, slot: int) -> None:
         self._member[slot] = True
         self._stale = True

@@ -38,6 +38,7 @@ from common.engine.schedule.results import StepResults
 from common.engine.schedule.retracted import RetractedRequests, Swaps
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
+from common.engine.schedule.stopped import Stopped
 from common.errors import EngineFault, InvalidRequest, NotIdle
 
 __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
@@ -225,6 +226,47 @@ class Scheduler:
         """How `token`, the next after request.token_ids, ends the request; None: it goes on."""
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
         return self._rule.decide(request, token, at_limit)
+
+    # Running requests that somebody else goes on with --------------------------------------------
+
+    def tokens_of(self, request: Request) -> Ints | None:
+        """All tokens of a running request that the CPU knows; None: it does not run, or ends."""
+        slot = request.slot
+        if slot is None or request.to_finish is not None or request is self.on_trial:
+            return None
+        runs = slot in self._running and request not in self._retracted
+        return self._table.tokens_of(slot) if runs else None
+
+    def stop(self, request: Request) -> bool:
+        """Takes a running request out of the batch; its slot and its pages stay. Until `go_on` it
+        is never retracted, and does not grow.
+
+        Returns False, and does nothing, if it does not run, or is ending.
+        """
+        if self.tokens_of(request) is None:
+            return False
+        assert request.slot is not None
+        self._running.leave(request.slot)
+        return True
+
+    def stopped(self, request: Request) -> Stopped | None:
+        """What there is of a stopped request; None: a launched step has it, or may write one of its
+        pages."""
+        slot = request.slot
+        assert slot is not None
+        holding = self._table.holding_of(slot)
+        if self._table.in_flight(slot) or self._pages.holds(Holder.STEP)[holding.flat()].any():
+            return None
+        return Stopped(self._table.tokens_of(slot), holding)
+
+    def go_on(self, request: Request) -> None:
+        """A stopped request is in the batch again."""
+        assert request.slot is not None
+        self._running.join(request.slot)
+
+    def give_away(self, request: Request) -> None:
+        """A stopped request runs elsewhere: it ends here, and its KV stays in the tree."""
+        self._residents.end(request, learn=True)
 
     # Room, for admission elsewhere ----------------------------------------------------------------
 

@@ -1,0 +1,53 @@
+"""A node's transfer thread that reads on some of its pair streams and is read from on others.
+
+Streams of both kinds share one counter and never meet; nor do the two sides.
+"""
+
+from kvtransfer.front_messages import PairOpened
+from kvtransfer.messages import AnyMessage
+from kvtransfer.ports import CancelHandoff, GrantHandoff, NodeCommand, OpenHandoff
+from kvtransfer.protocol.beats import earliest
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.reader import Reader
+
+
+class BothSides:
+    """Transfer thread only."""
+
+    def __init__(self, reader: Reader, publisher: Publisher) -> None:
+        self._reader = reader
+        self._publisher = publisher
+        self._of_stream: dict[int, Reader | Publisher] = {}
+
+    def start(self) -> None:
+        self._reader.start()
+        self._publisher.start()
+
+    def opened(self, opening: PairOpened, now: float) -> None:
+        side = self._reader if opening.as_reader else self._publisher
+        self._of_stream[opening.stream] = side
+        side.opened(opening, now)
+
+    def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
+        self._of_stream.pop(stream).closed(stream, reason, engine_died)
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> None:
+        self._of_stream[stream].received(stream, message, now)
+
+    def command(self, command: NodeCommand, now: float) -> None:
+        match command:
+            case OpenHandoff() | GrantHandoff() | CancelHandoff():
+                self._reader.command(command, now)
+            case _:
+                self._publisher.command(command, now)
+
+    def tick(self, now: float, *, engine_moves: bool) -> None:
+        self._reader.tick(now, engine_moves=engine_moves)
+        self._publisher.tick(now, engine_moves=engine_moves)
+
+    def next_deadline(self) -> float | None:
+        return earliest((self._reader.next_deadline(), self._publisher.next_deadline()))
+
+    def close(self) -> None:
+        self._reader.close()
+        self._publisher.close()

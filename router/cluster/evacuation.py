@@ -1,0 +1,23 @@
+"""The requests of a decode node that drains go on elsewhere, a few at a time."""
+
+import asyncio
+
+from router.cluster.decode_client import DecodeClient
+
+MOST_AT_ONCE = 4  # of one node: each is a read of its own, and the others run meanwhile
+_LOOK_S = 0.05  # some have no token yet, and cannot be moved; others may be tried again
+
+
+async def evacuate(client: DecodeClient) -> None:
+    """Moves what can be moved whenever the node drains, until cancelled."""
+    under_way: set[asyncio.Task[None]] = set()
+    while True:
+        await client.draining.wait()
+        under_way = {task for task in under_way if not task.done()}
+        waiting = (guest for guest in tuple(client.guests) if guest.movable)
+        for guest, _ in zip(waiting, range(MOST_AT_ONCE - len(under_way)), strict=False):
+            under_way.add(guest.move())
+        if under_way:
+            await asyncio.wait(under_way, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,133 @@
+"""One request at one decode node, and its move to the next one.
+
+    main --move()--> main and successor --first token of the successor, or main's end--> successor
+                            `--the successor ends before--> main
+
+The successor runs nothing before the node of main has stopped the request and given it away, and
+then tells every token from its submission on: what the client has by then comes twice and is
+skipped. So main may be left as soon as the successor has said something, and not before.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from common.errors import NodeUnavailable, ServingError
+from router.cluster.cluster import Chosen
+from router.cluster.decode_client import Submitted
+from router.requests.losses import Doing, NodeLost
+from router.requests.repeats import Repeats
+from router.requests.timelines import Submission
+from router.requests.validation import Job
+
+_AGAIN_S = 1.0  # after a move that came to nothing
+
+
+class Stay:
+    """A request at one decode node; a context that leaves it there. For one event loop.
+
+    Attributes:
+        job: as it was submitted, with the tokens that its answer had then.
+        tokens: what the node says of it.
+        submission: this one, of its timeline.
+        here: as it is named to another decode node.
+    """
+
+    def __init__(
+        self, chosen: Chosen, submitted: Submitted, submission: Submission, job: Job
+    ) -> None:
+        self.chosen = chosen
+        self.submission = submission
+        self.job = job
+        self.here = submitted.here
+        self._left = ExitStack()
+        self._left.enter_context(chosen.charge)
+        self.tokens = self._left.enter_context(submitted)
+
+    @property
+    def address(self) -> str:
+        return self.chosen.decode.address
+
+    def repeats(self, token_ids: Sequence[int]) -> Repeats:
+        """What it is going to tell that the client has; token_ids: all that the client has."""
+        return Repeats(token_ids[self.job.num_generated :])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        self._left.close()
+
+
+class Moving:
+    """Makes a request at a decode node a Guest there; a context that ends with its stay.
+
+    Args:
+        may_move: whether it has got as far as that.
+        submit: submits it elsewhere, with all tokens that it has.
+        on_stay: called with the node that it was to go to, and why it does not.
+    """
+
+    def __init__(
+        self,
+        stay: Stay,
+        may_move: Callable[[], bool],
+        submit: Callable[[Stay], Stay],
+        on_stay: Callable[[str, ServingError], None],
+    ) -> None:
+        self._stay = stay
+        self._may_move = may_move
+        self._submit = submit
+        self._on_stay = on_stay
+        self._successor: Stay | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._again_at = 0.0
+
+    @property
+    def movable(self) -> bool:
+        return self._successor is None and time.monotonic() >= self._again_at and self._may_move()
+
+    def move(self) -> asyncio.Task[None]:
+        self._task = asyncio.create_task(self._move())
+        return self._task
+
+    def take_successor(self) -> Stay | None:
+        """Where it goes on: whoever takes it is the one to leave it."""
+        successor, self._successor = self._successor, None
+        return successor
+
+    async def _move(self) -> None:
+        self._again_at = time.monotonic() + _AGAIN_S
+        try:
+            successor = self._successor = self._submit(self._stay)
+        except NodeUnavailable:
+            return  # there is no other node, for now
+        await successor.tokens.news()
+        if successor.tokens.has_begun:
+            # The first end counts: that of its own node comes before all of this.
+            self._stay.tokens.end(NodeLost("it goes on elsewhere", Doing.NOT_ITS_OWN))
+            self._stay.tokens.tell()
+            return
+        self._again_at = time.monotonic() + _AGAIN_S
+        self._successor = None
+        with successor:
+            self._on_stay(successor.address, successor.tokens.error())
+
+    def __enter__(self) -> Self:
+        self._stay.chosen.decode.guests.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stay.chosen.decode.guests.discard(self)
+        if self._task is not None:
+            self._task.cancel()
+        if self._successor is not None:
+            self._successor.__exit__()

@@ -1,0 +1,59 @@
+"""Every interleaving of a move of a running request, over one pair of the product's own ends and
+the product's own books of departures: source and target never both run it, what joins is whole, and
+what can move no more is at rest. docs/moves.md has the rules, and what is seen here without each.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from common.config import TransferConfig
+from tests.kvtransfer.live_sides import LivePlan, LiveSimulation
+from tests.kvtransfer.search import search_in
+
+pytestmark = pytest.mark.slow
+
+PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
+SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
+
+
+@pytest.fixture(autouse=True)
+def _without_collector() -> Iterator[None]:
+    """Millions of tuples without a cycle among them."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    "plan, config, faults, states",
+    [
+        pytest.param(LivePlan(), PATIENT, 0, 80, id="no-fault"),
+        pytest.param(LivePlan(), PATIENT, 1, 2_500, id="one-fault"),
+        pytest.param(LivePlan(room=5, most=8), PATIENT, 1, 3_000, id="it-outgrows-its-room"),
+        pytest.param(LivePlan(movers=2, most=6), PATIENT, 0, 500, id="two-movers"),
+        pytest.param(LivePlan(), SILENT, 1, 2_000, id="one-silence", marks=pytest.mark.long),
+        pytest.param(
+            LivePlan(asynchronous=True, most=6),
+            PATIENT,
+            1,
+            20_000,
+            id="events-cross-commands",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(LivePlan(), PATIENT, 2, 25_000, id="two-faults", marks=pytest.mark.long),
+        pytest.param(
+            LivePlan(movers=2),
+            PATIENT,
+            1,
+            60_000,
+            id="two-movers-one-fault",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_no_interleaving_of_a_move_breaks_an_invariant(
+    plan: LivePlan, config: TransferConfig, faults: int, states: int
+) -> None:
+    assert search_in(LiveSimulation(plan, config), faults=faults).states > states

@@ -1,0 +1,226 @@
+"""A running request goes from one decode node to another, and nobody sees more than a pause."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+from common.config import TransferConfig
+from common.engine.memory.pages import Holder
+from common.engine.rows.request import FinishReason
+from common.node.messages import MoveFrom
+from common.requests.guide import Guide
+from kvtransfer.messages import Grant, Ready
+from tests.pair.conftest import Known
+from tests.support.pair_node import Asked, Size
+from tests.support.pair_rig import PairRig
+
+PROMPT = tuple(range(5, 45))
+TWO = (Size(), Size())
+
+
+def _begin(rig: PairRig, num_tokens: int, max_tokens: int = 40, **sampling: object) -> Asked:
+    """A request that runs on the first decode node and has so many tokens, or some more."""
+    asked = rig.ask(PROMPT, max_tokens, **sampling)
+    rig.until(lambda: len(asked.tokens) >= num_tokens, "it generates")
+    return asked
+
+
+def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
+    """What a client gets: what the successor repeats of the first one's tokens is the same."""
+    repeated = asked.tokens[num_known:]
+    assert successor.tokens[: len(repeated)] == repeated
+    return asked.tokens[:num_known] + successor.tokens
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_goes_on_elsewhere_where_it_stopped(known: Known, overlap: bool) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True, overlap=overlap) as rig:
+        asked = _begin(rig, 4)
+        num_known = len(asked.tokens)
+        successor = rig.move(asked, 0, 1)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED and successor.reason is FinishReason.LENGTH
+        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
+        # Nothing is computed again: not one prompt token was the second node's to compute.
+        assert rig.decode[1].count("prompt_tokens") == 0
+        assert rig.decode[1].count("moves/here") == rig.decode[0].count("moves/away") == 1
+
+
+def test_it_goes_there_and_back_and_there_again(known: Known) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        asked, tokens, at = _begin(rig, 3), [], 0
+        for _ in range(3):
+            num_known = len(asked.tokens)
+            successor = rig.move(_with(asked, tokens), at, 1 - at)
+            rig.until(
+                lambda asked=asked, successor=successor: asked.ended and len(successor.tokens) > 2,
+                "it moves",
+            )
+            tokens += asked.tokens[:num_known]
+            asked, at = successor, 1 - at
+        rig.run()
+        assert tokens + asked.tokens == known.greedy(PROMPT, 40)
+
+
+def _with(asked: Asked, tokens: list[int]) -> Asked:
+    """The submission as its router knows it: with the tokens of those before."""
+    known = Asked(asked.number, (*asked.prompt, *()), asked.sampling)
+    known.ticket, known.tokens = asked.ticket, [*tokens, *asked.tokens]
+    return known
+
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SAMPLED, id="sampled-with-penalties"),
+        pytest.param({"logprobs": 2}, id="log-probabilities"),
+        pytest.param({"guide": Guide("regex", "[a-z ]{200}"), "max_tokens": 60}, id="grammar"),
+    ],
+)
+def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        sampling = {"seed": 7, **sampling}
+        undisturbed = rig.ask(PROMPT, **{"max_tokens": 40, **sampling})
+        rig.run()
+        asked = _begin(rig, 4, **{"max_tokens": 40, **sampling})
+        num_known = len(asked.tokens)
+        successor = rig.move(asked, 0, 1)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert _joined(asked, successor, num_known) == undisturbed.tokens
+        if "logprobs" in sampling:
+            told = [*asked.logprobs[:num_known], *successor.logprobs]
+            assert len(successor.logprobs) == len(successor.tokens)
+            for one, other in zip(told, undisturbed.logprobs, strict=True):
+                assert one.top_tokens == other.top_tokens
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_windows_go_along(model: Callable[[str], Known]) -> None:
+    known = model("gpt_oss")
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        asked = _begin(rig, 9)
+        num_known = len(asked.tokens)
+        successor = rig.move(asked, 0, 1)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
+
+
+def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        rig.run(rig.ask(PROMPT, 1, node=1))
+        rig.run(rig.ask((*PROMPT, 3), 2, node=1))
+        asked = _begin(rig, 4)
+        rig.move(asked, 0, 1)
+        rig.run()
+        (grant,) = [g for g in rig.wires.seen if isinstance(g, Grant) and g.room_tokens]
+        assert grant.prefix_tokens == 32
+
+
+# What comes to nothing ------------------------------------------------------------------------
+
+
+def _paused(rig: PairRig) -> tuple[Asked, Asked]:
+    """A request that stands still, and its mover: Ready is on its way and does not arrive."""
+    asked = _begin(rig, 4)
+    rig.wires.hold_back(Ready)
+    successor = rig.move(asked, 0, 1)
+    pages = rig.decode[0].engine.pages
+    rig.until(lambda: pages.holds(Holder.PUBLICATION).any(), "it is paused")
+    return asked, successor
+
+
+def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
+    """It goes on where it is, and its mover has ended without a word."""
+    rig.until(lambda: successor.ended, "the mover ends")
+    assert successor.ended.error_code == StatusCode.UNAVAILABLE.value[0]
+    assert not successor.tokens
+    rig.run()
+    assert asked.tokens == known.greedy(PROMPT, 40) and asked.reason is FinishReason.LENGTH
+    assert rig.decode[0].count("moves/refused") == 1
+
+
+@pytest.mark.parametrize("sides", [("reader",), ("owner",), ("reader", "owner")])
+def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tuple[str]) -> None:
+    transfer = TransferConfig(heartbeat_s=0.2, missed_beats=10, progress_s=60.0, released_s=60.0)
+    with PairRig(known.loaded, decode=TWO, moves=True, transfer=transfer) as rig:
+        asked, successor = _paused(rig)
+        rig.wires.cut(rig.decode[0].front, rig.decode[1].front, sides)
+        rig.wires.let_go()
+        rig.wires.heal()
+        _stays(rig, known, asked, successor)
+
+
+def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        asked, successor = _paused(rig)
+        rig.cancel(successor, node=1)
+        rig.until(lambda: successor.ended and not rig.decode[0].queue("leaving"), "it goes on")
+        rig.wires.let_go()
+        rig.run()
+        assert successor.reason is FinishReason.ABORT and not successor.tokens
+        assert asked.tokens == known.greedy(PROMPT, 40)
+
+
+def test_no_pause_lasts_for_ever(known: Known) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        asked, successor = _paused(rig)
+        rig.until(lambda: len(asked.tokens) == 40, "it goes on after its longest pause")
+        rig.wires.let_go()
+        _stays(rig, known, asked, successor)
+
+
+def test_a_paused_request_may_be_cancelled(known: Known) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        asked, successor = _paused(rig)
+        rig.cancel(asked)
+        rig.until(lambda: asked.ended, "it is cancelled")
+        rig.wires.let_go()
+        rig.run()
+        assert asked.reason is FinishReason.ABORT and not successor.tokens
+
+
+def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        asked = _begin(rig, 4, 400)
+        nobody = MoveFrom(rig.decode[0].front.address, 5)
+        nowhere = MoveFrom("nowhere:1", asked.ticket)
+        movers = [
+            rig.ask(PROMPT, 400, generated=asked.tokens, node=1, move_from=source)
+            for source in (nobody, nowhere)
+        ]
+        rig.run(*movers)
+        errors = [mover.ended.error for mover in movers]
+        assert "no request here has that ticket" in errors[0]
+        assert "not paired" in errors[1]
+        rig.cancel(asked)
+
+
+def test_of_two_movers_one_gets_it(known: Known) -> None:
+    """Its router has lost its stream to the first, and lives in the belief that it is gone."""
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        asked = _begin(rig, 4)
+        num_known = len(asked.tokens)
+        movers = [rig.move(asked, 0, 1) for _ in range(2)]
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        (winner,) = [mover for mover in movers if mover.reason is FinishReason.LENGTH]
+        assert _joined(asked, winner, num_known) == known.greedy(PROMPT, 40)
+
+
+def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: Known) -> None:
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        source = rig.decode[0]
+        asked = _begin(rig, 4, 400)
+        rig.tell(source, "drain")
+        rig.until(lambda: source.desk.draining, "it drains")
+        successor = rig.move(asked, 0, 1)
+        rig.until(lambda: source.router.drained, "nothing is left to do")
+        assert asked.reason is FinishReason.MOVED
+        rig.cancel(successor, node=1)
