@@ -27,6 +27,14 @@ def _begin(rig: PairRig, num_tokens: int, max_tokens: int = 40, **sampling: obje
     return asked
 
 
+def _move(rig: PairRig, asked: Asked, source: int = 0) -> Asked:
+    """Asks for it to go on at the other decode node, and waits until it is to stop; returns the
+    second submission."""
+    successor = rig.move(asked, source, 1 - source)
+    rig.until_granted(source)
+    return successor
+
+
 def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
     """What a client gets: what the successor repeats of the first one's tokens is the same."""
     repeated = asked.tokens[num_known:]
@@ -39,7 +47,7 @@ def test_a_request_goes_on_elsewhere_where_it_stopped(known: Known, overlap: boo
     with PairRig(known.loaded, decode=TWO, moves=True, overlap=overlap) as rig:
         asked = _begin(rig, 4)
         num_known = len(asked.tokens)
-        successor = rig.move(asked, 0, 1)
+        successor = _move(rig, asked)
         rig.run()
         assert asked.reason is FinishReason.MOVED and successor.reason is FinishReason.LENGTH
         assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
@@ -53,7 +61,7 @@ def test_it_goes_there_and_back_and_there_again(known: Known) -> None:
         asked, tokens, at = _begin(rig, 3), [], 0
         for _ in range(3):
             num_known = len(asked.tokens)
-            successor = rig.move(_with(asked, tokens), at, 1 - at)
+            successor = _move(rig, _with(asked, tokens), at)
             rig.until(
                 lambda asked=asked, successor=successor: asked.ended and len(successor.tokens) > 2,
                 "it moves",
@@ -89,7 +97,7 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
         rig.run()
         asked = _begin(rig, 4, **{"max_tokens": 40, **sampling})
         num_known = len(asked.tokens)
-        successor = rig.move(asked, 0, 1)
+        successor = _move(rig, asked)
         rig.run()
         assert asked.reason is FinishReason.MOVED
         assert _joined(asked, successor, num_known) == undisturbed.tokens
@@ -106,7 +114,7 @@ def test_windows_go_along(model: Callable[[str], Known]) -> None:
     with PairRig(known.loaded, decode=TWO, moves=True) as rig:
         asked = _begin(rig, 9)
         num_known = len(asked.tokens)
-        successor = rig.move(asked, 0, 1)
+        successor = _move(rig, asked)
         rig.run()
         assert asked.reason is FinishReason.MOVED
         assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
@@ -117,7 +125,7 @@ def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
         rig.run(rig.ask(PROMPT, 1, node=1))
         rig.run(rig.ask((*PROMPT, 3), 2, node=1))
         asked = _begin(rig, 4)
-        rig.move(asked, 0, 1)
+        _move(rig, asked)
         rig.run()
         (grant,) = [g for g in rig.wires.seen if isinstance(g, Grant) and g.room_tokens]
         assert grant.prefix_tokens == 32
@@ -130,7 +138,7 @@ def _paused(rig: PairRig) -> tuple[Asked, Asked]:
     """A request that stands still, and its mover: Ready is on its way and does not arrive."""
     asked = _begin(rig, 4)
     rig.wires.hold_back(Ready)
-    successor = rig.move(asked, 0, 1)
+    successor = _move(rig, asked)
     pages = rig.decode[0].engine.pages
     rig.until(lambda: pages.holds(Holder.PUBLICATION).any(), "it is paused")
     return asked, successor
@@ -208,6 +216,7 @@ def test_of_two_movers_one_gets_it(known: Known) -> None:
         asked = _begin(rig, 4)
         num_known = len(asked.tokens)
         movers = [rig.move(asked, 0, 1) for _ in range(2)]
+        rig.until_granted(0)
         rig.run()
         assert asked.reason is FinishReason.MOVED
         (winner,) = [mover for mover in movers if mover.reason is FinishReason.LENGTH]
@@ -220,7 +229,7 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
         asked = _begin(rig, 4, 400)
         rig.tell(source, "drain")
         rig.until(lambda: source.desk.draining, "it drains")
-        successor = rig.move(asked, 0, 1)
+        successor = _move(rig, asked)
         rig.until(lambda: source.router.drained, "nothing is left to do")
         assert asked.reason is FinishReason.MOVED
         rig.cancel(successor, node=1)

@@ -26,6 +26,7 @@ from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
+from kvtransfer.messages import Grant
 from kvtransfer.transfer.thread import WakeUp
 from tests.support.pair_node import (
     STREAM,
@@ -223,6 +224,17 @@ class PairRig:
         while not condition():
             self.until(lambda: node.news, what, *others)
             self.turn(node)
+
+    def until_granted(self, source: int) -> None:
+        """Until the decode node is to stop a request that has just been asked to move away. Its
+        requests cannot end before, however slow the transfer threads are."""
+        node, before = self.decode[source], self._num_moves_granted()
+        self.until_news(lambda: self._num_moves_granted() > before, "the move is granted", node)
+        self.settle()
+        self.turn(node)
+
+    def _num_moves_granted(self) -> int:
+        return sum(isinstance(one, Grant) and one.room_tokens > 0 for one in self.wires.seen)
 
     def settle(self) -> None:
         """Until all transfer threads have dealt with all that has been said, and with what they

@@ -15,10 +15,12 @@ export const HOLDERS = {
 };
 const QUEUES = {
   bootstrap: "opened by a decode node, not yet granted",
+  pooled: "a vector of it is computed, no token",
   inflight: "computed, and held until the decode node has read it",
   unpaired: "waiting for a prefill node",
   prealloc: "waiting for pages",
   transfer: "its pages are being computed and read",
+  leaving: "going on at another decode node",
   guided: "the form of its answer is being compiled",
   waiting: "waiting for a forward",
   chunked: "its prompt is computed in chunks",
@@ -40,7 +42,7 @@ const FACTS = {
   "hand-offs lost": "they failed on the way, and were tried anew or computed here",
   retractions: "requests taken off the device for want of pages; they go on later",
 };
-const RARE = new Set(["chunked", "guided", "retracted", "unpaired"]); // queues that are shown when something is in them
+const RARE = new Set(["chunked", "guided", "leaving", "pooled", "retracted", "unpaired"]); // queues that are shown when something is in them
 const MOST_OPEN = 4; // more nodes than this on one side start closed
 const MOST_TALL = 8; // more than this take one line each
 
