@@ -4,6 +4,12 @@ import json
 
 import pytest
 import torch
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from common.engine.models import Model, load
 from common.engine.models.families import read_decoder
@@ -281,3 +287,30 @@ def test_half_precision_stays_near_float32(tmp_path, dtype, architecture):
     exact, rounded = outputs
     assert rounded.dtype == (torch.float32 if architecture == "gemma2" else dtype)
     assert (exact - rounded).abs().max() < 0.05 * exact.std()
+
+
+@pytest.mark.parametrize(
+    "architecture, whole",
+    [
+        ("qwen3_5_text", (Qwen3_5Config, Qwen3_5ForConditionalGeneration)),
+        ("qwen3_5_moe_text", (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)),
+    ],
+)
+def test_of_a_checkpoint_with_images_the_texts_are_served(tmp_path, architecture, whole):
+    text = reference_model(make_checkpoint(tmp_path / "text", architecture))
+    config, model = whole
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    with_images = model(config(text_config=text.config.to_dict(), vision_config=sizes))
+    with_images.model.language_model.load_state_dict(text.model.state_dict())
+    with_images.lm_head.load_state_dict(text.lm_head.state_dict())
+    with_images.save_pretrained(tmp_path / "whole")
+    logits = [_last_logits(load(tmp_path / name, CPU, torch.float32)) for name in ("text", "whole")]
+    assert torch.equal(*logits)
+
+
+def _last_logits(model: Model) -> torch.Tensor:
+    recorder = Recorder(model)
+    steps = Steps(recorder, overlap=False)
+    steps.launch([(steps.add(prompt(40)), 0, 40)])
+    steps.close()
+    return recorder.seen[0]
