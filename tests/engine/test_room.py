@@ -166,3 +166,19 @@ def test_nobody_is_let_in_past_one_that_waits_elsewhere_for_too_long():
     rig.scheduler.barrier = 7.0
     rig.run()
     assert len(rig.finished) == 2
+
+
+def test_who_gets_the_slot_of_a_suspect_that_has_ended_shares_its_forwards():
+    def num_steps(rig: Rig) -> int:
+        before = rig.scheduler.counters()["steps"]
+        for key in (1, 2):
+            rig.add([key] * 4, max_tokens=10)
+        rig.run()
+        return rig.scheduler.counters()["steps"] - before
+
+    rig = Rig(num_slots=2)
+    suspect = rig.add([3] * 40, max_tokens=20, suspect=True)
+    rig.run_until(lambda: len(rig.tokens[suspect.key]) == 1)  # of the four that it is alone for
+    rig.abort(suspect)
+    rig.run()
+    assert num_steps(rig) == num_steps(Rig(num_slots=2))
