@@ -69,6 +69,9 @@ class Wish:
     served_model_name: str = ""  # "": what `model` says
 
 
+_DATA_PORT = "--transfer.data-port"
+
+
 def programs(wish: Wish) -> list[Program]:
     """The router first, then prefill nodes, then decode nodes.
 
@@ -92,6 +95,7 @@ def programs(wish: Wish) -> list[Program]:
                 *device_flags,
                 *(["--mode=colocated"] if not prefill else []),
                 *wish.node_flags,
+                *_own_data_port(module, wish.node_flags),
             ),
             _LENDING if prefill else (),
         )
@@ -164,6 +168,12 @@ def _flags(wish: Wish, port: int, number: int) -> list[str]:
     if wish.metrics_port is not None:
         flags.append(f"--metrics-port={wish.metrics_port + number}")
     return flags
+
+
+def _own_data_port(module: str, node_flags: Sequence[str]) -> list[str]:
+    """A data port that is asked for is a prefill node's: no other node here can have it."""
+    asked = any(flag.startswith(_DATA_PORT) for flag in node_flags)
+    return [f"{_DATA_PORT}=0"] if asked and module == "decode_node" else []
 
 
 def _tls_flags(knob: str, config: TlsConfig, *names: str) -> list[str]:

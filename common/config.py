@@ -156,7 +156,7 @@ class TransferConfig(Record):
     )
     data_host: str = Field("127.0.0.1", description="address that the tcp backend binds and tells")
     data_port: Port = Field(
-        0, description="port there, of a prefill node; 0: any free one, which no firewall can name"
+        0, description="port there; 0: any free one, which no firewall can name"
     )
     encrypt: Literal["auto", "on", "off"] = Field(
         "auto",

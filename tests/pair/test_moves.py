@@ -109,8 +109,9 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def test_windows_go_along(model: Callable[[str], Known]) -> None:
-    known = model("gpt_oss")
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_next"])
+def test_windows_and_states_go_along(model: Callable[[str], Known], architecture: str) -> None:
+    known = model(architecture)
     with PairRig(known.loaded, decode=TWO, moves=True) as rig:
         asked = _begin(rig, 9)
         num_known = len(asked.tokens)
