@@ -247,6 +247,11 @@ async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
         (large, other) = _prompts(2, length=1100)
         runs = cluster.stream(large, max_tokens=900, ignore_eos=True)
         await anext(runs)
+
+        async def landed() -> bool:  # a first token is out before its KV is there
+            return (await decode.describe()).counters["handoffs_held"] == 1
+
+        await cluster.wait_until(landed, "the first request runs")
         waiting = asyncio.create_task(cluster.generate(other, max_tokens=5, ignore_eos=True))
 
         async def queued() -> bool:
