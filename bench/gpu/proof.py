@@ -3,7 +3,7 @@
 The pool is that of the whole model: layers then lie where they lie in serving.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,6 +23,7 @@ from common.engine.memory.layout import KVLayout
 from common.engine.models.decoder import Decoder
 from kernels import device as kernel_device
 from kernels.sampling import sample
+from kernels.state_cells import CellView
 
 TOLERANCE = 3e-2  # of two layers' logits in bfloat16
 LAYERS = 2
@@ -41,6 +42,7 @@ class _FirstLayers:
     """Of a pool, as much as a forward looks at."""
 
     layers: Sequence[Tensor]
+    cells: Sequence[Mapping[str, CellView]]
     layout: KVLayout
     num_pages: int
 
@@ -77,7 +79,8 @@ def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
     first = replace(layout, places=layout.places[:LAYERS])
     whole = KVPool(layout, num_pages, model.device)
     whole.tensor.fill_(0xFF)  # NaN
-    forwards = Forwards(model, _FirstLayers(whole.layers[:LAYERS], first, num_pages), lengths)
+    some = _FirstLayers(whole.layers[:LAYERS], whole.cells[:LAYERS], first, num_pages)
+    forwards = Forwards(model, some, lengths)
     return [forwards.logits(forwards.batch(*edges)) for edges in pairwise(cuts)]
 
 

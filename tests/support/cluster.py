@@ -379,10 +379,12 @@ class Cluster:
         )
         return response
 
-    async def metric(self, name: str) -> float:
-        """One of the router's, without labels."""
+    async def metric(self, name: str, **labels: str) -> float:
+        """One of the router's."""
         text = (await get(self.http_port, "/metrics")).body.decode()
-        (value,) = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+        of = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        start = f"{name}{{{of}}} " if labels else f"{name} "
+        (value,) = [line.split()[1] for line in text.splitlines() if line.startswith(start)]
         return float(value)
 
     async def wait_until(
@@ -520,7 +522,8 @@ class Cluster:
     async def _paired(self) -> bool:
         for node in self.decode:
             description = await node.describe()
-            if description.mode != "colocated" and len(description.links) < len(self.prefill):
+            owners = {link.peer for link in description.links}
+            if description.mode != "colocated" and not owners >= {n.address for n in self.prefill}:
                 return False
         return True
 

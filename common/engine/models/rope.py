@@ -21,31 +21,38 @@ def parse_rope(
     context_length: int,
     *,
     theta: float = 1e4,
-    rotated: float = 1.0,
+    rotated: float | None = None,
 ) -> Rope:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
     Args:
         theta: where neither says.
-        rotated: share of a head's numbers that are, likewise.
+        rotated: likewise, the share of a head's numbers that are; None: all are, whoever says
+            otherwise.
     Raises:
         ConfigError: an unsupported variant, naming those that are supported.
     """
     name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope = config.nested(name)
-    rotated = config.number("partial_rotary_factor", rotated)
+    share = config.number("partial_rotary_factor", 1.0 if rotated is None else rotated)
+    if rotated is None and share != 1.0:
+        raise config.wrong("partial_rotary_factor", "1")
     theta = config.number("rope_theta", theta)
-    return rope_of(rope, head_dim, context_length, theta=theta, rotated=rotated)
+    return rope_of(
+        rope, head_dim, context_length, theta=theta, rotated=None if rotated is None else share
+    )
 
 
 def rope_of(
-    rope: Fields, head_dim: int, context_length: int, *, theta: float, rotated: float = 1.0
+    rope: Fields, head_dim: int, context_length: int, *, theta: float, rotated: float | None = None
 ) -> Rope:
     """What one object of rope parameters says. Otherwise as `parse_rope`."""
     theta = rope.number("rope_theta", theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    rotated = rope.number("partial_rotary_factor", rotated)
-    size = int(head_dim * rotated)
+    share = rope.number("partial_rotary_factor", 1.0 if rotated is None else rotated)
+    if rotated is None and share != 1.0:
+        raise rope.wrong("partial_rotary_factor", "1")
+    size = int(head_dim * share)
     if not 0 < size <= head_dim or size % 2:
         raise rope.wrong("partial_rotary_factor", f"an even part of a head of {head_dim}")
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size

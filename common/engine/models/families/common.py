@@ -81,14 +81,14 @@ def attention(
     output_bias: bool = False,
     qk_norm: Norm | None = None,
     rope_theta: float = 1e4,
-    rotated: float = 1.0,
+    rotated: float | None = None,
 ) -> Attention:
     """Of a layer without a window.
 
     Args:
         scale: None: by the size of a head, as is usual.
         rope_theta: where the configuration does not say.
-        rotated: share of a head's numbers that are, likewise.
+        rotated: as in `parse_rope`.
     """
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
