@@ -1,11 +1,14 @@
 """Calls for vectors at a prefill node that has hand-offs too: answers, ends, refusals."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from grpc import StatusCode
 from transformers import AutoModel
 
+from common.engine.schedule.scheduler import DEADLINE_CHECK_S
 from common.node.messages import CancelPooling, Pooled, PoolPrompts
 from common.requests.pooling import Pool, Pooling
 from tests.support.checkpoints import VOCABULARY_SIZE
@@ -88,6 +91,8 @@ def test_a_call_ends_with_its_budget(known):
     with PairRig(known.loaded, chunk_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS, budget_s=1e-6)
+        rig.turn(node)
+        rig.let_time_pass(time.monotonic() + DEADLINE_CHECK_S)
         status, sentence = refusal(rig, node)
         assert status == code(StatusCode.DEADLINE_EXCEEDED)
         assert "budget" in sentence

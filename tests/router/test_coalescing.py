@@ -15,6 +15,7 @@ from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import Cluster
 from router.cluster.discovery import Discovery
 from router.cluster.membership import Membership
+from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.survey import Survey
 from router.generation import Generator
 from router.policy.load import Load
@@ -56,13 +57,15 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
         discovery = Discovery([], [node.address])
         await discovery.start()
         survey = Survey(tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh())
-        cluster = Cluster(survey, RoundRobin(), Load(), on_change=lambda: None)
+        load, policy = Load(), RoundRobin()
+        cluster = Cluster(survey, policy, load, on_change=lambda: None)
         membership = Membership(
             discovery,
             survey,
             cluster,
             rpc.make_channel,
             CacheWatch(PrefixIndex()),
+            PoolingNodes(rpc.make_channel, survey.fit, policy, load, cluster.backlogs),
             budget_s=10.0,
         )
         metrics = RouterMetrics()
