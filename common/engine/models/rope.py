@@ -27,20 +27,23 @@ def parse_rope(
 
     Args:
         theta: where neither says.
-        rotated: likewise, the share of a head's numbers that are; None: all are, whoever says
-            otherwise.
+        rotated: likewise, the share of a head's numbers that are; None: all must be.
     Raises:
         ConfigError: an unsupported variant, naming those that are supported.
     """
     name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope = config.nested(name)
-    share = config.number("partial_rotary_factor", 1.0 if rotated is None else rotated)
-    if rotated is None and share != 1.0:
-        raise config.wrong("partial_rotary_factor", "1")
+    rotated = _rotated(config, rotated)
     theta = config.number("rope_theta", theta)
-    return rope_of(
-        rope, head_dim, context_length, theta=theta, rotated=None if rotated is None else share
-    )
+    return rope_of(rope, head_dim, context_length, theta=theta, rotated=rotated)
+
+
+def _rotated(fields: Fields, rotated: float | None) -> float | None:
+    if rotated is not None:
+        return fields.number("partial_rotary_factor", rotated)
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.wrong("partial_rotary_factor", "1")
+    return None
 
 
 def rope_of(
@@ -49,10 +52,8 @@ def rope_of(
     """What one object of rope parameters says. Otherwise as `parse_rope`."""
     theta = rope.number("rope_theta", theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    share = rope.number("partial_rotary_factor", 1.0 if rotated is None else rotated)
-    if rotated is None and share != 1.0:
-        raise rope.wrong("partial_rotary_factor", "1")
-    size = int(head_dim * share)
+    rotated = _rotated(rope, rotated)
+    size = head_dim if rotated is None else int(head_dim * rotated)
     if not 0 < size <= head_dim or size % 2:
         raise rope.wrong("partial_rotary_factor", f"an even part of a head of {head_dim}")
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
