@@ -429,9 +429,17 @@ class RouterConfig(Record):
         description="how hidden states become an embedding; auto: as the checkpoint's "
         "1_Pooling/config.json says, else that of the last token",
     )
-    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek", "harmony"] = (
-        Field("auto", description="how the model calls tools; auto: as its chat template shows")
-    )
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "llama3",
+        "mistral",
+        "deepseek",
+        "qwen3-coder",
+        "glm45",
+        "harmony",
+    ] = Field("auto", description="how the model calls tools; auto: as its chat template shows")
     unread_s: Seconds = Field(
         60.0,
         description="an HTTP client that has not read for so long what waits for it is cut off",

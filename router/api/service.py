@@ -177,11 +177,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """
         if tools and self._model.speech.tools == NONE:
             raise InvalidRequest("messages.tools: how this model calls them is not known here")
-        names = [tool["function"]["name"] for tool in tools] or None
+        functions = [tool["function"] for tool in tools]
+        offered = {each["name"]: each.get("parameters") or {} for each in functions} or None
 
         def listener() -> Listener:
             """Once there is a prompt."""
-            return Listener(self._model.speech.parser(prompt.rendered_end, names, reasons=True))
+            return Listener(self._model.speech.parser(prompt.rendered_end, offered, reasons=True))
 
         return GrpcVoice(listener)
 

@@ -1,7 +1,7 @@
 """Calls of tools written as JSON, told while they come."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container
 
 from router.parsers.said import Arguments, Call
 from router.parsers.source import Source, Steps
@@ -36,7 +36,7 @@ class CallTelling:
             self.arguments("{}")
 
 
-def call_object(source: Source, known: Sequence[str] | None = None) -> Steps[bool]:
+def call_object(source: Source, known: Container[str] | None = None) -> Steps[bool]:
     """Takes `{"name": ..., "arguments": {...}}`, its keys in any order, and tells the call.
 
     Args:

@@ -1,12 +1,13 @@
 """How families of models write calls of tools, one grammar each. What is no call is content."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from router.parsers.calls import CallTelling, call_object, json_arguments
 from router.parsers.source import Source, Steps, nobody
 
-# Of a Source, and the names of the tools that may be called.
-Grammar = Callable[[Source, Sequence[str]], Steps[None]]
+# Of a Source, and the tools that may be called: by name the JSON schema of their arguments.
+Grammar = Callable[[Source, Mapping[str, Any]], Steps[None]]
 
 HERMES = ("<tool_call>", "</tool_call>")
 LLAMA3 = ("<|python_tag|>",)
@@ -25,7 +26,7 @@ def plain(source: Source) -> Steps[None]:
     yield from source.rest(source.content)
 
 
-def hermes(source: Source, tools: Sequence[str]) -> Steps[None]:
+def hermes(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """`<tool_call>{"name": "f", "arguments": {}}</tool_call>`, of Hermes, Qwen2.5 and Qwen3."""
     begin, end = HERMES
     while (yield from source.until(begin, tell=source.content, trim=True)):
@@ -37,7 +38,7 @@ def hermes(source: Source, tools: Sequence[str]) -> Steps[None]:
         yield from source.spaces()
 
 
-def llama3(source: Source, tools: Sequence[str]) -> Steps[None]:
+def llama3(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """`{"name": "f", "parameters": {}}` as the whole answer, or behind `<|python_tag|>`; several
     with `;` between them. An answer that is other JSON is content."""
     (tag,) = LLAMA3
@@ -55,7 +56,7 @@ def llama3(source: Source, tools: Sequence[str]) -> Steps[None]:
     yield from source.rest(source.content)
 
 
-def mistral(source: Source, tools: Sequence[str]) -> Steps[None]:
+def mistral(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """`[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and `[TOOL_CALLS]f[ARGS]{}` of newer ones."""
     begin, call_id, arguments = MISTRAL
     while (yield from source.until(begin, tell=source.content, trim=True)):
@@ -80,7 +81,7 @@ def mistral(source: Source, tools: Sequence[str]) -> Steps[None]:
         yield from source.spaces()
 
 
-def deepseek(source: Source, tools: Sequence[str]) -> Steps[None]:
+def deepseek(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """Markers of their own for everything: of V3 and R1 the kind of tool, then its name and a block
     of JSON; of V3.1 the name, then the JSON."""
     calls_begin, begin, middle, end, calls_end = DEEPSEEK

@@ -104,6 +104,11 @@ class Source:
                 return ""
             yield
 
+    def take(self, character: str) -> Steps[None]:
+        """Takes that character if it is the next one."""
+        if (yield from self.next_is(character)):
+            self._take(1)
+
     def spaces(self) -> Steps[None]:
         """Takes white space."""
         yield from self.skip(str.isspace)

@@ -3,13 +3,17 @@ or as the router is told."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from router.parsers import formats, harmony, think
+from router.parsers import formats, harmony, marked, think
 from router.parsers.formats import Grammar
 from router.parsers.said import Parser
 from router.parsers.source import GrammarParser, PlainParser, Source, Steps
+
+# By name, the JSON schema of their arguments.
+Tools = Mapping[str, Any]
 
 NONE = "none"
 _HARMONY = "harmony"
@@ -18,6 +22,8 @@ _GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
     "llama3": (formats.llama3, formats.LLAMA3),
     "mistral": (formats.mistral, formats.MISTRAL),
     "deepseek": (formats.deepseek, formats.DEEPSEEK),
+    "qwen3-coder": (marked.qwen3_coder, marked.QWEN3_CODER),
+    "glm45": (marked.glm45, marked.GLM45),
 }
 # What a template has in it that prompts for this format, the first that it has. Markers of a call
 # are in templates that show earlier ones; Llama 3 has no more than a word for its language.
@@ -25,6 +31,8 @@ _SHOWN_BY: Sequence[tuple[str, str]] = (
     ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
     (formats.DEEPSEEK[0], "deepseek"),
+    ("<function=", "qwen3-coder"),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3"),
     ("<|start_header_id|>", "llama3"),
@@ -35,7 +43,8 @@ class Speech(msgspec.Struct, frozen=True):
     """NONE: the model does no such thing, or how is not known."""
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
-    tools: str = NONE  # | "hermes" | "llama3" | "mistral" | "deepseek" | "harmony"
+    tools: str = NONE  # | "hermes" | "llama3" | "mistral" | "deepseek" | "qwen3-coder" | "glm45" |
+    # "harmony"
 
     def markers(self, *, calls: bool) -> frozenset[str]:
         """Texts that must not be left out of an answer, though they may be special tokens.
@@ -50,12 +59,12 @@ class Speech(msgspec.Struct, frozen=True):
             found |= set(_GRAMMARS[self.tools][1])
         return frozenset(found)
 
-    def parser(self, rendered_end: str, tools: Sequence[str] | None, *, reasons: bool) -> Parser:
+    def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
         """Of one answer.
 
         Args:
             rendered_end: what its prompt ends with.
-            tools: names of those that it may call; None: none of them.
+            tools: those that it may call; None: none of them.
             reasons: whether its reasoning is told.
         """
         if _HARMONY in (self.reasoning, self.tools):
@@ -66,7 +75,7 @@ class Speech(msgspec.Struct, frozen=True):
         opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
         return GrammarParser(partial(think.think, then=calls, opened=opened, tells=reasons))
 
-    def _calls(self, tools: Sequence[str] | None) -> Callable[[Source], Steps[None]]:
+    def _calls(self, tools: Tools | None) -> Callable[[Source], Steps[None]]:
         """The grammar of an answer that has no reasoning."""
         if tools is None or self.tools not in _GRAMMARS:
             return formats.plain

@@ -1,8 +1,9 @@
 """What models write is told apart, wherever it is cut into pieces."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,21 @@ from router.parsers.formats import DEEPSEEK
 from router.parsers.listener import Listener
 from router.parsers.speech import NONE, Speech, speech_of
 
-TOOLS = ["f", "get_weather"]
+TOOLS: dict[str, Any] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            "unit": {"enum": ["C", 7]},
+            "where": {"$ref": "#/$defs/where"},
+            "note": {"type": ["string", "null"]},
+        },
+        "$defs": {"where": {"anyOf": [{"$ref": "#/$defs/where"}, {"type": "object"}]}},
+    },
+    "get_weather": {},
+}
 PARIS = '{"city": "Paris"}'
 TRICKY = '{"q": "a } \\" ] [TOOL_CALLS] </tool_call> {", "n": [1, {"x": null}]}'
 BEGINS, BEGIN, SEP, END, ENDS = DEEPSEEK
@@ -27,7 +42,7 @@ def listened(
     speech: Speech,
     pieces: Sequence[str],
     end: str = "",
-    tools: Sequence[str] | None = TOOLS,
+    tools: Mapping[str, Any] | None = TOOLS,
     reasons: bool = True,
     parallel: bool = True,
 ) -> Told:
@@ -52,6 +67,7 @@ def listened(
 HERMES, LLAMA3 = Speech(tools="hermes"), Speech(tools="llama3")
 MISTRAL, DEEPSEEKS = Speech(tools="mistral"), Speech(tools="deepseek")
 QWEN3, R1 = Speech("qwen3", "hermes"), Speech("deepseek-r1", "deepseek")
+CODER, GLM = Speech(tools="qwen3-coder"), Speech("qwen3", "glm45")
 HARMONY = Speech("harmony", "harmony")
 
 
@@ -62,6 +78,35 @@ def hermes(arguments: str, name: str = "f") -> str:
 def of_v3(arguments: str, name: str = "f") -> str:
     return f"{BEGIN}function{SEP}{name}\n```json\n{arguments}\n```{END}"
 
+
+def coder(arguments: Mapping[str, str], name: str = "f") -> str:
+    told = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+
+
+def glm(arguments: Mapping[str, str], name: str = "f") -> str:
+    told = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n"
+        for key, text in arguments.items()
+    )
+    return f"<tool_call>{name}\n{told}</tool_call>"
+
+
+WRITTEN = {
+    "city": ' "a" </tool_call>\n\n',
+    "days": "3",
+    "exact": "True",
+    "unit": "C",
+    "where": '{"x": [1.5, null]}',
+    "note": "null",
+    "other": "[1]",
+}
+TYPED = (
+    r'{"city": " \"a\" </tool_call>\n\n", "days": 3, "exact": true, "unit": "C", '
+    r'"where": {"x": [1.5, null]}, "note": null, "other": [1]}'
+)
+MISTYPED = {"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": "7", "city": "7"}
+AS_TEXT = '{"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": 7, "city": "7"}'
 
 CASES: dict[str, tuple[Speech, str, Told]] = {
     "plain text": (Speech(), " hello <tool_call>\n ", Told(" hello <tool_call>\n ")),
@@ -172,6 +217,45 @@ CASES: dict[str, tuple[Speech, str, Told]] = {
         f"<think>\nhm\n</think>\n{BEGINS}{of_v3(PARIS)}{ENDS}",
         Told("", "hm", [("f", PARIS)]),
     ),
+    "qwen3-coder": (
+        CODER,
+        f"Let me see.\n\n{coder(WRITTEN)}\n{coder({}, 'get_weather')}\n",
+        Told("Let me see.", calls=[("f", TYPED), ("get_weather", "{}")]),
+    ),
+    "qwen3-coder, other types": (CODER, coder(MISTYPED), Told(calls=[("f", AS_TEXT)])),
+    "qwen3-coder, no first marker": (
+        CODER,
+        "so <function=f>\n<parameter=city>Paris</parameter></function></tool_call>bye",
+        Told("sobye", calls=[("f", PARIS)]),
+    ),
+    "qwen3-coder, no call": (
+        CODER,
+        "x <tool_call>{} <function=g> y<function",
+        Told("x <tool_call>{} <function=g> y<function"),
+    ),
+    "qwen3-coder, a text cut off": (
+        CODER,
+        coder(WRITTEN)[: coder(WRITTEN).index("</tool_call>")],
+        Told(calls=[("f", r'{"city": " \"a\" ')]),
+    ),
+    "qwen3-coder, a number cut off": (
+        CODER,
+        "<tool_call><function=f><parameter=days>\n3",
+        Told(calls=[("f", '{"days": ')]),
+    ),
+    "glm45": (
+        GLM,
+        f"<think>hm</think>\nWell.\n{glm(WRITTEN)}\n{glm({}, 'get_weather')}",
+        Told("Well.", "hm", [("f", TYPED), ("get_weather", "{}")]),
+    ),
+    "glm47": (GLM, glm({"city": "Paris"}).replace("\n", ""), Told(calls=[("f", PARIS)])),
+    "glm45, other types": (GLM, glm(MISTYPED), Told(calls=[("f", AS_TEXT)])),
+    "glm45, no call": (GLM, "x <tool_call></tool_call>", Told("x <tool_call></tool_call>")),
+    "glm45, cut off": (
+        GLM,
+        "<tool_call>f<arg_key>city</arg_key><arg_value>Pa",
+        Told(calls=[("f", '{"city": "Pa')]),
+    ),
     "harmony": (
         HARMONY,
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -254,6 +338,8 @@ def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel(
         ("{{ messages }}", Speech()),
         ("<tool_call> <think> </think>", Speech("qwen3", "hermes")),
         ("<tool_call>", Speech(NONE, "hermes")),
+        ("<tool_call> <function=", Speech(NONE, "qwen3-coder")),
+        ("</think> <tool_call> <arg_key>", Speech("qwen3", "glm45")),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", Speech(NONE, "mistral")),
         (f"{BEGINS} </think>", Speech("qwen3", "deepseek")),
         ('<|start_header_id|> "parameters"', Speech(NONE, "llama3")),

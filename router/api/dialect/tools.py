@@ -12,7 +12,7 @@ from router.api.dialect.problems import Refusal
 from router.parsers.formats import forced
 from router.parsers.listener import Listener
 from router.parsers.source import GrammarParser
-from router.parsers.speech import NONE, Speech
+from router.parsers.speech import NONE, Speech, Tools
 from router.requests.wanted import SharedPrompt
 
 
@@ -29,9 +29,9 @@ class Offer(msgspec.Struct, frozen=True):
         return [shown(tool.function) for tool in self.tools]
 
     @property
-    def names(self) -> list[str] | None:
+    def callable(self) -> Tools | None:
         """None: there are none."""
-        return [tool.function.name for tool in self.tools] or None
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools} or None
 
 
 def offered(
@@ -101,7 +101,7 @@ def listening(
     def listener() -> Listener:
         if offer.must:
             return Listener(GrammarParser(forced), parallel=offer.parallel)
-        parser = speech.parser(prompt.rendered_end, offer.names, reasons=reasons)
+        parser = speech.parser(prompt.rendered_end, offer.callable, reasons=reasons)
         return Listener(parser, parallel=offer.parallel)
 
     return listener
