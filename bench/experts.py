@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from bench._record import emit, say, table
 from bench.products import forms
+from bench.support.record import emit, say, table
 from common.engine.models.blocks.experts import Experts, ExpertsBlock
 from common.engine.models.linear import Form, Matrix, StoredExpert
 from common.engine.run.cpu import use_cpu
-from kernels.routing import Routing
+from kernels.experts.routing import Routing
 
 LAYERS, HIDDEN = 4, 1024
 SPEC = Experts(count=32, intermediate_size=384, gate="silu", routing=Routing(8, normalise=True))

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from bench import _record
+from bench.support import record
 from common.engine.features.compilers import Compilers
 from common.engine.features.grammar import Grammar
 from common.engine.rows.request import Request
@@ -136,8 +136,8 @@ def main() -> None:
         "a step": "{step_us:.0f} us",
         "p95": "{p95_us:.0f} us",
     }
-    _record.table(figures, columns)
-    _record.emit("grammar", {"rows": arguments.rows, "vocabulary": len(words)}, figures)
+    record.table(figures, columns)
+    record.emit("grammar", {"rows": arguments.rows, "vocabulary": len(words)}, figures)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from bench import _record
-from bench._models import TINY
+from bench.support import record
+from bench.support.models import TINY
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine.build import Engine, build
 from common.engine.loop.loop import EventLoop
@@ -174,7 +174,7 @@ def measure(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> dict[str
     gaps = [gap for request in running for gap in role.gaps(request, since=came)]
     firsts = [role.told[request.key][0] - came for request in coming]
     _end(scheduler, loop, in_flight, requests)
-    itl, ttft = _record.percentiles(gaps, 1e3), _record.percentiles(firsts, 1e3)
+    itl, ttft = record.percentiles(gaps, 1e3), record.percentiles(firsts, 1e3)
     return {
         "way": way,
         "chunk": chunk_tokens,
@@ -241,9 +241,9 @@ def main() -> None:
         "TTFT p50 to it": "{ttft_p50_ratio:.2f}",
         "last to it": "{ttft_last_ratio:.2f}",
     }
-    _record.table(rows, columns)
+    record.table(rows, columns)
     config = {**vars(arguments), "page_size": PAGE_SIZE, "clock": "CPU time of the process"}
-    _record.emit("local_prefill", config, rows)
+    record.emit("local_prefill", config, rows)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench._models import QWEN3_450M, QWEN3_SMALL
-from bench._record import say
+from bench.support.models import QWEN3_450M, QWEN3_SMALL
+from bench.support.record import say
 from common.config import ModelBackend, Quantize
 from common.engine.models import load
 from common.engine.run.cpu import use_cpu

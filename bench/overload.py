@@ -28,8 +28,8 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from bench._record import emit, percentiles, say, table
-from bench._systems import System, cpu_seconds_of, serving
+from bench.support.record import emit, percentiles, say, table
+from bench.support.systems import System, cpu_seconds_of, serving
 from common.rpc import make_channel
 from loadtest.lengths import Lengths
 from loadtest.load import Load, poisson, until

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench._record import emit, percentiles, table
 from bench.overload import CLASSES, SHARES
+from bench.support.record import emit, percentiles, table
 from common.queueing.waiting_line import Place, WaitingLine
 from router.policy.pressure import Pressure
 

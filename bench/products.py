@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from bench._record import emit, say, table
+from bench.support.record import emit, say, table
 from common.engine.models.linear import Form, Linear, onednn
 from common.engine.models.linear.dense import DenseForm
 from common.engine.models.linear.int8 import Int8Form

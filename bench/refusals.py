@@ -30,7 +30,7 @@ import grpc
 import grpc.aio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bench._record import ROOT, emit, table
+from bench.support.record import ROOT, emit, table
 from protos.router_pb2 import GenerateRequest, TokenIds, TokenizeRequest
 
 HOST = "127.0.0.1"

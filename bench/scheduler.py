@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import _record
+from bench.support import record
 from common.config import SchedulerConfig
 from common.engine.features.composition import RowFeatures, every_feature
 from common.engine.loop.loop import EventLoop
@@ -222,10 +222,10 @@ def main() -> None:
         "goal": "{goal_us}",
         "stretch": "{stretch_us}",
     }
-    _record.table(rows, columns)
+    record.table(rows, columns)
     first, last = rows[0], rows[len(BATCH_SIZES) - 1]
     growth = (last["step_us"] - first["step_us"]) / (last["batch"] - first["batch"])
-    _record.say(f"growth, greedy: {growth:.2f} us per request")
+    record.say(f"growth, greedy: {growth:.2f} us per request")
     contexts = [measure_tensors(name, steps) for name in CONTEXTS]
     columns = {
         "contexts": "{contexts}",
@@ -233,9 +233,9 @@ def main() -> None:
         "of packing": "{packing_us:.0f}",
         "bytes to the device": "{bytes}",
     }
-    _record.table(contexts, columns)
+    record.table(contexts, columns)
     config = {"steps": steps, "page_size": PAGE_SIZE, "prompt_tokens": PROMPT_TOKENS}
-    _record.emit(
+    record.emit(
         "scheduler", config, rows, contexts=contexts, growth_us_per_request=round(growth, 3)
     )
 

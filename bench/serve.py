@@ -21,11 +21,11 @@ from typing import Any
 
 import uvloop
 
-from bench._load import Answer, Client, cpu_row, make_jobs, summary
-from bench._models import TINY
-from bench._peer import transformers_peer
-from bench._record import emit, say, table
-from bench._systems import Mode, System, serving
+from bench.support.load import Answer, Client, cpu_row, make_jobs, summary
+from bench.support.models import TINY
+from bench.support.peer import transformers_peer
+from bench.support.record import emit, say, table
+from bench.support.systems import Mode, System, serving
 from loadtest.workload import Job
 from tests.support.checkpoints import make_checkpoint
 

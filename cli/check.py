@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cli.plan import refuse_busy_port
+from cli.local.plan import refuse_busy_port
 from common import tls
 from common.config import (
     DecodeConfig,

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli import plan
+from cli.local import plan
 from common import tls
 from common.config import TlsConfig
 from common.errors import ConfigError, InvalidRequest

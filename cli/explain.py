@@ -15,7 +15,7 @@ import grpc.aio
 from google.protobuf.json_format import MessageToJson
 
 from cli import client
-from cli.top_frame import safe
+from cli.top.frame import safe
 from common import rpc, settings, tls
 from common.errors import ConfigError
 from common.process.standard_output import say

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import plan
+from cli.local import plan
 from common import settings
 from common.config import DecodeConfig, PrefillConfig, Record
 from common.errors import ConfigError

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cli import plan
-from cli.system import System
+from cli.local import plan
+from cli.local.system import System
 from common.errors import ConfigError
 from loadtest.errors import Unusable
 

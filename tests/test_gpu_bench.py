@@ -136,7 +136,7 @@ FRAME = textwrap.dedent(
     from bench.gpu.frame import Part, run
 
     def part(name, measure):
-        module = types.ModuleType(f"bench.gpu.{name}")
+        module = types.ModuleType(f"bench.gpu.parts.{name}")
         module.TABLES, module.measure = {}, measure
         sys.modules[module.__name__] = module
         return Part(name, "", 1.0)

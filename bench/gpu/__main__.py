@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench._record import commit, emit, machine, say
 from bench.gpu import environment
 from bench.gpu.frame import Part, Report, Row, run
 from bench.gpu.goals import reached
 from bench.gpu.parts import FIRST, PARTS
+from bench.support.record import commit, emit, machine, say
 
 BUDGET_S = 520.0
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeAlias
 
-from bench._record import say, table
+from bench.support.record import say, table
 
 Row: TypeAlias = dict[str, Any]  # "table": which of its part's tables shows it
-Tables: TypeAlias = Mapping[str, Mapping[str, str]]  # name: columns, as for bench._record.table
+Tables: TypeAlias = Mapping[str, Mapping[str, str]]  # name: columns, as for record.table
 
 NOTES = "notes"  # the table that every part has: "what" and "note"
 _NOTE_LENGTH = 400
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class PartModule(Protocol):
-    """bench/gpu/NAME.py of a part."""
+    """bench/gpu/parts/NAME.py."""
 
     TABLES: Tables
 
@@ -49,7 +49,7 @@ class Part:
 
     @property
     def module(self) -> str:
-        return f"bench.gpu.{self.name}"
+        return f"bench.gpu.parts.{self.name}"
 
 
 @dataclass(slots=True, eq=False)

@@ -266,7 +266,7 @@ void combine(
 
 }  // namespace
 
-// See kernels/attention.py. q: [num_rows, kv_heads * group, size], rows q_stride apart; out: the same,
+// See kernels/attention. q: [num_rows, kv_heads * group, size], rows q_stride apart; out: the same,
 // contiguous.
 extern "C" void decode_attention(
     int dtype, const void* q, int64_t q_stride, const void* kv, int64_t page_stride,

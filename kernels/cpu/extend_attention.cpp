@@ -193,7 +193,7 @@ struct Piece {
 
 }  // namespace
 
-// See kernels/attention.py. q: [num_tokens, kv_heads * group, size], rows q_stride apart; out: the
+// See kernels/attention. q: [num_tokens, kv_heads * group, size], rows q_stride apart; out: the
 // same, contiguous; query_starts: [num_rows + 1]; sinks: [kv_heads * group] or null.
 extern "C" void extend_attention(
     int dtype, const void* q, int64_t q_stride, const void* kv, int64_t page_stride,

@@ -92,7 +92,7 @@ inline Lanes activated(Lanes x, int activation) {
 
 extern "C" {
 
-// See kernels/rms_norm.py. rows, residual: may be null; total: null where it would be x.
+// See kernels/layers/rms_norm.py. rows, residual: may be null; total: null where it would be x.
 void add_rms_norm(
     int dtype, int weight_dtype, const void* x, int64_t x_stride, const void* residual,
     int64_t residual_stride, const void* weight, const int64_t* rows, void* normed, void* total,
@@ -116,7 +116,7 @@ void add_rms_norm(
     });
 }
 
-// See kernels/rope_and_store.py. Norms: both may be null.
+// See kernels/pages/rope_and_store.py. Norms: both may be null.
 void rope_and_store(
     int dtype, int norm_dtype, const void* qkv, int64_t qkv_stride, const float* angles, void* kv,
     int64_t page_stride, int64_t head_stride, int64_t kv_stride, int64_t token_stride,
@@ -149,7 +149,7 @@ void rope_and_store(
     });
 }
 
-// See kernels/act_and_mul.py.
+// See kernels/layers/act_and_mul.py.
 void act_and_mul(
     int dtype, int activation, const void* x, void* out, int64_t num_rows, int64_t size, Team* team
 ) {
@@ -166,7 +166,7 @@ void act_and_mul(
     });
 }
 
-// See kernels/embedding.py. Rows of `bytes` bytes, stride_bytes apart.
+// See kernels/layers/embedding.py. Rows of `bytes` bytes, stride_bytes apart.
 void embed(
     const int32_t* token_ids, const int32_t* future, const char* weight, int64_t stride_bytes,
     char* out, int64_t num_tokens, int64_t bytes, Team* team

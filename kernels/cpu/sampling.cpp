@@ -2,7 +2,7 @@
 //
 // Tokens are ordered by their logits, of equals the lower first; a filter keeps the first of them,
 // and is found by sums over ever finer ranges of logits, without a sort. Random numbers are those of
-// kernels/generator.py.
+// kernels/sampling/generator.py.
 
 #include <cmath>
 #include <cstdint>
@@ -223,7 +223,7 @@ struct Draw {
 
 extern "C" {
 
-// See kernels/sampling.py. The likeliest token of every row, or not_finite.
+// See kernels/sampling/sample.py. The likeliest token of every row, or not_finite.
 void likeliest(
     int dtype, const void* logits, int64_t stride, int32_t* tokens, int64_t num_rows, int64_t size,
     int32_t not_finite, Team* team
@@ -261,7 +261,7 @@ void sample(
     });
 }
 
-// See kernels/penalties.py. in_prompt: the bit of a count that says that a prompt has the token.
+// See kernels/sampling/penalties.py. in_prompt: the bit of a count that says that a prompt has it.
 void apply_penalties(
     float* logits, int64_t stride, const int64_t* rows, const int32_t* counts, int64_t counts_stride,
     const int64_t* count_rows, const float* repetition, const float* frequency,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.page_copy import copy_pages
-from kernels.page_pack import pack_pages, unpack_pages
+from kernels.pages.copy import copy_pages
+from kernels.pages.pack import pack_pages, unpack_pages
 from kvtransfer.backends.base import Ints, PagePool
 from kvtransfer.backends.device_memory import CopyQueue, Device, Mark
 from kvtransfer.backends.scatter import Vectors, address_of

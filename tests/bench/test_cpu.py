@@ -1,4 +1,4 @@
-"""bench/cpu.py: what it computes from its rounds, the order of these, and one small run."""
+"""bench/cpu: what it computes from its rounds, the order of these, and one small run."""
 
 import contextlib
 import json
@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from bench import _cpu_figures, _cpu_floor
-from bench._contenders import LeftOut
-from bench._cpu_figures import Figure, Table
-from bench._cpu_floor import Floor
-from bench._cpu_rounds import Traffic, measured
-from bench._models import QWEN3_450M
+from bench.cpu import figures, floor
+from bench.cpu.contenders import LeftOut
+from bench.cpu.figures import Figure, Table
+from bench.cpu.floor import Floor
+from bench.cpu.rounds import Traffic, measured
+from bench.support.models import QWEN3_450M
 from tests.support.programs import ROOT
 
 FLOOR = Floor(2e9, 1e12)
@@ -27,7 +27,7 @@ def test_a_figure_is_judged_by_its_median_and_tells_its_worst_round():
 
 
 def test_the_table_of_goals_says_what_is_reached_missed_and_not_measured():
-    lines = _cpu_figures.markdown(
+    lines = figures.markdown(
         [
             Figure("a", [1.2, 1.3], "low", 1.25),
             Figure("b", [0.5], "high", 1.0),
@@ -44,26 +44,26 @@ def test_the_table_of_goals_says_what_is_reached_missed_and_not_measured():
 
 def test_ratios_are_of_one_round_and_the_best_peer_is_that_of_the_round():
     ours, peers = [2.0, 4.0], [[1.0, 8.0], [4.0, 2.0]]
-    assert _cpu_figures.best(peers, "low") == [1.0, 2.0]
-    assert _cpu_figures.best([[], peers[1]], "high") == peers[1]
-    assert _cpu_figures.ratios(ours, _cpu_figures.best(peers, "low")) == [2.0, 2.0]
-    assert _cpu_figures.ratios(ours, []) == []
+    assert figures.best(peers, "low") == [1.0, 2.0]
+    assert figures.best([[], peers[1]], "high") == peers[1]
+    assert figures.ratios(ours, figures.best(peers, "low")) == [2.0, 2.0]
+    assert figures.ratios(ours, []) == []
 
 
 def test_growth_is_one_where_the_bytes_explain_it():
-    assert _cpu_figures.growth([14.0, 28.0], [1.0, 1.0], 28e9, 2e9) == [1.0, 2.0]
+    assert figures.growth([14.0, 28.0], [1.0, 1.0], 28e9, 2e9) == [1.0, 2.0]
 
 
 def test_a_floor_is_bytes_over_bandwidth_and_products_over_their_rate():
     assert FLOOR.step_s(1_000_000_000) == 0.5
     layer = (2048 + 2 * 1024) * 1024 + 1024 * 2048 + 2 * 3072 * 1024 + 1024 * 3072
-    assert _cpu_floor.product_flops(QWEN3_450M, 256) == 2 * 256 * 28 * layer
-    assert FLOOR.product_s(_cpu_floor.product_flops(QWEN3_450M, 256)) == pytest.approx(0.2255, 1e-3)
-    assert _cpu_floor.kv_bytes_per_token(QWEN3_450M, 2) == 28 * 2 * 8 * 128 * 2
+    assert floor.product_flops(QWEN3_450M, 256) == 2 * 256 * 28 * layer
+    assert FLOOR.product_s(floor.product_flops(QWEN3_450M, 256)) == pytest.approx(0.2255, 1e-3)
+    assert floor.kv_bytes_per_token(QWEN3_450M, 2) == 28 * 2 * 8 * 128 * 2
 
 
 def test_what_the_machine_gives_is_measured():
-    found = _cpu_floor.measured(1 << 22, QWEN3_450M | {"num_hidden_layers": 1, "hidden_size": 64})
+    found = floor.measured(1 << 22, QWEN3_450M | {"num_hidden_layers": 1, "hidden_size": 64})
     assert found.read_bytes_per_s > 0 < found.product_flops_per_s
 
 
@@ -121,7 +121,7 @@ async def test_systems_take_turns_and_one_that_cannot_be_measured_is_told():
     assert prompts[0] == prompts[1], "and the same for all systems"
     assert found.table.values("a", "load", "tokens_per_s") == [1.0, 1.0]
     assert found.figure("x", [], "low", of=["a", "c"]).note == "c: there is none"
-    assert _cpu_figures.agreement(found.table, "load", "a", "b") == 0.5
+    assert figures.agreement(found.table, "load", "a", "b") == 0.5
 
 
 def test_medians_and_ranges_of_each_system_are_told():
@@ -129,7 +129,7 @@ def test_medians_and_ranges_of_each_system_are_told():
     for gap in (10.0, 30.0, 20.0):
         timed = {"ttft_ms": {"p50": 5.0}, "itl_ms": {"p50": gap}, "tokens_per_s": 8.0}
         table.rows.append({"system": "a", "load": "1 stream", "threads": 2, **timed})
-    said = _cpu_figures.spreads(table).splitlines()
+    said = figures.spreads(table).splitlines()
     assert said[2:] == ["| 1 stream | a | 2 | 8 | 5 | 20 (10 to 30) |"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import plan
+from cli.local import plan
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.errors import ConfigError
 from common.settings import read

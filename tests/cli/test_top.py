@@ -14,8 +14,9 @@ import time
 import pytest
 from rich.console import Console
 
-from cli import top, top_frame
-from cli.top_rates import Rates
+from cli.top import __main__ as top
+from cli.top import frame as top_frame
+from cli.top.rates import Rates
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
 from tests.support.programs import ROOT, Program
 

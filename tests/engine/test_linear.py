@@ -16,7 +16,7 @@ from common.engine.models.linear.panels import Int8PanelForm, PanelForm
 from common.engine.models.weights import load_weights, weight_bytes
 from common.errors import ConfigError
 from kernels import device as devices
-from kernels.routing import Routing, route
+from kernels.experts.routing import Routing, route
 from tests.support import compiled
 from tests.support.checkpoints import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 from tests.support.compiled import operators_here

@@ -13,7 +13,7 @@ from common.engine.rows import batch
 from common.engine.rows.batch import PageCopies
 from common.errors import InvalidRequest
 from common.requests.sampling import SamplingParams, check
-from kernels import sampling
+from kernels.sampling import sample as sampling
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps
 

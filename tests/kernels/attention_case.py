@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from kernels.attention import paged_attention, plan_attention
+from kernels.attention.paged import paged_attention, plan_attention
 from tests.kernels.conftest import DEVICE
 
 NUM_LAYERS = 2

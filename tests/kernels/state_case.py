@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from kernels.state_cells import CellView, StateRows
+from kernels.linear_attention.state_cells import CellView, StateRows
 from tests.kernels.conftest import DEVICE
 
 NUM_PAGES = 40

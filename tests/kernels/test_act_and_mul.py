@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.act_and_mul import act_and_mul
+from kernels.layers.act_and_mul import act_and_mul
 from tests.kernels.conftest import DEVICE
 
 

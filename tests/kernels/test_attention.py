@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import device
-from kernels.attention import paged_attention
+from kernels.attention.paged import paged_attention
 from tests.kernels.attention_case import Case
 
 ROWS = [

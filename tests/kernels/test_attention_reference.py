@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels import attention_reference
+from kernels.attention import reference as attention_reference
 from tests.kernels.attention_case import Case
 
 

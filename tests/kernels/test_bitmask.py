@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.bitmask import FORBIDDEN, apply_bitmask
-from kernels.sampling import sample
+from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
+from kernels.sampling.sample import sample
 from tests.kernels.conftest import DEVICE
 from tests.kernels.test_sampling import columns
 

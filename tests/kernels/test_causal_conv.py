@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.causal_conv import causal_conv
+from kernels.linear_attention.causal_conv import causal_conv
 from tests.kernels.conftest import DEVICE
 from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
 

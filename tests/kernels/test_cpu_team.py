@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from kernels.attention import paged_attention, plan_attention
+from kernels.attention.paged import paged_attention, plan_attention
 from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import Operators
 

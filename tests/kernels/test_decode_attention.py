@@ -4,8 +4,10 @@ import pytest
 import torch
 from triton.runtime.jit import KernelInterface
 
-from kernels import decode_attention, decode_plan, device
-from kernels.attention import paged_attention
+from kernels import device
+from kernels.attention import decode as decode_attention
+from kernels.attention import decode_plan
+from kernels.attention.paged import paged_attention
 from tests.kernels.attention_case import SCALE, Case
 
 # A long row among short ones, lengths around tiles of 64 keys, padding.

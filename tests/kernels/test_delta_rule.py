@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.delta_rule import Gates, delta_rule
+from kernels.linear_attention.delta_rule import Gates, delta_rule
 from tests.kernels.conftest import DEVICE
 from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.embedding import embed
+from kernels.layers.embedding import embed
 from tests.kernels.conftest import DEVICE
 
 FUTURE = torch.tensor([3, 0, 6, 1], dtype=torch.int32)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kernels import device, extend_attention
-from kernels.extend_attention import Tile
+from kernels import device
+from kernels.attention import extend as extend_attention
+from kernels.attention.extend import Tile
 from tests.kernels.attention_case import Case
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.gated_norm import gated_rms_norm
+from kernels.linear_attention.gated_norm import gated_rms_norm
 from tests.kernels.conftest import DEVICE
 
 EPS = 0.03

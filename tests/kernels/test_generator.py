@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.generator import gumbel_noise, random_bits, row_keys, token_bits, token_noise
+from kernels.sampling.generator import gumbel_noise, random_bits, row_keys, token_bits, token_noise
 from tests.kernels.conftest import DEVICE
 
 WORD = 2**32

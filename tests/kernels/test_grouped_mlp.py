@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.grouped_mlp import grouped_mlp
+from kernels.experts.grouped_mlp import grouped_mlp
 from tests.kernels.conftest import DEVICE
 from tests.kernels.test_act_and_mul import in_float64
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.logprobs import logprobs
+from kernels.sampling.logprobs import logprobs
 from tests.kernels.conftest import DEVICE
 
 

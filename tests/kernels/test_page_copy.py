@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.page_copy import copy_pages
+from kernels.pages.copy import copy_pages
 
 PAGES = [
     ([], []),

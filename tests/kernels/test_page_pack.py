@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.page_pack import pack_pages, unpack_pages
+from kernels.pages.pack import pack_pages, unpack_pages
 from tests.kernels.conftest import DEVICE
 
 POISON = 0xA5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.penalties import (
+from kernels.sampling.penalties import (
     apply_penalties,
     apply_penalties_reference,
     apply_penalties_triton,

@@ -23,7 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from bench import _budgets, _variants, resources
+from bench.resources import budgets
+
+from bench.resources import variants
+
+from bench.resources import __main__ as resources
 
 
 @triton.jit
@@ -72,11 +76,11 @@ def launch_long(count):
     long_kernel[(1,)](torch.empty(256), enable_fp_fusion=True)
 
 
-_budgets.FILE = Path(__file__).with_name("budgets.json")
-_variants.serving = lambda arch, every: [
-    _variants.Variant("odd", launch),
-    _variants.Variant("llama3-8b bfloat16 short", launch_long),
-    _variants.Variant("llama3-8b bfloat16 new", launch_long),
+budgets.FILE = Path(__file__).with_name("budgets.json")
+variants.serving = lambda arch, every: [
+    variants.Variant("odd", launch),
+    variants.Variant("llama3-8b bfloat16 short", launch_long),
+    variants.Variant("llama3-8b bfloat16 new", launch_long),
 ]
 if __name__ == "__main__":
     resources.main()

@@ -5,7 +5,7 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kernels.rms_norm import MAX_BLOCK, add_rms_norm
+from kernels.layers.rms_norm import MAX_BLOCK, add_rms_norm
 from tests.kernels.conftest import DEVICE
 
 EPS = 0.03  # so large that it shows

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.rope import rope_angles
+from kernels.layers.rope import rope_angles
 from tests.kernels.conftest import DEVICE
 
 # Far and near, and where an argument reduced too coarsely would show.

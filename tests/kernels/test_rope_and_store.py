@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels.rope import rope_angles
-from kernels.rope_and_store import rope_and_store
+from kernels.layers.rope import rope_angles
+from kernels.pages.rope_and_store import rope_and_store
 from tests.kernels.conftest import DEVICE
 
 PAGE_SIZE = 4

@@ -6,8 +6,8 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from kernels import routing
-from kernels.routing import Routing, route
+from kernels.experts import routing
+from kernels.experts.routing import Routing, route
 from tests.kernels.conftest import DEVICE
 
 

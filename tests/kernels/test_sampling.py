@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import device
-from kernels.sampling import (
+from kernels.sampling.sample import (
     NOT_FINITE,
     SamplingColumns,
     sample,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.store_kv import store_kv
+from kernels.pages.store_kv import store_kv
 from tests.kernels.conftest import DEVICE
 
 PAGE_SIZE = 4

@@ -27,7 +27,7 @@ import grpc.aio
 import pytest
 
 from cli import client
-from cli.plan import Program
+from cli.local.plan import Program
 from common import tls
 from common.config import TlsConfig
 from common.identity.program import identity_of

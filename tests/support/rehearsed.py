@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench._compile import Launch, recorded
+from bench.resources.compilation import Launch, recorded
 from common.engine.build import prepare
 from common.engine.models import load
 from common.engine.models.linear import onednn

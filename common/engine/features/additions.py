@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.bitmask import FORBIDDEN
+from kernels.sampling.bitmask import FORBIDDEN
 
 Tokens = NDArray[np.int64]
 Values = NDArray[np.float32]

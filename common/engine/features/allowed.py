@@ -11,7 +11,7 @@ from torch import Tensor
 from common.engine.features.seam import Part
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
-from kernels.bitmask import apply_bitmask
+from kernels.sampling.bitmask import apply_bitmask
 
 _WORD = 32
 

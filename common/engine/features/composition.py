@@ -21,7 +21,7 @@ from common.engine.features.seam import Part, RowFeature, Work
 from common.engine.rows.batch import ForwardMode, ScheduleBatch
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
-from kernels.sampling import SamplingColumns, sample
+from kernels.sampling.sample import SamplingColumns, sample
 
 _COLUMNS = tuple(f.name for f in fields(SamplingColumns))
 # Bits of a slot: its token is drawn; one of its features waits; its prompt is asked about; it wants

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.engine.features.seam import Part
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
-from kernels.logprobs import logprobs
+from kernels.sampling.logprobs import logprobs
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from common.engine.features.seam import Part
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
-from kernels.penalties import apply_penalties, count_tokens
+from kernels.sampling.penalties import apply_penalties, count_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

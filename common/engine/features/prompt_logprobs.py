@@ -14,7 +14,7 @@ from torch import Tensor
 from common.engine.rows.batch import ScheduleBatch
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
-from kernels.logprobs import logprobs
+from kernels.sampling.logprobs import logprobs
 
 SLICE = 256  # tokens whose logits there is memory for
 

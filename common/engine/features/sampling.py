@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
-from kernels.sampling import SamplingColumns
+from kernels.sampling.sample import SamplingColumns
 
 _MAX_SEED = 2**64 - 1
 

@@ -16,8 +16,8 @@ from common.engine.memory.layout import KVLayout
 from common.engine.memory.pinned import pin
 from common.engine.rows.batch import PageCopies
 from common.errors import ConfigError
-from kernels.page_copy import copy_pages
-from kernels.state_cells import CellView
+from kernels.linear_attention.state_cells import CellView
+from kernels.pages.copy import copy_pages
 
 _HUGE_PAGE_BYTES = 2 << 20
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.engine.memory.states import Cells, State
 from common.errors import ConfigError
 from common.page_tables import PageTables
-from kernels.state_cells import CellView
+from kernels.linear_attention.state_cells import CellView
 
 MAX_PADDING = 0.05  # of what a request holds, at each of these lengths
 TYPICAL_TOKENS = (2 << 10, 8 << 10, 32 << 10)

@@ -16,7 +16,7 @@ from common.engine.models.spec import ModelSpec
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme
 from common.engine.rows.forward import ForwardBatch
-from kernels.embedding import embed
+from kernels.layers.embedding import embed
 
 
 @dataclass(frozen=True, slots=True)

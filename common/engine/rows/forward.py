@@ -16,7 +16,7 @@ from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.holding import NO_PAGE
 from common.engine.rows.table import RequestTable
 from common.engine.rows.upload import packed_bytes, upload
-from kernels.state_cells import StateRows
+from kernels.linear_attention.state_cells import StateRows
 
 # So many times the tokens that there are: whole rows are copied as much faster than single pages.
 MAX_PADDING = 4
@@ -42,7 +42,7 @@ class ForwardBatch:
     lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
     sampled: Tensor  # int64 [any], tokens whose logits are wanted: each row's last, then others
-    # Of states, see kernels/state_cells.py; int32 [num_rows, state pages], and [num_rows].
+    # Of states, see kernels/linear_attention; int32 [num_rows, state pages], and [num_rows].
     state_reads: Tensor
     state_writes: Tensor
     state_marks: Tensor

@@ -10,8 +10,8 @@ from common.engine.models.blocks.norm import Norm, RmsNorm
 from common.engine.models.blocks.protocol import Kept, Site, Step
 from common.engine.models.blocks.rotation import Rope, Rotation
 from common.engine.models.linear import Linear
-from kernels.attention import AttentionPlan, paged_attention, plan_attention
-from kernels.rope_and_store import rope_and_store
+from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
+from kernels.pages.rope_and_store import rope_and_store
 
 
 @dataclass(frozen=True, slots=True)

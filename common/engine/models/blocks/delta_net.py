@@ -13,9 +13,9 @@ from common.engine.models.blocks.norm import Norm, RmsNorm
 from common.engine.models.blocks.protocol import Kept, Site, Step
 from common.engine.models.blocks.source import Source
 from common.engine.models.linear import Linear
-from kernels.causal_conv import causal_conv
-from kernels.delta_rule import Gates, delta_rule
-from kernels.gated_norm import gated_rms_norm
+from kernels.linear_attention.causal_conv import causal_conv
+from kernels.linear_attention.delta_rule import Gates, delta_rule
+from kernels.linear_attention.gated_norm import gated_rms_norm
 
 
 class Projected(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from common.engine.models.blocks.protocol import Site
 from common.engine.models.linear import Linear
-from kernels.act_and_mul import Activation, act_and_mul
+from kernels.layers.act_and_mul import Activation, act_and_mul
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from common.engine.models.blocks.dense import Dense, DenseBlock
 from common.engine.models.blocks.protocol import Site
 from common.engine.models.linear import ExpertNet
 from common.engine.models.stored.experts import ExpertShape, ExpertStorage, OneByOne
-from kernels.grouped_mlp import Gate
-from kernels.routing import Routing, route
+from kernels.experts.grouped_mlp import Gate
+from kernels.experts.routing import Routing, route
 
 
 @dataclass(frozen=True, slots=True)

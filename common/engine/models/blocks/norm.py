@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from common.engine.models.blocks.source import Source
-from kernels.rms_norm import add_rms_norm
+from kernels.layers.rms_norm import add_rms_norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.engine.memory.states import State
 from common.engine.models.blocks.source import Source
 from common.engine.rows.forward import ForwardBatch
-from kernels.state_cells import CellView
+from kernels.linear_attention.state_cells import CellView
 
 T = TypeVar("T")
 

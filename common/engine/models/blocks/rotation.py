@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.rope import rope_angles
+from kernels.layers.rope import rope_angles
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from transformers import AttentionInterface
 
 from common.engine.memory.kv import KVPool
 from common.engine.rows.forward import ForwardBatch
-from kernels.attention import AttentionPlan, paged_attention, plan_attention
-from kernels.store_kv import store_kv
+from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
+from kernels.pages.store_kv import store_kv
 
 # No mask is registered under this name: classes then make none.
 NAME = "baton"

@@ -14,7 +14,7 @@ from common.engine.models.rope import extended_context, parse_rope
 from common.engine.models.spec import ModelSpec
 from common.engine.models.stored import scheme_of
 from common.errors import ConfigError
-from kernels.act_and_mul import Activation
+from kernels.layers.act_and_mul import Activation
 
 _DTYPES = {
     "float32": torch.float32,

@@ -8,8 +8,8 @@ from common.engine.models.decoder import DecoderSpec
 from common.engine.models.families import common, moe
 from common.engine.models.fields import Fields
 from common.engine.models.stored.experts import InTurn
-from kernels.grouped_mlp import LIMIT, SLOPE
-from kernels.routing import Routing
+from kernels.experts.grouped_mlp import LIMIT, SLOPE
+from kernels.experts.routing import Routing
 
 
 def gpt_oss(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:

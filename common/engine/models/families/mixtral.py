@@ -8,7 +8,7 @@ from common.engine.models.decoder import DecoderSpec
 from common.engine.models.families import common, moe
 from common.engine.models.fields import Fields
 from common.engine.models.stored.experts import OneByOne
-from kernels.routing import Routing
+from kernels.experts.routing import Routing
 
 
 def mixtral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:

@@ -6,7 +6,7 @@ from common.engine.models.blocks.dense import Dense
 from common.engine.models.blocks.experts import Experts
 from common.engine.models.families import common
 from common.engine.models.fields import Fields
-from kernels.routing import Routing
+from kernels.experts.routing import Routing
 
 
 def experts(config: Fields, *, shared: Dense | None = None, normalise: bool = False) -> Experts:

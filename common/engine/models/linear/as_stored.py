@@ -6,7 +6,7 @@ from torch import Tensor
 
 from common.engine.models.linear.experts import Each, each
 from common.engine.models.linear.protocol import Form, Linear, StoredExperts
-from kernels.grouped_mlp import Gate
+from kernels.experts.grouped_mlp import Gate
 
 
 @dataclass(frozen=True, slots=True)

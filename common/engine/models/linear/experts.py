@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from common.engine.models.linear.protocol import Form, Linear, StoredExperts, held
-from kernels.grouped_mlp import Gate, by_expert, gated, grouped_mlp
+from kernels.experts.grouped_mlp import Gate, by_expert, gated, grouped_mlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)

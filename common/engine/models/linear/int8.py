@@ -12,7 +12,7 @@ from torch import Tensor
 from common.engine.models.linear import onednn
 from common.engine.models.linear.experts import Each, each
 from common.engine.models.linear.protocol import StoredExperts
-from kernels.grouped_mlp import Gate
+from kernels.experts.grouped_mlp import Gate
 
 _LARGEST = 127.0
 ZERO = 128  # the byte that stands for an input of 0: the processor takes unsigned ones

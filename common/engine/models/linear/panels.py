@@ -15,7 +15,7 @@ from common.engine.models.linear.experts import Each, each
 from common.engine.models.linear.int8 import ZERO, rounded, row_sums
 from common.engine.models.linear.protocol import Linear, StoredExperts
 from kernels.cpu.operators import Operators
-from kernels.grouped_mlp import Gate
+from kernels.experts.grouped_mlp import Gate
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from common.engine.models.linear.matrix import Matrix, StoredExpert
-from kernels.grouped_mlp import Gate
+from kernels.experts.grouped_mlp import Gate
 
 # One after the other; biases on the model's device in the model's dtype.
 StoredExperts: TypeAlias = Iterable[StoredExpert]

@@ -9,7 +9,7 @@ from common.engine.models.linear import Matrix, StoredExpert, joined
 from common.engine.models.stored.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp4
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme, storing
-from kernels.grouped_mlp import Gate
+from kernels.experts.grouped_mlp import Gate
 
 
 @dataclass(frozen=True, slots=True)

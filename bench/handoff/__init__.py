@@ -1,0 +1,1 @@
+"""What a hand-off costs: `python -m bench.handoff`, in parts."""

@@ -1,0 +1,63 @@
+"""How many instructions kernels may have, by what they had when somebody last looked.
+
+A change of a kernel, or of Triton, that makes one longer fails by its name; whoever finds the
+longer one good writes the file anew (`python -m bench.resources --write-budgets`) and says why.
+Counted for one model, and one with experts, on every architecture, in machine code, or in PTX where
+nothing disassembles.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from bench.resources import variants
+
+FILE = Path(__file__).with_name("instructions.json")
+MODELS = (variants.LLAMA3_8B.name, variants.QWEN3_30B.name)
+PAGE = "bfloat16 page 16"
+SLACK = 0.03  # what another patch release of the compiler may add
+
+Counts: TypeAlias = dict[str, dict[str, int]]  # by language: "instructions" and "loop"
+Budgets: TypeAlias = dict[str, Counts]  # by "sm_90 kernel operation"
+
+
+def counted(rows: Iterable[Mapping[str, Any]]) -> Budgets:
+    """Of the rows of `bench.resources`."""
+    found: Budgets = {}
+    for row in rows:
+        for variant in row["variants"]:
+            model, _, operation = variant.partition(" ")
+            if model in MODELS and row["codes"] and _has_a_budget(operation):
+                name = operation.removeprefix(PAGE).removeprefix("bfloat16").strip()
+                found[f"sm_{row['arch']} {row['kernel']} {name}"] = row["codes"]
+    return dict(sorted(found.items()))
+
+
+def exceeded(rows: Iterable[Mapping[str, Any]], budgets: Budgets) -> Iterator[str]:
+    """What is wrong, by kernel."""
+    for name, codes in counted(rows).items():
+        arch, kernel, operation = name.split(" ", 2)
+        which = f"{kernel} on {arch} ({operation})"
+        language = "sass" if "sass" in codes else "ptx"
+        allowed = budgets.get(name, {}).get(language)
+        if allowed is None:
+            yield f"{which} has no budget of {language} in {FILE.name}"
+            continue
+        for part, count in codes[language].items():
+            if count > allowed[part] * (1 + SLACK):
+                yield f"{which} has {count} {language} {part}, where {allowed[part]} were enough"
+
+
+def read() -> Budgets:
+    budgets: Budgets = json.loads(FILE.read_text())
+    return budgets
+
+
+def write(budgets: Budgets) -> None:
+    lines = (f"{json.dumps(name)}: {json.dumps(codes)}" for name, codes in budgets.items())
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _has_a_budget(operation: str) -> bool:
+    return " page " not in operation or operation.startswith(PAGE)

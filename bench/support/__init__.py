@@ -1,0 +1,1 @@
+"""What benches share: systems, loads, models, peers, and the record they leave."""

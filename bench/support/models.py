@@ -1,0 +1,55 @@
+"""The checkpoints with random weights that benches on a CPU serve, made by transformers."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.support.record import say
+from tests.support.checkpoints import make_checkpoint
+
+TINY: dict[str, Any] = {  # as large as the demo model: 3.5 MB of weights
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+}
+QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.6B, a smaller head
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+QWEN3_SMALL = QWEN3_450M | TINY  # to rehearse with
+
+
+def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Path:
+    """The Qwen3 of that name under `directory`, made there unless an earlier run has."""
+    model = directory / name
+    if not model.exists():
+        say(f"making {model} ...")
+        directory.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=directory))
+        try:
+            make_checkpoint(made, dtype=dtype, **sizes)
+            made.rename(model)  # whole or not at all
+        except BaseException:
+            shutil.rmtree(made)
+            raise
+    return model
+
+
+def weight_bytes(model: Path) -> int:
+    """What the weights take on disk: every one of them is read in each step of a dense model
+    with tied embeddings."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))

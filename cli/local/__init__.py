@@ -1,0 +1,1 @@
+"""Programs of a system on this machine: which, with which flags, and kept running."""

@@ -1,0 +1,107 @@
+"""The programs of a system on this machine, as children of this process: started, watched, started
+again, ended in order. Knows nothing of what they answer."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from cli import client
+from cli.local import plan, restarts
+from common import tls
+from common.process.children import Child
+
+# Whoever asks stops before whoever answers: nothing is left waiting for a node that has gone.
+STOP_ORDER = ("router", "decode_node", "prefill_node")
+
+
+class System:
+    """The programs of one machine, as children of this process."""
+
+    def __init__(
+        self,
+        programs: Sequence[plan.Program],
+        logs: Path,
+        certificates: tls.Certificates | None,
+    ) -> None:
+        """Starts all of them at once.
+
+        Args:
+            certificates: to ask them with.
+        """
+        self._programs = programs
+        self._logs = logs
+        self._certificates = certificates
+        self._children = {program: self._child(program) for program in programs}
+
+    @property
+    def names(self) -> list[str]:
+        return [program.name for program in self._programs]
+
+    async def until_ready(self, tell: Callable[[str, str], None]) -> None:
+        """Returns once every program is healthy; the router is when it can serve a request."""
+
+        async def wait(program: plan.Program) -> None:
+            await self._until_serving(program)
+            tell(program.name, program.address)
+
+        await asyncio.gather(*(wait(program) for program in self._programs))
+
+    async def first_death(self) -> str:
+        """Waits until a program has ended on its own; returns what there is to say about it."""
+        ends = {asyncio.ensure_future(c.ended()): c for c in self._children.values()}
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        child = ends[done.pop()]
+        return (
+            f"{child.name} has ended with code {child.code}. The end of {child.log}:\n\n"
+            f"{child.last_lines()}\n"
+        )
+
+    async def keep_running(self, say: Callable[[str], None]) -> None:
+        """Starts every program again that ends on its own, until cancelled."""
+
+        async def keep(program: plan.Program) -> None:
+            def start_again() -> Child:
+                self._children[program] = child = self._child(program, replaces_log=False)
+                return child
+
+            serving = partial(self._until_serving, program)
+            await restarts.keep_running(self._children[program], start_again, serving, say)
+
+        await asyncio.gather(*(keep(program) for program in self._programs))
+
+    async def stop(self, patience_s: float) -> list[str]:
+        """Ends all programs. Returns what went wrong."""
+        wrong = []
+        for module in STOP_ORDER:
+            group = [c for program, c in self._children.items() if program.module == module]
+            alive = [child for child in group if child.code is None]
+            await asyncio.gather(*(child.stop(patience_s) for child in alive))
+            wrong += [
+                f"{child.name} ended with code {child.code}"
+                for child in alive
+                if child.code not in (0, -signal.SIGTERM)  # the latter: it had hardly begun
+            ]
+        return wrong
+
+    def kill(self) -> None:
+        for child in self._children.values():
+            child.send(signal.SIGKILL)
+
+    def _child(self, program: plan.Program, *, replaces_log: bool = True) -> Child:
+        log = self._logs / f"{program.name}.log"
+        return Child(
+            program.name,
+            program.command,
+            log,
+            environment=program.environment,
+            replaces_log=replaces_log,
+        )
+
+    async def _until_serving(self, program: plan.Program) -> None:
+        await client.until_serving(program.address, program.service, self._certificates)

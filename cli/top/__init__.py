@@ -1,0 +1,1 @@
+"""baton top: a cluster in a terminal."""

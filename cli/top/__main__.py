@@ -1,0 +1,207 @@
+"""baton top: the nodes of a cluster as they are now, in a terminal. q or Ctrl-C ends it.
+
+Where standard output is no terminal every frame is plain lines, and follows the one before.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc.aio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from cli import client
+from cli.top import frame as top_frame
+from cli.top.rates import Rates
+from common import rpc, settings, tls
+from common.errors import ConfigError
+from protos.router_pb2 import GetClusterRequest, GetClusterResponse
+from protos.router_pb2_grpc import RouterStub
+
+ANSWER_S = 5.0  # the router gives its nodes two
+EXIT_NO_ANSWER = 1
+EXIT_USAGE = 2
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, got {text!r}")
+    return seconds
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = settings.Parser(
+        prog="baton top",
+        description=__doc__,
+        epilog=f"Exits with {EXIT_NO_ANSWER} if --once gets no answer.",
+    )
+    client.add_router_flag(parser)
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="S", help="seconds between frames (1)"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame, with rates over one interval"
+    )
+    client.add_key_flag(parser)
+    client.add_tls_flags(parser)
+    return parser.parse_args(arguments)
+
+
+class Top:
+    """What is known of one cluster. For one event loop."""
+
+    def __init__(self, address: str, stub: Any, metadata: client.Metadata = ()) -> None:
+        self._address = address
+        self._stub = stub
+        self._metadata = metadata
+        self._rates = Rates()
+        self._cluster: GetClusterResponse | None = None
+        self.problem = ""  # why the last question has no answer
+
+    async def look(self) -> None:
+        """Asks once."""
+        try:
+            cluster = await self._stub.GetCluster(
+                GetClusterRequest(), timeout=ANSWER_S, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            rpc.raise_if_cancelled()
+            self.problem = f"{error.code().name}: {error.details()}"
+            return
+        self.problem = ""
+        self._cluster = cluster
+        self._rates.take(cluster.nodes)
+
+    def frame(self, width: int, height: int | None) -> RenderableType:
+        parts: list[RenderableType] = []
+        if self.problem:
+            words = f"No answer from {self._address}, trying again. {self.problem}"
+            parts.append(Text(top_frame.safe(words), "bold red"))
+        if self._cluster is not None:
+            left = None if height is None else height - len(parts)
+            parts.append(
+                top_frame.frame(self._address, self._cluster, self._rates, width=width, height=left)
+            )
+        return Group(*parts)
+
+
+async def watch(top: Top, interval_s: float, console: Console, stop: asyncio.Event) -> None:
+    """Shows a frame at every interval, and when the terminal's size changes, until `stop`."""
+    with _screen(console, stop) as show:
+        resized = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, resized.set)
+
+        async def look_again_and_again() -> None:
+            while True:
+                await top.look()
+                resized.set()
+                await asyncio.sleep(interval_s)
+
+        async def redraw() -> None:
+            while True:
+                await resized.wait()
+                resized.clear()
+                height = console.height if console.is_terminal else None
+                show(top.frame(console.width, height))
+
+        tasks = [asyncio.create_task(each()) for each in (look_again_and_again, redraw, stop.wait)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def once(top: Top, interval_s: float, console: Console) -> int:
+    """Prints one frame. Returns the exit code."""
+    await top.look()
+    if not top.problem:
+        await asyncio.sleep(interval_s)  # a rate takes two
+        await top.look()
+    if top.problem:
+        print(f"baton top: {top.problem}", file=sys.stderr)
+        return EXIT_NO_ANSWER
+    console.print(top.frame(console.width, None))
+    return 0
+
+
+@contextlib.contextmanager
+def _screen(console: Console, stop: asyncio.Event) -> Iterator[Any]:
+    """Gives what shows a frame: in place on a terminal, else one after the other."""
+    if not console.is_terminal:
+
+        def follow(frame: RenderableType) -> None:
+            console.print(frame)
+            console.print()
+
+        yield follow
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live, _keys(stop):
+        yield lambda frame: live.update(frame, refresh=True)
+
+
+@contextlib.contextmanager
+def _keys(stop: asyncio.Event) -> Iterator[None]:
+    """q sets `stop`. Keys come at once and are not echoed; the terminal gets its manners back."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    loop, keyboard = asyncio.get_running_loop(), sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+
+    def pressed() -> None:
+        if os.read(keyboard, 64).lower() in (b"", b"q"):
+            stop.set()
+
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, pressed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+async def _main(
+    options: argparse.Namespace, certificates: tls.Certificates | None, metadata: client.Metadata
+) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    console = Console(highlight=False)
+    async with rpc.make_channel(options.router, certificates) as channel:
+        stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+        top = Top(options.router, stub, metadata)
+        if options.once:
+            asked = asyncio.create_task(once(top, options.interval, console))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait((asked, stopped), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            return asked.result() if asked.done() else 0
+        await watch(top, options.interval, console, stop)
+    return 0
+
+
+if __name__ == "__main__":
+    options = parse()
+    try:
+        metadata = client.credentials(options)
+        sys.exit(asyncio.run(_main(options, client.certificates(options), metadata)))
+    except ConfigError as error:
+        print(f"baton top: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)

@@ -1,0 +1,288 @@
+"""One frame of `baton top`: a cluster and its rates in, something that rich can print out. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cli.top.rates import Rates
+from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+
+# Holders of pages in the order of the bar. Where there are no colours the signs tell them apart.
+_HOLDERS = {
+    "request": ("█", "blue"),
+    "step": ("▓", "magenta"),
+    "read": ("▒", "cyan"),
+    "publication": ("▞", "yellow"),
+    "cache": ("░", "bright_black"),
+    "free": ("·", "bright_black"),
+}
+# Any other is red.
+_STATES = {"ready": "green", "not ready": "yellow", "starting": "yellow", "draining": "yellow"}
+_PATHS = {
+    "nvlink": "green",
+    "cuda_ipc": "cyan",
+    "rdma": "magenta",
+    "cma": "blue",
+    "tcp": "yellow",
+}
+# Widths, in cells.
+_GAP = 2  # between columns
+_STATE_WIDTH, _USED_WIDTH = 11, 4
+_NARROWEST_BAR, _WIDEST_BAR = 8, 24
+_FIXED_WIDTH = _STATE_WIDTH + _NARROWEST_BAR + _USED_WIDTH + 3 * _GAP  # of what is never left out
+_QUEUES_WIDTH = 40  # at least
+_FIRST_NUMBER = 3  # the column of "used"
+_FEWEST_LINKS = 4  # lines that links get, however low the terminal
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    width: int
+    counter: str
+
+
+# In the order in which they are shown; the last ones are the first to go when it is narrow.
+_RATES = (
+    _Column("tok/s", 6, "generated_tokens"),
+    _Column("prompt/s", 8, "prompt_tokens"),
+    _Column("steps/s", 7, "steps"),
+    _Column("hand-offs/s", 11, "handoffs_held"),
+)
+
+
+def frame(
+    address: str,
+    cluster: GetClusterResponse,
+    rates: Rates,
+    *,
+    width: int,
+    height: int | None = None,
+) -> RenderableType:
+    """
+    Args:
+        address: the router's.
+        width: cells of a line; nothing is wider, columns are left out instead.
+        height: lines there are; None: any number. Links become fewer lines where they are too many.
+    """
+    nodes = list(cluster.nodes)
+    parts: list[RenderableType] = [
+        _headline(address, cluster.router, width),
+        _totals(nodes, cluster.router, rates),
+        Text(),
+        *_node_lines(nodes, rates, width),
+    ]
+    if any(node.pages for node in nodes):
+        parts += [Text(), _legend()]
+    links = [(link, node.address) for node in nodes for link in node.links]
+    if links:
+        room = None if height is None else max(_FEWEST_LINKS, height - len(parts) - 2)
+        parts += [Text(), *_link_lines(links, room, width)]
+    return Group(*parts)
+
+
+def safe(text: str) -> str:
+    """Without what a terminal would obey: names come from programs elsewhere."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def short(value: float | None) -> str:
+    """Three significant digits at most, with k and M."""
+    match value:
+        case None:
+            return "-"
+        case _ if value >= 999_500:
+            return f"{value / 1e6:.3g}M"
+        case _ if value >= 9_995:
+            return f"{value / 1e3:.3g}k"
+        case _ if value >= 99.5 or value == int(value):
+            return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def _headline(address: str, router: RouterState, width: int) -> Text:
+    state = router.state if not router.reason else f"{router.state}: {router.reason}"
+    missing = f", {router.silent_processes} of {router.processes} router processes silent"
+    line = Text.assemble(
+        ("baton top", "bold"),
+        f"  {safe(address)} ",
+        (safe(state), _STATES.get(router.state, "red")),
+        (missing if router.silent_processes else "", "yellow"),
+        (f"  {safe(router.model)}  up {_age(router.uptime_s)}", "bright_black"),
+    )
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _totals(nodes: Sequence[ClusterNode], router: RouterState, rates: Rates) -> Text:
+    everyone = [node.address for node in nodes]
+    readers = [node.address for node in nodes if node.role == "decode"]
+    ready = sum(node.state == "ready" for node in nodes)
+    shown = {
+        "nodes": f"{ready}/{len(nodes)}",
+        "live": f"{router.live_requests}/{router.max_requests}",
+        "tok/s": short(rates.total(everyone, "generated_tokens")),
+        "prompt/s": short(rates.total(everyone, "prompt_tokens")),
+        "hand-offs/s": short(rates.total(readers, "handoffs_held")),
+    }
+    parts = [((f"{name} ", "bright_black"), (value, "bold")) for name, value in shown.items()]
+    return Text("   ").join(Text.assemble(*part) for part in parts)
+
+
+def _node_lines(nodes: Sequence[ClusterNode], rates: Rates, width: int) -> Iterator[Text]:
+    longest = max((len(node.address) for node in nodes), default=0)
+    address_width = max(len("node"), min(longest, max(width // 3, 15), width - _FIXED_WIDTH))
+    columns, bar_width, queues_width = _fitting(width, address_width)
+    widths = [address_width, _STATE_WIDTH, bar_width, _USED_WIDTH, *(c.width for c in columns)]
+    titles = ["node", "state", "pages", "used", *(column.title for column in columns)]
+    beside = [Text("queues")] if queues_width else []
+    title = _line([*map(Text, titles), *beside], [*widths, queues_width])
+    title.stylize("bright_black")
+    yield title
+    for role in ("prefill", "decode"):
+        of_role = [node for node in nodes if node.role == role]
+        if of_role:
+            yield Text(role, "bold")
+        for node in of_role:
+            cells = [
+                Text(safe(node.address)),
+                Text(safe(node.state), _STATES.get(node.state, "red")),
+                _bar(node, bar_width),
+                Text(_used(node)),
+                *(Text(short(rates.of(node.address, column.counter))) for column in columns),
+            ]
+            queues = _queues(node)
+            if queues_width:
+                yield _line([*cells, queues], [*widths, queues_width])
+                continue
+            yield _line(cells, widths)
+            if queues.plain:
+                yield _line([Text(), queues], [0, width - _GAP])
+
+
+def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
+    """Words to the left; from the fourth to the last but the queues numbers, to the right."""
+    line = Text(no_wrap=True)
+    for index, (cell, width) in enumerate(zip(cells, widths, strict=False)):
+        number = _FIRST_NUMBER <= index < _FIRST_NUMBER + 1 + len(_RATES)
+        cell.truncate(width, overflow="ellipsis")
+        cell.align("right" if number else "left", width)
+        line.append_text(cell).append(" " * _GAP)
+    line.rstrip()
+    return line
+
+
+def _fitting(width: int, address_width: int) -> tuple[Sequence[_Column], int, int]:
+    """The columns of rates there is room for, the bar's width, and that of the queues beside them;
+    0: they need a line of their own."""
+    left = width - address_width - _FIXED_WIDTH
+    columns: list[_Column] = []
+    for column in _RATES:
+        if left < column.width + _GAP:
+            break
+        columns.append(column)
+        left -= column.width + _GAP
+    beside = left >= _QUEUES_WIDTH + _GAP
+    if beside:
+        left -= _QUEUES_WIDTH + _GAP
+    bar_width = min(_WIDEST_BAR, _NARROWEST_BAR + max(0, left))
+    left -= bar_width - _NARROWEST_BAR
+    return columns, bar_width, _QUEUES_WIDTH + left if beside else 0
+
+
+def _bar(node: ClusterNode, width: int) -> Text:
+    """A cell for every holder that has a page at all, the others by share."""
+    total = sum(node.pages.values())
+    if not total:
+        return Text("?" * width, "bright_black")
+    bar = Text()
+    done, cells = 0, 0
+    for holder, (sign, colour) in _HOLDERS.items():
+        number = node.pages.get(holder, 0)
+        done += number
+        until = width if holder == "free" else round(done / total * width)
+        if number and holder != "free":
+            until = max(until, cells + 1)
+        bar.append(sign * (min(until, width) - cells), colour)
+        cells = max(cells, min(until, width))
+    return bar
+
+
+def _used(node: ClusterNode) -> str:
+    """Pages that cannot be had: neither free nor merely cached."""
+    total = sum(node.pages.values())
+    loose = node.pages.get("free", 0) + node.pages.get("cache", 0)
+    return f"{1 - loose / total:.0%}" if total else "-"
+
+
+def _queues(node: ClusterNode) -> Text:
+    full = [f"{safe(name)} {number}" for name, number in sorted(node.queues.items()) if number]
+    retractions = node.counters.get("retractions", 0)
+    line = Text("  ".join(full))
+    if retractions:
+        line.append(f"{'  ' if full else ''}{short(retractions)} retractions", "yellow")
+    return line
+
+
+def _legend() -> Text:
+    parts = [
+        Text.assemble((f"{sign} ", colour), (holder, "bright_black"))
+        for holder, (sign, colour) in _HOLDERS.items()
+    ]
+    return Text("  ").join(parts)
+
+
+def _link_lines(
+    links: Sequence[tuple[LinkState, str]], room: int | None, width: int
+) -> Iterator[Text]:
+    """A line for each link; where that is more than there is room for, one for each path."""
+    rows = [(Text("links"), Text("path"), Text("GB/s"))]
+    if room is None or len(links) <= room:
+        rows += [
+            (
+                Text(f"{safe(link.peer)} → {safe(reader)}"),
+                _path(link.path),
+                Text(_gigabytes(link.gib_per_s)),
+            )
+            for link, reader in links
+        ]
+    else:
+        rows += [
+            (
+                Text(f"{len(speeds)} links"),
+                _path(path),
+                Text(f"{_gigabytes(min(speeds))} … {_gigabytes(max(speeds))}"),
+            )
+            for path, speeds in _by_path(links)
+        ]
+    widths = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
+    widths[0] = max(1, min(widths[0], width - widths[1] - widths[2] - 2 * _GAP))
+    for index, row in enumerate(rows):
+        line = _line(row, widths)
+        if index == 0:
+            line.stylize("bright_black")
+        yield line
+
+
+def _by_path(links: Sequence[tuple[LinkState, str]]) -> Iterator[tuple[str, list[float]]]:
+    for path in sorted({link.path for link, _ in links}):
+        yield path, [link.gib_per_s for link, _ in links if link.path == path]
+
+
+def _path(path: str) -> Text:
+    return Text(safe(path), _PATHS.get(path, ""))
+
+
+def _gigabytes(gib_per_s: float) -> str:
+    return short(gib_per_s * 2**30 / 1e9)
+
+
+def _age(seconds: float) -> str:
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if days:
+        return f"{days:.0f} d {hours % 24:.0f} h"
+    if hours:
+        return f"{hours:.0f} h {minutes % 60:.0f} min"
+    return f"{minutes:.0f} min" if minutes else f"{seconds:.0f} s"

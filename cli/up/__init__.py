@@ -1,0 +1,1 @@
+"""baton up: a system on this machine, until Ctrl-C."""

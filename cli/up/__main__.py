@@ -1,0 +1,138 @@
+"""baton up: a router, prefill nodes and decode nodes on this machine, until Ctrl-C.
+
+Starts them, waits until all are ready, shows that they answer, and ends them in order. One that
+dies from then on is started again. One that dies before, or with --exit-on-death, ends all: it says
+so with the end of its log, and exits with 1.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc.aio
+
+from cli.local import plan
+from cli.local.system import System
+from cli.up import options as up_options
+from cli.up.first_answer import FirstAnswer, Sample
+from cli.up.first_vector import VectorSample
+from cli.up.screen import Screen
+from common import settings, tls
+from common.errors import ConfigError
+from common.rpc import join_address
+
+PROMPT = "Once upon a time"
+DEMO_PROMPT = "add 27 15 ="  # of what the demo model has learned
+
+
+class StartFailed(Exception):
+    """The system is not what it should be; the message says why."""
+
+
+async def serve(
+    programs: Sequence[plan.Program],
+    options: argparse.Namespace,
+    certificates: tls.Certificates | None,
+    screen: Screen,
+) -> int:
+    """Runs the programs until SIGINT or SIGTERM. Returns the exit code."""
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    scheme = "http" if certificates is None else "https"
+    http = f"{scheme}://{join_address(options.host, options.http_port)}"
+    prompt = PROMPT if options.model else DEMO_PROMPT
+    make_sample = Sample if options.decode else VectorSample
+    sample: FirstAnswer = make_sample(prompt, programs[0].address, http, certificates)
+    logs = options.var / "log"
+    system = System(programs, logs, certificates)
+    screen.say(f"starting {len(programs)} programs; their logs are in {logs}/")
+    work = asyncio.ensure_future(_run(system, sample, options, screen))
+    stop = asyncio.ensure_future(interrupted.wait())
+    tasks: tuple[asyncio.Future[Any], ...] = (work, stop)
+    failure = None
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            failure = str(work.exception())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if failure is not None:
+            screen.say(f"\n{failure}", style="red")
+        screen.say("\nstopping (once more Ctrl-C kills)")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, system.kill)
+        wrong = await system.stop(options.stop_timeout)
+        if failure is None:
+            for sentence in wrong:
+                screen.say(sentence, style="red")
+    return 0 if failure is None and not wrong else 1
+
+
+async def _run(
+    system: System, sample: FirstAnswer, options: argparse.Namespace, screen: Screen
+) -> None:
+    """Never returns.
+
+    Raises:
+        StartFailed: as `_start`, or a program has died.
+    """
+    start = _start(system, sample, options.start_timeout, screen)
+    starting, death = asyncio.ensure_future(start), asyncio.ensure_future(system.first_death())
+    tasks: tuple[asyncio.Future[Any], ...] = (starting, death)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not death.done():
+            starting.result()
+            if not options.exit_on_death:
+                await system.keep_running(screen.warn)
+        raise StartFailed(await death)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _start(system: System, sample: FirstAnswer, start_s: float, screen: Screen) -> None:
+    """Raises StartFailed where not all are ready in time, or the sample is not answered."""
+    try:
+        with screen.waiting_for(system.names) as tell:
+            async with asyncio.timeout(start_s):
+                await system.until_ready(tell)
+    except TimeoutError:
+        raise StartFailed(f"not everything was ready within {start_s:.0f} s") from None
+    screen.say(f"\n> {sample.prompt}", style="bold")
+    try:
+        await sample.ask()
+    except grpc.aio.AioRpcError as error:
+        raise StartFailed(f"the sample failed: {error.code().name} {error.details()}") from None
+    ready = f"\nReady. Look at {sample.http}/ or try these; Ctrl-C ends all programs.\n"
+    screen.say(ready, style="bold")
+    for command in sample.commands():
+        screen.say(f"  {command}")
+    screen.say("")
+
+
+def main() -> int:
+    options, node_flags = up_options.parse(sys.argv[1:])
+    screen = Screen()
+    try:
+        wish = up_options.wish(options, node_flags, screen)
+        certificates = tls.certificates(wish.tls, "--tls")
+        programs = plan.programs(wish)
+        plan.refuse_busy_ports(programs)
+        http = (options.host, options.http_port)
+        plan.refuse_busy_port(*http, "the router's HTTP", "--http-port")
+    except ConfigError as error:
+        settings.wrong(up_options.PROGRAM, str(error))
+    return asyncio.run(serve(programs, options, certificates, screen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""What `baton up` is asked for on its command line, checked before anything is started."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from cli import client, demo
+from cli.local import plan
+from cli.up.screen import Screen
+from common import settings
+from common.config import DecodeConfig, PrefillConfig, Record, RouterConfig
+from common.errors import ConfigError
+from common.identity.secret import VARIABLE, new_secret
+from common.model_directory import model_directory
+from router.text import model_files
+
+PROGRAM = "baton up"
+DEMO_NAME = "baton-demo"
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the flags left over for the nodes."""
+    parser = settings.Parser(
+        prog=PROGRAM,
+        description="Starts a router and nodes on this machine, waits until all are ready, and "
+        "serves until Ctrl-C.",
+        epilog="Any other flag goes to every node, such as --engine.cache.page-size 32; "
+        "`baton prefill --help` lists them.",
+    )
+    parser.add_argument("--model", help="directory or hub id (unset: the demo model)")
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (1)")
+    parser.add_argument(
+        "--decode",
+        type=int,
+        default=1,
+        metavar="N",
+        help="decode nodes (1); 0: embeds and scores only",
+    )
+    parser.add_argument("--host", default=plan.HOST, help="where all listen (%(default)s)")
+    parser.add_argument(
+        "--port", type=_port, default=plan.ROUTER_PORT, help="router's, for gRPC (%(default)s)"
+    )
+    parser.add_argument(
+        "--http-port",
+        type=_port,
+        default=plan.HTTP_PORT,
+        metavar="PORT",
+        help="router's for the OpenAI API (%(default)s)",
+    )
+    for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
+        first = f"first {role} node's ({port})"
+        parser.add_argument(f"--{role}-port", type=_port, default=port, metavar="PORT", help=first)
+    parser.add_argument(
+        "--metrics-port", type=_port, metavar="PORT", help="router's; nodes take the next ones"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA devices if there are any",
+    )
+    parser.add_argument(
+        "--router-flags",
+        type=shlex.split,
+        default=[],
+        metavar="FLAGS",
+        help="for the router: '--policy least_tokens --processes 2'",
+    )
+    parser.add_argument(
+        "--var", type=Path, default=Path("var"), metavar="DIR", help="logs go to DIR/log (var)"
+    )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help=f"cluster secret of all programs (unset: that of {VARIABLE}, else a new one, which is "
+        "written to DIR/secret)",
+    )
+    client.add_tls_flags(parser)
+    parser.add_argument(
+        "--start-timeout", type=float, default=900.0, metavar="S", help="until all are ready (900)"
+    )
+    parser.add_argument(
+        "--exit-on-death",
+        action="store_true",
+        help="end all programs when one dies (unset: it is started again)",
+    )
+    parser.add_argument(
+        "--stop-timeout", type=float, default=60.0, metavar="S", help="for each to end (60)"
+    )
+    options, node_flags = parser.parse_known_args(arguments)
+    if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
+        settings.wrong(PROGRAM, "--prefill and --decode must be at least 0, and one of them 1")
+    return options, node_flags
+
+
+def wish(options: argparse.Namespace, node_flags: list[str], screen: Screen) -> plan.Wish:
+    """What is to be started. Fetches the model and writes a secret, where there is none.
+
+    Raises:
+        ConfigError: it cannot be had. This process ends where a program would refuse its flags.
+    """
+    _check_flags(options.model or "demo", node_flags, options.router_flags)
+    model = _have_model(options.model, screen)
+    wished = plan.Wish(
+        model=model,
+        prefill=options.prefill,
+        decode=options.decode,
+        host=options.host,
+        port=options.port,
+        http_port=options.http_port,
+        prefill_port=options.prefill_port,
+        decode_port=options.decode_port,
+        metrics_port=options.metrics_port,
+        device=options.device,
+        node_flags=tuple(node_flags),
+        router_flags=tuple(options.router_flags),
+        tls=client.tls_config(options),
+        secret_file=options.secret_file or _new_secret_file(options.var),
+        served_model_name="" if options.model else DEMO_NAME,
+    )
+    if wished.tls.ca and not wished.tls.cert:
+        raise ConfigError("--tls-ca, --tls-cert and --tls-key go together: for every program")
+    return wished
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"a port is from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _check_flags(model: str, node_flags: list[str], router_flags: list[str]) -> None:
+    """Ends this process where a program would refuse them."""
+    records: tuple[tuple[type[Record], list[str]], ...] = (
+        (PrefillConfig, node_flags),
+        (DecodeConfig, node_flags),
+        (RouterConfig, router_flags),
+    )
+    for record, flags in records:
+        settings.read(record, PROGRAM, [f"--model={model}", *flags])
+
+
+def _have_model(model: str | None, screen: Screen) -> str:
+    """The model to serve, fetched if it is not on this machine yet.
+
+    Raises:
+        ConfigError: it is neither a directory nor to be had from the hub, or no such checkpoint.
+    """
+    if model is None:
+        return str(demo.DIRECTORY)
+    if not Path(model).is_dir():
+        screen.say(f"fetching {model}, unless it is here already")
+    directory = model_directory(model, weights=True)
+    model_files.load(str(directory))
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model: there are no weights (*.safetensors) in {directory}")
+    return model
+
+
+def _new_secret_file(var: Path) -> Path | None:
+    """A file with a new secret, for nobody but this user; None where the environment has one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if VARIABLE in os.environ:
+        return None
+    file, new = var / "secret", var / "secret.new"
+    try:
+        var.mkdir(parents=True, exist_ok=True)
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+            written.write(f"{new_secret()}\n")
+        new.replace(file)
+    except OSError as error:
+        raise ConfigError(f"--var: cannot write {file}: {error.strerror}") from error
+    return file

@@ -1,0 +1,263 @@
+"""Paged attention of rows with one query each, by Triton: split over the keys, evenly.
+
+A program computes the tiles of keys that a plan gives it. A row that it has whole is written at
+once. Of another row it leaves a partial result, and the last program to do so combines them, in the
+order of their keys whoever it is. The grid depends on shapes alone: a captured graph is right for
+all lengths.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device, early_launch
+from kernels.attention.decode_plan import DecodePlan, first_key, tiles_per_program
+from kernels.attention.tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
+
+MAX_REGISTERS = 168  # or the compiler spills some so that more programs fit than are launched
+COMBINE_NUMBERS = 8192  # of partial results, read at once: 64 of a thread
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    page_ids: Tensor,
+    page_starts: Tensor,
+    lengths: Tensor,
+    plan: DecodePlan,
+    out: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Writes the outputs of the plan's rows, the last of q's, into the last rows of `out`."""
+    num_tokens, heads, head_dim = q.shape
+    kv_heads, page_size = kv.shape[1], kv.shape[3]
+    group = heads // kv_heads
+    block_g = triton.next_power_of_2(group)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    first_row = lengths.shape[0] - plan.num_rows
+    first_query = num_tokens - plan.num_rows
+    early = early_launch.launches_early()
+    score_scale, score_cap = score_scales(scale, soft_cap)
+    _decode_kernel[(plan.num_programs, kv_heads)](
+        q,
+        kv,
+        page_ids,
+        page_starts,
+        lengths,
+        plan.tile_starts,
+        plan.partials,
+        plan.logs,
+        plan.arrivals,
+        out,
+        sinks,
+        first_row,
+        first_query,
+        plan.num_rows,
+        score_scale,
+        score_cap,
+        Q_STRIDE=q.stride(0),
+        Q_HEAD_STRIDE=q.stride(1),
+        PAGE_STRIDE=kv.stride(0),
+        KV_HEAD_STRIDE=kv.stride(1),
+        V_STRIDE=kv.stride(2),
+        TOKEN_STRIDE=kv.stride(3),
+        PAGE_SIZE=page_size,
+        GROUP=group,
+        BLOCK_G=block_g,
+        BLOCK_M=max(16, block_g),
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_N=plan.block,
+        BLOCK_S=max(1, COMBINE_NUMBERS // (block_g * block_d)),
+        MIN_TILES=plan.min_tiles,
+        WINDOW=plan.window or 0,
+        SEARCH_BLOCK=SEARCH_BLOCK,
+        SOFT_CAP=soft_cap is not None,
+        UPCAST=device.INTERPRETED,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=4,
+        num_stages=3,
+        maxnreg=MAX_REGISTERS if kv.element_size() == 2 else None,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=["first_row", "first_query", "num_rows"])
+def _decode_kernel(
+    q_ptr,
+    kv_ptr,
+    page_ids_ptr,
+    page_starts_ptr,
+    lengths_ptr,
+    tile_starts_ptr,
+    partials_ptr,
+    logs_ptr,
+    arrivals_ptr,
+    out_ptr,
+    sinks_ptr,
+    first_row,
+    first_query,
+    num_rows,
+    scale,
+    soft_cap,
+    Q_STRIDE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    KV_HEAD_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    SEARCH_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program g of a KV head has the tiles from g * per_program on. What it finds for a part of a
+    row goes into slot g + row: along the pairs (g, row) that meet, in order, one of the two grows
+    by one."""
+    early_launch.start(EARLY)
+    program, head = tl.program_id(0), tl.program_id(1)
+    num_slots = tl.num_programs(0) + num_rows
+    num_tiles = tl.load(tile_starts_ptr + num_rows)
+    per_program = tiles_per_program(num_tiles, tl.num_programs(0), MIN_TILES)
+    first_tile = program * per_program
+    tile = first_tile
+    last_tile = tl.minimum(tile + per_program, num_tiles)
+    if tile >= last_tile:
+        return
+    row = last_at_most(tile_starts_ptr, num_rows, tile, 1, 0, SEARCH_BLOCK)
+    heads = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    cells = heads[:, None] * HEAD_DIM + dims[None, :]
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_ptr += head * GROUP * Q_HEAD_STRIDE
+    kv_ptr += head.to(tl.int64) * KV_HEAD_STRIDE
+    while tile < last_tile:
+        row_tile = tl.load(tile_starts_ptr + row)
+        row_end = tl.load(tile_starts_ptr + row + 1)
+        stop = tl.minimum(row_end, last_tile)
+        length = tl.load(lengths_ptr + first_row + row)
+        pages_ptr = page_ids_ptr + tl.load(page_starts_ptr + first_row + row)
+        q_places = (first_query + row).to(tl.int64) * Q_STRIDE + heads[:, None] * Q_HEAD_STRIDE
+        q = tl.load(q_ptr + q_places + dims[None, :], mask=inside, other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+        shift = first_key(length, WINDOW) // BLOCK_N - row_tile
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks_ptr is not None:  # as if the row's first part had seen that key
+            sinks = tl.load(sinks_ptr + head * GROUP + heads, mask=heads < GROUP, other=0.0)
+            has_first = total + (tile == row_tile).to(tl.float32)
+            top = tl.where(has_first > 0, sinks.to(tl.float32) * LOG2_E, top)
+            total = has_first
+        acc, top, total = attend_tiles(
+            q,
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+            top,
+            total,
+            tl.zeros([BLOCK_M], tl.int32) + length - 1,
+            kv_ptr,
+            pages_ptr,
+            (tile + shift) * BLOCK_N,
+            (stop + shift) * BLOCK_N,
+            first_key(length, WINDOW),
+            length,
+            scale,
+            soft_cap,
+            PAGE_STRIDE=PAGE_STRIDE,
+            V_STRIDE=V_STRIDE,
+            TOKEN_STRIDE=TOKEN_STRIDE,
+            PAGE_SIZE=PAGE_SIZE,
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_D=BLOCK_D,
+            BLOCK_N=BLOCK_N,
+            WINDOW=WINDOW,
+            SOFT_CAP=SOFT_CAP,
+            MASKED=True,
+            SLACK=0,
+            UPCAST=UPCAST,
+        )
+        acc /= tl.maximum(total, 1e-30)[:, None]  # 0 of a row without keys
+        out_place = ((first_query + row).to(tl.int64) * tl.num_programs(1) + head) * GROUP
+        row_out_ptr = out_ptr + out_place * HEAD_DIM
+        if (row_tile >= first_tile) & (row_end <= last_tile):
+            tl.store(row_out_ptr + cells, acc, mask=inside)
+        else:
+            slot = (head * num_slots + program + row).to(tl.int64) * GROUP
+            tl.store(partials_ptr + slot * HEAD_DIM + cells, acc, mask=inside)
+            tl.store(logs_ptr + slot + heads, top + tl.log2(total), mask=heads < GROUP)
+            first = row_tile // per_program
+            num_parts = (row_end - 1) // per_program - first + 1
+            arrivals = arrivals_ptr + head * num_rows + row
+            tl.debug_barrier()  # of all that this program has stored, before one thread says so
+            if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                tl.store(arrivals, 0)  # for the next layer
+                _combine(
+                    partials_ptr,
+                    logs_ptr,
+                    row_out_ptr,
+                    (head * num_slots + first + row).to(tl.int64),
+                    num_parts,
+                    GROUP,
+                    BLOCK_G,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_S,
+                )
+        tile = stop
+        row += 1
+
+
+@triton.jit
+def _combine(
+    partials_ptr,
+    logs_ptr,
+    row_out_ptr,
+    slot,
+    num_parts,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Joins a row's partial results, in slots from `slot` on. Other multiprocessors have written
+    them, so they are not looked for in this one's cache."""
+    heads = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(0, num_parts, BLOCK_S):
+        parts = start + tl.arange(0, BLOCK_S)
+        live = (parts < num_parts)[:, None]
+        cells = (slot + parts)[:, None] * GROUP + tl.minimum(heads, GROUP - 1)[None, :]
+        logs = tl.load(logs_ptr + cells, mask=live, other=float("-inf"), cache_modifier=".cg")
+        partials = tl.load(
+            partials_ptr + cells[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(logs, 0))
+        weights = tl.exp2(logs - new_top[None, :])
+        fade = tl.exp2(top - new_top)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * partials, 0)
+        total = total * fade + tl.sum(weights, 0)
+        top = new_top
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    cells = heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(row_out_ptr + cells, acc / total[:, None], mask=inside)

@@ -1,0 +1,118 @@
+"""How the keys of a decode step are divided among programs, by the device itself.
+
+The rows' keys are cut into tiles; every program gets as many consecutive tiles as every other,
+whatever rows they belong to, so one long row among short ones keeps the whole device busy. Knows
+nothing of what is computed on a tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device
+
+# Starting points, to be tuned by bench/gpu.
+PROGRAMS_PER_MULTIPROCESSOR = 2  # with 64 KiB of keys and values under way each
+MIN_TILES = 2  # of a program: fewer would not pay for their partial results
+PLAN_BLOCK = 1024  # rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePlan:
+    """Which tiles of keys belong to which row; scratch that the layers use one after another.
+
+    The rows are the last `num_rows` of a batch, their queries its last tokens.
+    """
+
+    tile_starts: Tensor  # int32 [num_rows + 1]: row i's tiles are [tile_starts[i], [i + 1])
+    partials: Tensor  # float32 [kv_heads, num_programs + num_rows, group, head_dim]
+    logs: Tensor  # float32 [kv_heads, num_programs + num_rows, group]
+    arrivals: Tensor  # int32 [kv_heads, num_rows], zeros between layers
+    num_rows: int
+    num_programs: int  # per KV head
+    min_tiles: int  # of a program
+    block: int  # tokens of a tile
+    window: int | None
+
+
+def plan_decode(
+    lengths: Tensor, kv: Tensor, *, num_heads: int, num_rows: int, window: int | None
+) -> DecodePlan:
+    """lengths: int32, of all rows of a batch. One launch; nothing waits for it here."""
+    kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    multiprocessors = device.num_multiprocessors(kv.device)
+    num_programs = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // kv_heads)
+    slots = (kv_heads, num_programs + num_rows, num_heads // kv_heads)
+    plan = DecodePlan(
+        tile_starts=torch.empty(num_rows + 1, dtype=torch.int32, device=kv.device),
+        partials=torch.empty(*slots, head_dim, dtype=torch.float32, device=kv.device),
+        logs=torch.empty(slots, dtype=torch.float32, device=kv.device),
+        arrivals=torch.empty(kv_heads, num_rows, dtype=torch.int32, device=kv.device),
+        num_rows=num_rows,
+        num_programs=num_programs,
+        min_tiles=MIN_TILES,
+        block=_block(head_dim, kv.element_size()),
+        window=window,
+    )
+    _plan_kernel[(1,)](
+        lengths,
+        plan.tile_starts,
+        plan.arrivals,
+        lengths.shape[0] - num_rows,
+        num_rows,
+        kv_heads,
+        window or 0,
+        plan.block,
+        PLAN_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return plan
+
+
+def _block(head_dim: int, element_size: int) -> int:
+    """Tokens of a tile: of at most 16 KiB of K, in half precision."""
+    return 64 if head_dim * element_size <= 256 else 32
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _plan_kernel(
+    lengths_ptr,
+    tile_starts_ptr,
+    arrivals_ptr,
+    first_row,
+    num_rows,
+    KV_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row without keys gets a tile as well: someone has to write its zeros."""
+    tl.store(tile_starts_ptr, 0)
+    total = 0
+    for first in range(0, num_rows, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        lengths = tl.load(lengths_ptr + first_row + rows, mask=rows < num_rows, other=0)
+        last_tiles = tl.maximum(tl.cdiv(lengths, BLOCK_N), 1)
+        tiles = last_tiles - first_key(lengths, WINDOW) // BLOCK_N
+        tl.store(tile_starts_ptr + 1 + rows, total + tl.cumsum(tiles), mask=rows < num_rows)
+        total += tl.sum(tiles)
+    for first in range(0, num_rows * KV_HEADS, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        tl.store(arrivals_ptr + places, 0, mask=places < num_rows * KV_HEADS)
+
+
+@triton.jit
+def first_key(length, WINDOW: tl.constexpr):
+    if WINDOW:
+        return tl.maximum(length - WINDOW, 0)
+    else:
+        return length * 0
+
+
+@triton.jit
+def tiles_per_program(total, num_programs, MIN_TILES: tl.constexpr):
+    return tl.maximum(tl.cdiv(total, num_programs), MIN_TILES)

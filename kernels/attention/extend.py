@@ -1,0 +1,230 @@
+"""Paged attention of rows with many queries each, by Triton: one pass over the keys per tile.
+
+A tile packs consecutive queries of a row and all query heads of a KV head: K and V are read once
+for all of them, and a short extend still fills it.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device, early_launch
+from kernels.attention.tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
+
+
+class Tile(NamedTuple):
+    """What one program works on at a time, and how."""
+
+    rows: int  # queries times the heads that share a KV head
+    keys: int
+    warps: int
+    stages: int  # of the pipeline of loads
+    slack: int  # see `attend_tiles`
+
+
+def extend_attention(
+    q: Tensor,
+    kv: Tensor,
+    page_ids: Tensor,
+    page_starts: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    *,
+    num_rows: int,
+    num_queries: int,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Writes the outputs of a batch's first rows, which have the first queries, into `out`.
+
+    Raises:
+        ValueError: more query heads to a KV head than a tile has rows.
+    """
+    heads, head_dim = q.shape[1:]
+    kv_heads, page_size = kv.shape[1], kv.shape[3]
+    group = heads // kv_heads
+    tile = _tile(head_dim, q.element_size(), device.architecture(), masked=bool(window or soft_cap))
+    if group > tile.rows:
+        raise ValueError(f"at most {tile.rows} query heads to a KV head, got {group}")
+    early = early_launch.launches_early()
+    score_scale, score_cap = score_scales(scale, soft_cap)
+    num_tiles = num_queries // (tile.rows // group) + num_rows  # each row's last may be partial
+    _extend_kernel[(num_tiles, kv_heads)](
+        q,
+        kv,
+        page_ids,
+        page_starts,
+        query_starts,
+        lengths,
+        out,
+        sinks,
+        num_rows,
+        score_scale,
+        score_cap,
+        Q_STRIDE=q.stride(0),
+        Q_HEAD_STRIDE=q.stride(1),
+        PAGE_STRIDE=kv.stride(0),
+        KV_HEAD_STRIDE=kv.stride(1),
+        V_STRIDE=kv.stride(2),
+        TOKEN_STRIDE=kv.stride(3),
+        PAGE_SIZE=page_size,
+        GROUP=group,
+        BLOCK_M=tile.rows,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_N=tile.keys,
+        WINDOW=window or 0,
+        SEARCH_BLOCK=SEARCH_BLOCK,
+        SOFT_CAP=soft_cap is not None,
+        SLACK=tile.slack,
+        UPCAST=device.INTERPRETED,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _tile(head_dim: int, element_size: int, architecture: int, *, masked: bool) -> Tile:
+    """Starting points by count of instructions, to be tuned by bench/gpu.
+
+    architecture: 90 for compute capability 9.0. Data center GPUs since then multiply operands that
+    stay in shared memory; others need more registers, and some have 100 KiB of shared memory.
+    masked: scores have a window or a cap, which takes registers.
+    """
+    if element_size > 2:
+        return Tile(32, 16, 8, 2, slack=0)
+    slack = 8 if architecture < 100 else 0  # from then on sums are not in registers
+    if architecture // 10 in (9, 10):
+        if head_dim > 128:
+            return Tile(128, 32, 8, 3, slack)
+        # The larger tile would spill registers of masked scores, and of narrower heads keep a
+        # second program from the multiprocessor.
+        large = head_dim > 64 and not masked
+        return Tile(128, 128, 8, 2, slack) if large else Tile(128, 64, 8, 3, slack)
+    return Tile(128, 32, 8, 3, slack) if head_dim <= 128 else Tile(64, 32, 8, 2, slack)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _extend_kernel(
+    q_ptr,
+    kv_ptr,
+    page_ids_ptr,
+    page_starts_ptr,
+    query_starts_ptr,
+    lengths_ptr,
+    out_ptr,
+    sinks_ptr,
+    num_rows,
+    scale,
+    soft_cap,
+    Q_STRIDE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    KV_HEAD_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEARCH_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SLACK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Row r's tiles are numbered from query_starts[r] // QUERIES + r on, which leaves room for a
+    partial one each; a number too many has no queries. The last tiles of a row see most keys, so
+    they start first."""
+    early_launch.start(EARLY)
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    row = last_at_most(query_starts_ptr, num_rows, tile, QUERIES, 1, SEARCH_BLOCK)
+    row_query = tl.load(query_starts_ptr + row)
+    num_queries = tl.load(query_starts_ptr + row + 1) - row_query
+    first_query = (tile - row_query // QUERIES - row) * QUERIES
+    if first_query >= num_queries:
+        return
+    length = tl.load(lengths_ptr + row)
+    pages_ptr = page_ids_ptr + tl.load(page_starts_ptr + row)
+
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    queries = first_query + lanes // GROUP
+    heads = head * GROUP + lanes % GROUP
+    used = (lanes < QUERIES * GROUP) & (queries < num_queries)
+    inside = used[:, None] & (dims < HEAD_DIM)[None, :]
+    places = (row_query + queries).to(tl.int64)
+    q_places = places * Q_STRIDE + heads * Q_HEAD_STRIDE
+    q = tl.load(q_ptr + q_places[:, None] + dims[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    newest = length - num_queries + queries
+    oldest = length - num_queries + first_query  # of the tile's queries
+    end = tl.minimum(oldest + QUERIES, length)  # after the keys that its last query sees
+    # Keys of [low, end) are seen by some query, keys of [all_low, all_end) by every one.
+    begin = 0
+    low = 0
+    all_low = 0
+    if WINDOW:
+        begin = tl.maximum(oldest - WINDOW + 1, 0)
+        low = begin // BLOCK_N * BLOCK_N
+        all_low = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+    all_end = tl.maximum((oldest + 1) // BLOCK_N * BLOCK_N, all_low)
+    kv_ptr += head.to(tl.int64) * KV_HEAD_STRIDE
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:  # as if that key had been seen first
+        top = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
+        total += 1.0
+    for part in tl.static_range(3):
+        if part == 0:
+            first, last = low, all_low
+        elif part == 1:
+            first, last = all_low, all_end
+        else:
+            first, last = all_end, end
+        if WINDOW > 0 or part > 0:
+            acc, top, total = attend_tiles(
+                q,
+                acc,
+                top,
+                total,
+                newest,
+                kv_ptr,
+                pages_ptr,
+                first,
+                last,
+                begin,
+                end,
+                scale,
+                soft_cap,
+                PAGE_STRIDE=PAGE_STRIDE,
+                V_STRIDE=V_STRIDE,
+                TOKEN_STRIDE=TOKEN_STRIDE,
+                PAGE_SIZE=PAGE_SIZE,
+                HEAD_DIM=HEAD_DIM,
+                BLOCK_D=BLOCK_D,
+                BLOCK_N=BLOCK_N,
+                WINDOW=WINDOW,
+                SOFT_CAP=SOFT_CAP,
+                MASKED=part != 1,
+                SLACK=SLACK,
+                UPCAST=UPCAST,
+            )
+    out_places = (places * (tl.num_programs(1) * GROUP) + heads) * HEAD_DIM
+    total = tl.maximum(total, 1e-30)  # 0 of a lane without a query, or a row without keys
+    tl.store(out_ptr + out_places[:, None] + dims[None, :], acc / total[:, None], mask=inside)

@@ -1,0 +1,247 @@
+"""Paged attention: extend, decode and mixed batches in one call.
+
+A plan is made once per forward (and per sliding window) and used by every layer.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import device
+from kernels.attention.decode import decode_attention
+from kernels.attention.decode_plan import DecodePlan, plan_decode
+from kernels.attention.extend import extend_attention
+from kernels.attention.reference import plan_reference
+from kernels.cpu.operators import Operators
+
+
+class AttentionPlan(Protocol):
+    """Which keys each query sees: what the layers of one forward share. Opaque to callers."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """`paged_attention` of checked arguments."""
+
+
+def plan_attention(
+    page_ids: Tensor,
+    page_starts: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    kv: Tensor,
+    *,
+    num_heads: int,
+    num_tokens: int,
+    num_decodes: int,
+    window: int | None = None,
+) -> AttentionPlan:
+    """Plans the attention of a batch whose rows are consecutive ranges of queries.
+
+    Row i's queries are the last `query_starts[i + 1] - query_starts[i]` of its lengths[i] tokens;
+    each sees the keys up to its own token, the last `window` of them if there is a window. A row of
+    length 0 is padding: its one query sees nothing and its output is 0.
+
+    Args:
+        page_ids: int32 [any]; page_ids[page_starts[i] + j] holds row i's tokens from j * page_size
+            on. Entries past a row's last page are never followed, nor with a window those of pages
+            of which the row's queries see no key.
+        page_starts: int32 [num_rows].
+        query_starts: int32 [num_rows + 1], ascending from 0.
+        lengths: int32 [num_rows], each at least the row's number of queries, or 0.
+        kv: any layer of the pool that will be attended to, see `paged_attention`; the plan is good
+            for every layer of its shape.
+        num_heads: of queries.
+        num_tokens: query_starts[-1], known on the host.
+        num_decodes: so many of the last rows have one query each; a decode step's rows all have.
+    Raises:
+        ValueError: wrong shapes, or a window below 1.
+    """
+    num_rows = lengths.shape[0]
+    if page_starts.shape != (num_rows,) or page_ids.ndim != 1:
+        raise ValueError(
+            f"page_starts: [{num_rows}] and page_ids: [any],"
+            f" got {tuple(page_starts.shape)} and {tuple(page_ids.shape)}"
+        )
+    if query_starts.shape != (num_rows + 1,):
+        raise ValueError(f"query_starts: [{num_rows + 1}], got {tuple(query_starts.shape)}")
+    if not 0 <= num_decodes <= num_rows or num_tokens < num_decodes:
+        raise ValueError(f"{num_decodes} decodes in {num_rows} rows of {num_tokens} tokens")
+    if window is not None and window < 1:
+        raise ValueError(f"window: at least 1, got {window}")
+    _check_kv(kv)
+    if num_heads % kv.shape[1]:
+        raise ValueError(f"{num_heads} heads do not fit kv {tuple(kv.shape)}")
+    if not device.uses_triton(kv):
+        columns = (page_ids, page_starts, query_starts, lengths)
+        compiled = device.compiled(kv)
+        if compiled is None:
+            return plan_reference(*columns, kv, num_tokens=num_tokens, window=window)
+        return _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled)
+    decode = None
+    if num_decodes:
+        decode = plan_decode(lengths, kv, num_heads=num_heads, num_rows=num_decodes, window=window)
+    return _TritonPlan(
+        page_ids, page_starts, query_starts, lengths, num_tokens, num_decodes, window, decode
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale * q k) v for every query of a plan, reading live pages only.
+
+    Args:
+        q: [num_tokens, heads, head_dim] of kv's dtype, rows may be strided; heads a multiple of
+            kv_heads, query head h reads KV head h // (heads / kv_heads).
+        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim], any strides but
+            the last (pages are addressed in int64); page_size a power of two, at least 16. What
+            stale pages or tails hold, even NaN, has no effect.
+        scale: above 0.
+        soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
+        sinks: contiguous [heads] of any dtype of floats: the score of a key that every query of
+            the head sees besides its own, and whose value is zero.
+    Returns:
+        [num_tokens, heads * head_dim] of q's dtype.
+    Raises:
+        ValueError: wrong shapes or numbers.
+    """
+    _check_kv(kv)
+    if (
+        q.ndim != 3
+        or q.shape[2] != kv.shape[4]
+        or q.shape[1] % kv.shape[1]
+        or q.stride(2) != 1
+        or q.dtype != kv.dtype
+    ):
+        raise ValueError(f"q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}")
+    if q.shape[0] != plan.num_tokens:
+        raise ValueError(f"q has {q.shape[0]} tokens, the plan {plan.num_tokens}")
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"scale and soft_cap: above 0, got {scale} and {soft_cap}")
+    if sinks is not None and (sinks.shape != (q.shape[1],) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks: contiguous [{q.shape[1]}], got {tuple(sinks.shape)}")
+    return plan.attend(q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TritonPlan:
+    """Extend rows first, then decode rows, each by their kernel into one output."""
+
+    page_ids: Tensor
+    page_starts: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+    num_tokens: int
+    num_decodes: int
+    window: int | None
+    decode: DecodePlan | None
+
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        num_tokens, heads, head_dim = q.shape
+        out = torch.empty(num_tokens, heads * head_dim, dtype=q.dtype, device=q.device)
+        num_extends = self.lengths.shape[0] - self.num_decodes
+        if num_extends:
+            extend_attention(
+                q,
+                kv,
+                self.page_ids,
+                self.page_starts,
+                self.query_starts,
+                self.lengths,
+                out,
+                num_rows=num_extends,
+                num_queries=num_tokens - self.num_decodes,
+                window=self.window,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
+        if self.decode is not None:
+            decode_attention(
+                q,
+                kv,
+                self.page_ids,
+                self.page_starts,
+                self.lengths,
+                self.decode,
+                out,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CompiledPlan:
+    """Extend rows first, then decode rows, each by their loop into one output."""
+
+    page_ids: Tensor
+    page_starts: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+    num_tokens: int
+    num_decodes: int
+    window: int | None
+    operators: Operators
+
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        if q.stride(1) != q.shape[2]:  # a token's heads are read one after the other
+            q = q.contiguous()
+        out = q.new_empty(self.num_tokens, q.shape[1] * q.shape[2])
+        extends = self.lengths.shape[0] - self.num_decodes
+        queries = self.num_tokens - self.num_decodes
+        if extends:
+            self.operators.extend_attention(
+                q[:queries],
+                kv,
+                self.page_ids,
+                self.page_starts[:extends],
+                self.query_starts[: extends + 1],
+                self.lengths[:extends],
+                out[:queries],
+                window=self.window,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
+        if self.num_decodes:
+            self.operators.decode_attention(
+                q[queries:],
+                kv,
+                self.page_ids,
+                self.page_starts[extends:],
+                self.lengths[extends:],
+                out[queries:],
+                window=self.window,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
+        return out
+
+
+def _check_kv(kv: Tensor) -> None:
+    if kv.ndim != 5 or kv.shape[2] != 2 or kv.stride(4) != 1:
+        raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
+    if kv.shape[3] < 16 or kv.shape[3] & (kv.shape[3] - 1) or kv.shape[4] > 256:
+        raise ValueError(
+            f"a page_size that is a power of two from 16 on and a head_dim up to 256 are supported,"
+            f" got {kv.shape[3]} and {kv.shape[4]}"
+        )

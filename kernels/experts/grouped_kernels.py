@@ -1,0 +1,194 @@
+"""The kernels of `grouped_mlp`, which says what they are for."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.attention.tiles import last_at_most
+
+GROUP_BLOCK = 1024  # pairs that an expert looks at together
+SUM_BLOCK = 1024  # 16 bytes a thread in 16-bit, in 4 warps
+
+
+class Tile(NamedTuple):
+    """What one program of a product works on. The same for any number of tokens: how a token is
+    rounded must not depend on who is beside it."""
+
+    rows: int
+    columns: int  # of the output; of gate and up half each
+    depth: int
+    warps: int
+    stages: int
+
+
+def tile_for(element_size: int) -> Tile:
+    """A step of few tokens reads weights, and 64 rows are few enough for that to be all it waits
+    for: 64 operations a byte, of a GPU's 150 to 300."""
+    return Tile(64, 128, 64, 4, 4) if element_size == 2 else Tile(32, 64, 32, 4, 2)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr):
+    """One program per expert writes where its pairs start, and their numbers in order. Each reads
+    all ids: some thousand numbers from the cache."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    before = 0
+    for first in range(0, num_pairs, BLOCK):
+        ids = tl.load(ids_ptr + first + lanes, mask=first + lanes < num_pairs, other=expert)
+        before += tl.sum((ids < expert).to(tl.int32))
+    tl.store(starts_ptr + expert, before)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, num_pairs)
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + lanes
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+        mine = ids == expert
+        ranks = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(order_ptr + before + ranks - 1, pairs, mask=mine)
+        before += tl.sum(mine.to(tl.int32))
+
+
+@triton.jit
+def _rows_of(starts_ptr, num_experts, BLOCK_M: tl.constexpr, SEARCH_BLOCK: tl.constexpr):
+    """This program's expert, the first place of its tile among the sorted pairs, and where the
+    expert's pairs end. Expert e's tiles are numbered from starts[e] // BLOCK_M + e on, which leaves
+    room for a partial one each; a number too many has no pairs."""
+    tile = tl.program_id(0)
+    expert = last_at_most(starts_ptr, num_experts, tile, BLOCK_M, 1, SEARCH_BLOCK)
+    start = tl.load(starts_ptr + expert)
+    end = tl.load(starts_ptr + expert + 1)
+    return expert, start + (tile - start // BLOCK_M - expert) * BLOCK_M, end
+
+
+@triton.jit
+def _tile(ptr, rows, row_ok, cols, num_cols, STRIDE: tl.constexpr, EVEN: tl.constexpr):
+    """[rows, cols], zeros for rows that are not there."""
+    places = ptr + rows[:, None].to(tl.int64) * STRIDE + cols[None, :]
+    if EVEN:
+        return tl.load(places, mask=row_ok[:, None], other=0.0)
+    else:
+        return tl.load(places, mask=row_ok[:, None] & (cols < num_cols)[None, :], other=0.0)
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr,
+    gate_up_ptr,
+    bias_ptr,
+    between_ptr,
+    starts_ptr,
+    order_ptr,
+    num_experts,
+    K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEARCH_BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """act(gate) * up of a tile of sorted pairs, in float32, rounded once."""
+    expert, first, end = _rows_of(starts_ptr, num_experts, BLOCK_M, SEARCH_BLOCK)
+    if first >= end:
+        return
+    places = first + tl.arange(0, BLOCK_M)
+    used = places < end
+    tokens = tl.load(order_ptr + places, mask=used, other=0) // K
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = outputs < INNER
+    gate_ptr = gate_up_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN)
+    up_ptr = gate_ptr + INNER * HIDDEN
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    EVEN: tl.constexpr = HIDDEN % BLOCK_K == 0
+    for start in range(0, HIDDEN, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        x = _tile(x_ptr, tokens, used, cols, HIDDEN, HIDDEN, EVEN)
+        gates = _tile(gate_ptr, outputs, wanted, cols, HIDDEN, HIDDEN, EVEN)
+        ups = _tile(up_ptr, outputs, wanted, cols, HIDDEN, HIDDEN, EVEN)
+        if UPCAST:
+            x, gates, ups = x.to(tl.float32), gates.to(tl.float32), ups.to(tl.float32)
+        gate = tl.dot(x, tl.trans(gates), gate, input_precision="ieee")
+        up = tl.dot(x, tl.trans(ups), up, input_precision="ieee")
+    if bias_ptr is not None:
+        biases = bias_ptr + expert * (2 * INNER) + outputs
+        gate += tl.load(biases, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + INNER, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        open_ = tl.sigmoid(gate * SLOPE)
+    elif ACTIVATION == "silu":
+        open_ = tl.sigmoid(gate)
+    elif ACTIVATION == "gelu":
+        open_ = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
+    else:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
+        open_ = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    out_ptr = between_ptr + places[:, None].to(tl.int64) * INNER + outputs[None, :]
+    tl.store(out_ptr, gate * open_ * up, mask=used[:, None] & wanted[None, :])
+
+
+@triton.jit
+def down_kernel(
+    between_ptr,
+    down_ptr,
+    bias_ptr,
+    weights_ptr,
+    parts_ptr,
+    starts_ptr,
+    order_ptr,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEARCH_BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The second product of a tile of sorted pairs, times their weights, back in their order."""
+    expert, first, end = _rows_of(starts_ptr, num_experts, BLOCK_M, SEARCH_BLOCK)
+    if first >= end:
+        return
+    places = first + tl.arange(0, BLOCK_M)
+    used = places < end
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = outputs < HIDDEN
+    down_ptr += expert.to(tl.int64) * (HIDDEN * INNER)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    EVEN: tl.constexpr = INNER % BLOCK_K == 0
+    for start in range(0, INNER, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        rows = _tile(between_ptr, places, used, cols, INNER, INNER, EVEN)
+        matrix = _tile(down_ptr, outputs, wanted, cols, INNER, INNER, EVEN)
+        if UPCAST:
+            rows, matrix = rows.to(tl.float32), matrix.to(tl.float32)
+        acc = tl.dot(rows, tl.trans(matrix), acc, input_precision="ieee")
+    if bias_ptr is not None:
+        biases = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=wanted, other=0.0)
+        acc += biases.to(tl.float32)[None, :]
+    pairs = tl.load(order_ptr + places, mask=used, other=0)
+    weights = tl.load(weights_ptr + pairs, mask=used, other=0.0)
+    out_ptr = parts_ptr + pairs[:, None].to(tl.int64) * HIDDEN + outputs[None, :]
+    tl.store(out_ptr, acc * weights[:, None], mask=used[:, None] & wanted[None, :])
+
+
+@triton.jit
+def add_pairs_kernel(
+    parts_ptr, out_ptr, K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The K parts of one token, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(K):
+        place = parts_ptr + (row * K + part) * HIDDEN + cols
+        total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * HIDDEN + cols, total, mask=mask)

@@ -1,0 +1,1 @@
+"""What stands between the matrix products of every model."""

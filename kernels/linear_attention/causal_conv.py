@@ -1,0 +1,200 @@
+"""The short convolution before a linear attention: each channel over its own tokens, then SiLU.
+
+What it keeps of a request are its last inputs, by key head: with a head go its q, k and v.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device
+from kernels.linear_attention.state_cells import CellView, StateRows
+
+BLOCK_TOKENS = 16
+BLOCK_CHANNELS = 64
+
+
+def causal_conv(
+    x: Tensor, columns: Tensor, weight: Tensor, cells: CellView, rows: StateRows
+) -> Tensor:
+    """SiLU of the sum of a channel's last `width` inputs, each times its weight.
+
+    Args:
+        x: [num_tokens, any], columns contiguous; tokens may be apart.
+        columns: int32 [heads, channels], of x: the inputs of each channel.
+        weight: contiguous [heads, channels, width] of x's dtype, the newest input's last.
+        cells: of the inputs before, [channels, width - 1] of x's dtype; read and written as `rows`
+            says.
+    Returns:
+        [num_tokens, heads, channels] of x's dtype, contiguous.
+    Raises:
+        ValueError: wrong shapes, strides or dtypes.
+    """
+    rows.check()
+    if columns.shape != weight.shape[:2] or columns.dtype != torch.int32 or x.stride(1) != 1:
+        raise ValueError(
+            f"columns {columns.dtype} {tuple(columns.shape)} do not fit weight "
+            f"{tuple(weight.shape)}, or x is not contiguous"
+        )
+    heads, channels, width = weight.shape
+    if cells.view.shape[2:] != (channels, width - 1) or cells.heads != heads:
+        raise ValueError(f"cells {tuple(cells.view.shape)} do not fit weight {tuple(weight.shape)}")
+    if {cells.view.dtype, weight.dtype} != {x.dtype} or not weight.is_contiguous():
+        raise ValueError(f"cells and weight: {x.dtype} expected, the latter contiguous")
+    if device.uses_triton(x):
+        return causal_conv_triton(x, columns, weight, cells, rows)
+    return causal_conv_reference(x, columns, weight, cells, rows)
+
+
+def causal_conv_reference(
+    x: Tensor, columns: Tensor, weight: Tensor, cells: CellView, rows: StateRows
+) -> Tensor:
+    inputs = x[:, columns]  # [num_tokens, heads, channels]
+    heads, channels, width = weight.shape
+    out = torch.empty_like(inputs)
+    before = cells.read(rows.reads)  # [num_rows, heads, channels, width - 1]
+    starts, marks = rows.starts.tolist(), rows.marks.tolist()
+    num_long = rows.num_rows - rows.num_decodes
+    if rows.num_decodes:
+        first = starts[num_long]
+        seen = torch.cat((before[num_long:], inputs[first:].unsqueeze(-1)), dim=3)
+        out[first:] = F.silu((seen * weight).sum(-1))
+        cells.write(rows.writes[num_long:], seen[..., 1:])
+    for row in range(num_long):
+        start, end = starts[row], starts[row + 1]
+        seen = torch.cat((before[row], inputs[start:end].permute(1, 2, 0)), dim=2)
+        summed = F.conv1d(
+            seen.reshape(1, heads * channels, -1),
+            weight.view(heads * channels, 1, width),
+            groups=heads * channels,
+        )
+        out[start:end] = F.silu(summed).view(heads, channels, -1).permute(2, 0, 1)
+        kept = [(marks[row], rows.kept)] if marks[row] else []
+        for past, pages in (*kept, (end - start, rows.writes)):
+            state = seen[:, :, past : past + width - 1]
+            cells.write(pages[row : row + 1], state.unsqueeze(0))
+    return out
+
+
+def causal_conv_triton(
+    x: Tensor, columns: Tensor, weight: Tensor, cells: CellView, rows: StateRows
+) -> Tensor:
+    heads, channels, width = weight.shape
+    out = torch.empty(len(x), heads, channels, dtype=x.dtype, device=x.device)
+    if len(x):
+        block = min(BLOCK_CHANNELS, triton.next_power_of_2(channels))
+        _causal_conv_kernel[(rows.num_rows, heads, triton.cdiv(channels, block))](
+            x,
+            columns,
+            weight,
+            cells.view,
+            out,
+            rows.starts,
+            rows.reads,
+            rows.writes,
+            rows.marks,
+            rows.kept,
+            x.stride(0),
+            cells.view.stride(0),
+            cells.view.stride(1),
+            rows.reads.shape[1],
+            cells.first_page,
+            cells.first,
+            STEP=cells.step,
+            PER_PAGE=cells.view.shape[1],
+            HEADS=heads,
+            CHANNELS=channels,
+            WIDTH=width,
+            BLOCK_BEFORE=triton.next_power_of_2(width - 1),
+            BLOCK_TOKENS=BLOCK_TOKENS,
+            BLOCK=block,
+            num_warps=2,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("starts_ptr", "reads_ptr", "writes_ptr", "marks_ptr", "kept_ptr"),
+        *("state_pages", "first_page", "first"),
+    ]
+)
+def _causal_conv_kernel(
+    x_ptr,
+    columns_ptr,
+    weight_ptr,
+    cells_ptr,
+    out_ptr,
+    starts_ptr,
+    reads_ptr,
+    writes_ptr,
+    marks_ptr,
+    kept_ptr,
+    x_stride,
+    page_stride,
+    place_stride,
+    state_pages,
+    first_page,
+    first,
+    STEP: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_BEFORE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row, head and block of channels; it goes through the row's tokens, some at a
+    time. All that it wants of the state before is read before anything of the one after is
+    written."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    col = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    own = col < CHANNELS
+    start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    cell = first + head * STEP
+    place = row * state_pages + first_page + cell // PER_PAGE
+    cells_ptr += (cell % PER_PAGE) * place_stride + col * (WIDTH - 1)
+    read = tl.load(reads_ptr + place).to(tl.int64)
+    before_ptr = cells_ptr + read * page_stride
+    known = col < tl.where(read < 0, 0, CHANNELS)
+    x_ptr += start.to(tl.int64) * x_stride
+    x_ptr += tl.load(columns_ptr + head * CHANNELS + col, mask=own, other=0)
+    weight_ptr += (head * CHANNELS + col) * WIDTH
+    out_ptr += (start.to(tl.int64) * HEADS + head) * CHANNELS + col
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    for done in range(0, end - start, BLOCK_TOKENS):
+        token = done + tl.arange(0, BLOCK_TOKENS)[:, None]
+        there = own & (token < end - start)
+        total = tl.zeros([BLOCK_TOKENS, BLOCK], tl.float32)
+        for tap in tl.static_range(WIDTH):
+            at = token + (tap - (WIDTH - 1))
+            seen = _input(x_ptr, x_stride, before_ptr, at, there, there & known, WIDTH)
+            total += seen.to(tl.float32) * tl.load(weight_ptr + tap, mask=own, other=0.0)
+        total = total.to(dtype).to(tl.float32)
+        y = total / (1.0 + tl.exp(-total))
+        tl.store(out_ptr + token.to(tl.int64) * (HEADS * CHANNELS), y.to(dtype), mask=there)
+    tap = tl.arange(0, BLOCK_BEFORE)[:, None]
+    mark = tl.load(marks_ptr + row)
+    inner = own & (tap < WIDTH - 1)
+    last = end - start - (WIDTH - 1) + tap
+    after = _input(x_ptr, x_stride, before_ptr, last, inner, inner & known, WIDTH)
+    marked = own & (tap < tl.where(mark > 0, WIDTH - 1, 0))
+    on_way = mark - (WIDTH - 1) + tap
+    between = _input(x_ptr, x_stride, before_ptr, on_way, marked, marked & known, WIDTH)
+    tl.debug_barrier()
+    write, keep = tl.load(writes_ptr + place).to(tl.int64), tl.load(kept_ptr + place).to(tl.int64)
+    inner &= tap < tl.where(write < 0, 0, WIDTH)
+    tl.store(cells_ptr + write * page_stride + tap, after, mask=inner)
+    tl.store(cells_ptr + keep * page_stride + tap, between, mask=marked)
+
+
+@triton.jit
+def _input(x_ptr, x_stride, before_ptr, at, there, known, WIDTH: tl.constexpr):
+    """A channel's input of token `at` of the row, or before it: of the state, or 0."""
+    x = tl.load(x_ptr + at.to(tl.int64) * x_stride, mask=there & (at >= 0), other=0.0)
+    early = tl.load(before_ptr + (at + WIDTH - 1), mask=known & (at < 0), other=0.0)
+    return tl.where(at < 0, early, x)

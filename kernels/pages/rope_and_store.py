@@ -1,0 +1,247 @@
+"""QK-norm, RoPE and the write of K and V into their pages, from one fused projection."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device, early_launch
+from kernels.layers.rms_norm import rms_norm_reference, weighted
+from kernels.layers.rope import rotate_reference
+
+BLOCK = 1024  # elements per program: 16 bytes a thread of each half in 16-bit, in 2 warps
+
+
+def rope_and_store(
+    qkv: Tensor,
+    angles: Tensor,
+    kv: Tensor,
+    locations: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norms (optionally) and rotates Q and K; writes K and V of each token to its location.
+
+    Order: norm, rounded as by `add_rms_norm`, then rotation in float32, rounded once.
+
+    Args:
+        qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's;
+            rows may be strided.
+        angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`: each head's first
+            2 * pairs numbers are rotated, all of them where pairs is head_dim / 2.
+        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of qkv's dtype, any
+            strides but the last, which is 1 (pages are addressed in int64); written in place.
+        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
+            V of this token are written nowhere.
+        q_norm, k_norm: contiguous [head_dim] weights of an RMSNorm over each head, of qkv's dtype
+            or float32; both or neither.
+    Returns:
+        Q, [num_tokens, heads, head_dim].
+    Raises:
+        ValueError: wrong shapes, strides or dtypes.
+    """
+    if kv.ndim != 5 or kv.shape[2] != 2 or kv.shape[4] % 2:
+        raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
+    kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    if qkv.ndim != 2 or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit kv {tuple(kv.shape)}")
+    if qkv.dtype != kv.dtype or qkv.stride(1) != 1 or kv.stride(4) != 1:
+        raise ValueError(f"qkv {qkv.dtype} {qkv.stride()} does not fit kv {kv.dtype} {kv.stride()}")
+    fits = angles.ndim == 3 and angles.shape[:2] == (2, qkv.shape[0])
+    if not fits or not 0 < angles.shape[2] <= head_dim // 2 or not angles.is_contiguous():
+        raise ValueError(f"angles {tuple(angles.shape)} do not fit qkv {tuple(qkv.shape)}")
+    if locations.shape != qkv.shape[:1] or locations.dtype != torch.int64:
+        raise ValueError(f"locations: int64 [n] expected, got {tuple(locations.shape)}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm come together")
+    for norm in (q_norm, k_norm):
+        if norm is not None and (norm.shape != (head_dim,) or norm.stride(0) != 1):
+            raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
+    if device.uses_triton(qkv):
+        return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps)
+    whole = angles.shape[2] == head_dim // 2
+    if whole and (compiled := device.compiled(qkv)) is not None:
+        return compiled.rope_and_store(qkv, angles, kv, locations, q_norm, k_norm, eps)
+    return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps)
+
+
+def rope_and_store_reference(
+    qkv: Tensor,
+    angles: Tensor,
+    kv: Tensor,
+    locations: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    kv_heads, page_size, head_dim = kv.shape[1], kv.shape[3], kv.shape[4]
+    packed = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+    heads = packed.shape[1] - 2 * kv_heads
+    rotated = packed[:, : heads + kv_heads]
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm_reference(packed[:, :heads], q_norm, eps)
+        k = rms_norm_reference(packed[:, heads : heads + kv_heads], k_norm, eps)
+        rotated = torch.cat((q, k), dim=1)
+    rotated = rotate_reference(rotated, angles)
+    stored = torch.stack((rotated[:, heads:], packed[:, heads + kv_heads :]), dim=1)
+    kept = locations >= 0
+    if not bool(kept.all()):
+        locations, stored = locations[kept], stored[kept]
+    by_token = kv.permute(0, 3, 2, 1, 4)  # [num_pages, page_size, 2, kv_heads, head_dim]
+    by_token[locations // page_size, locations % page_size] = stored
+    return rotated[:, :heads]
+
+
+def rope_and_store_triton(
+    qkv: Tensor,
+    angles: Tensor,
+    kv: Tensor,
+    locations: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    num_tokens, kv_heads, page_size, head_dim = qkv.shape[0], kv.shape[1], kv.shape[3], kv.shape[4]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q = torch.empty(num_tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
+        block_half = triton.next_power_of_2(head_dim // 2)
+        block_heads = max(1, BLOCK // (2 * block_half))
+        early = early_launch.launches_early()
+        num_blocks = triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads)
+        _rope_and_store_kernel[(num_tokens, num_blocks)](
+            qkv,
+            angles,
+            kv,
+            locations,
+            q_norm,
+            k_norm,
+            q,
+            qkv.stride(0),
+            *kv.stride()[:4],
+            eps,
+            heads,
+            kv_heads,
+            page_size,
+            head_dim // 2,
+            angles.shape[2],
+            block_heads,
+            block_half,
+            early,
+            launch_pdl=early,
+            num_warps=2,
+            enable_fp_fusion=True,
+        )
+    return q
+
+
+@triton.jit(do_not_specialize=["locations_ptr"])
+def _rope_and_store_kernel(
+    qkv_ptr,
+    angles_ptr,
+    kv_ptr,
+    locations_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    qkv_stride,
+    page_stride,
+    head_stride,
+    kv_stride,
+    offset_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per token and block of heads: first Q's, then those of K and V together."""
+    early_launch.start(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_q = block < q_blocks
+    head = tl.where(is_q, block, block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = head[:, None]
+    # As wide as the heads: angles and weights are then loaded in the layout they are used in.
+    col = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
+    low_col, gap = _pairs(col, HALF, PAIRS)
+    places = head * (2 * HALF) + low_col
+    cosines = angles_ptr + token * PAIRS + col
+    sines = cosines + tl.num_programs(0).to(tl.int64) * PAIRS
+    qkv_ptr += token * qkv_stride
+    if is_q:
+        mask = (head < HEADS) & (col < HALF)
+        source = qkv_ptr + places
+        low, high = _turned(
+            source, q_norm_ptr, cosines, sines, col, low_col, gap, mask, eps, HALF, PAIRS
+        )
+        target = q_ptr + token * (HEADS * 2 * HALF) + places
+        tl.store(target, low, mask=mask)
+        tl.store(target + gap, high, mask=mask)
+    else:
+        location = tl.load(locations_ptr + token)
+        mask = (head < tl.where(location < 0, 0, KV_HEADS)) & (col < HALF)
+        source = qkv_ptr + HEADS * 2 * HALF + places
+        low, high = _turned(
+            source, k_norm_ptr, cosines, sines, col, low_col, gap, mask, eps, HALF, PAIRS
+        )
+        page, offset = location // PAGE_SIZE, location % PAGE_SIZE
+        target = kv_ptr + page * page_stride + offset * offset_stride + head * head_stride + low_col
+        tl.store(target, low, mask=mask)
+        tl.store(target + gap, high, mask=mask)
+        source += KV_HEADS * 2 * HALF
+        target += kv_stride
+        tl.store(target, tl.load(source, mask=mask), mask=mask)
+        tl.store(target + gap, tl.load(source + gap, mask=mask), mask=mask)
+
+
+@triton.jit
+def _pairs(col, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the first number of each of a head's HALF pairs is, and how far behind it the second:
+    PAIRS that are rotated together, then those of the rest, which is not."""
+    if PAIRS == HALF:
+        return col, HALF
+    else:
+        turned = col < PAIRS
+        return tl.where(turned, col, col + PAIRS), tl.where(turned, PAIRS, HALF - PAIRS)
+
+
+@triton.jit
+def _turned(
+    source,
+    norm_ptr,
+    cosines,
+    sines,
+    col,
+    low_col,
+    gap,
+    mask,
+    eps,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The two numbers of pairs [heads, HALF], normed where there is a weight, rotated, rounded."""
+    low = tl.load(source, mask=mask, other=0.0)
+    high = tl.load(source + gap, mask=mask, other=0.0)
+    turned = mask
+    if PAIRS != HALF:
+        turned = mask & (col < PAIRS)
+    cos = tl.load(cosines, mask=turned, other=1.0)
+    sin = tl.load(sines, mask=turned, other=0.0)
+    dtype: tl.constexpr = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    if norm_ptr is not None:
+        weight_low = tl.load(norm_ptr + low_col, mask=mask, other=0.0)
+        weight_high = tl.load(norm_ptr + low_col + gap, mask=mask, other=0.0)
+        squares = tl.sum(low * low + high * high, axis=1, keep_dims=True)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)
+        low = weighted(low * scale, weight_low).to(dtype).to(tl.float32)
+        high = weighted(high * scale, weight_high).to(dtype).to(tl.float32)
+    return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
