@@ -5,10 +5,12 @@ Set before anything that reads it is imported; programs that tests start inherit
 
 import asyncio
 import functools
+import inspect
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -67,20 +69,53 @@ def _missing(items: list[pytest.Item]) -> dict[str, str]:
     }
 
 
-def _limit_s(config: pytest.Config, item: pytest.Item) -> float:
-    """Shorter than pytest-timeout's, which ends the whole process."""
-    mark = item.get_closest_marker("timeout")
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
+    """xdist would give it to the next worker too, which would die of it too."""
+    for files in (sched.workqueue, *sched.assigned_work.values()):
+        for tests in files.values():
+            if crashitem in tests:
+                tests[crashitem] = True
+
+
+# A test that hangs fails alone: pytest-timeout's signal ends what waits in the main thread, but
+# uvloop swallows what a signal raises. There asyncio's own timeout comes first.
+
+
+def _limit_s(config: pytest.Config, item: pytest.Item | None = None) -> float:
+    mark = item and item.get_closest_marker("timeout")
     return 0.9 * float(mark.args[0] if mark else config.getini("timeout"))
 
 
 def _limited(
     test: Callable[..., Awaitable[None]], limit_s: float
 ) -> Callable[..., Awaitable[None]]:
-    """pytest-timeout's signal never reaches a coroutine under uvloop; asyncio's timeout does."""
-
     @functools.wraps(test)
     async def limited(*args: object, **kwargs: object) -> None:
         async with asyncio.timeout(limit_s):
             await test(*args, **kwargs)
 
     return limited
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # pytest-asyncio makes it one that is called
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    make = fixturedef.func
+    if not inspect.isasyncgenfunction(make):
+        return (yield)
+    limit_s = _limit_s(request.config)
+
+    @functools.wraps(make)
+    async def limited(*args: object, **kwargs: object) -> AsyncIterator[object]:
+        made = make(*args, **kwargs)
+        async with asyncio.timeout(limit_s):
+            value = await anext(made)
+        yield value
+        async with asyncio.timeout(limit_s):
+            await anext(made, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixturedef, "func", limited)
+        return (yield)

@@ -15,8 +15,15 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 NUM_TOKENS = 16
 
 
-@pytest.mark.parametrize("kind, path", [("gpt_oss", "tcp"), ("deepseek_v3", "nixl")])
-async def test_two_prefill_and_two_decode_nodes_give_what_transformers_gives(tmp_path, kind, path):
+@pytest.mark.parametrize(
+    "kind, path, nodes",
+    [
+        ("deepseek_v3", "nixl", 1),
+        pytest.param("deepseek_v3", "nixl", 2, marks=pytest.mark.long),
+        pytest.param("gpt_oss", "tcp", 2, marks=pytest.mark.long),
+    ],
+)
+async def test_prefill_and_decode_nodes_give_what_transformers_gives(tmp_path, kind, path, nodes):
     directory = make_tiny(tmp_path / "model", kind)
     source = random.Random(kind)
     prompts = [source.choices(range(2, VOCABULARY_SIZE - 64), k=n) for n in (1, 16, 40, 150)]
@@ -25,8 +32,8 @@ async def test_two_prefill_and_two_decode_nodes_give_what_transformers_gives(tmp
         directory,
         tmp_path,
         path=path,
-        num_prefill=2,
-        num_decode=2,
+        num_prefill=nodes,
+        num_decode=nodes,
         node_flags=["--engine.scheduler.chunk-tokens=64", "--model-backend=transformers"],
     ) as cluster:
         for _ in range(2):  # the second time from what is cached

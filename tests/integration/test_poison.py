@@ -33,43 +33,48 @@ async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
     assert sum(node.child.code is not None for node in nodes) == count
 
 
-async def test_poison_ends_two_engines_and_nobody_else(model: Path, tmp_path: Path) -> None:
-    """Once where prompts are computed, once in the midst of an answer. Those beside it get the
-    answers that they would have had."""
-    flags = ("--policy=round_robin",)
+@pytest.mark.parametrize(
+    "role, at",
+    [
+        pytest.param("prefill", 0, id="where prompts are computed", marks=pytest.mark.long),
+        pytest.param("decode", PROMPT + 5, id="in the midst of an answer"),
+    ],
+)
+async def test_poison_ends_two_engines_and_nobody_else(
+    model: Path, tmp_path: Path, role: str, at: int
+) -> None:
+    """Those beside it get the answers that they would have had."""
     async with Cluster(
         model,
         tmp_path,
-        num_prefill=3,
-        num_decode=3,
-        router_flags=flags,
+        router_flags=("--policy=round_robin",),
         environment=POISONED,
+        **{f"num_{role}": 3},
     ) as cluster:
         known = oracle(model)
-        for nodes, at in ((cluster.prefill, 0), (cluster.decode, PROMPT + 5)):
-            begun = asyncio.Semaphore(0)
+        begun = asyncio.Semaphore(0)
 
-            async def answer(number: int, begun: asyncio.Semaphore = begun) -> list[int]:
-                tokens: list[int] = []
-                stream = cluster.stream(_innocent(number), max_tokens=NUM_TOKENS, ignore_eos=True)
-                async for response in stream:
-                    if not tokens:
-                        begun.release()
-                    tokens += response.token_ids
-                return tokens
+        async def answer(number: int) -> list[int]:
+            tokens: list[int] = []
+            stream = cluster.stream(_innocent(number), max_tokens=NUM_TOKENS, ignore_eos=True)
+            async for response in stream:
+                if not tokens:
+                    begun.release()
+                tokens += response.token_ids
+            return tokens
 
-            numbers = range(at, at + 9)
-            answers = [asyncio.create_task(answer(number)) for number in numbers]
-            for _ in answers:
-                await begun.acquire()
-            late = [asyncio.create_task(answer(number + 100)) for number in numbers]
-            poison = [POISON, at, *_innocent(at)[2:]]
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
-            told = (refused.value.code(), refused.value.details())
-            assert told == (grpc.StatusCode.INTERNAL, GUILTY)
-            for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
-                assert tuple(tokens) == known.tokens(_innocent(number), NUM_TOKENS)
-            for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):
-                assert tuple(tokens) == known.tokens(_innocent(number + 100), NUM_TOKENS)
-            await _dead(nodes, 2, cluster)
+        numbers = range(at, at + 9)
+        answers = [asyncio.create_task(answer(number)) for number in numbers]
+        for _ in answers:
+            await begun.acquire()
+        late = [asyncio.create_task(answer(number + 100)) for number in numbers]
+        poison = [POISON, at, *_innocent(at)[2:]]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
+        told = (refused.value.code(), refused.value.details())
+        assert told == (grpc.StatusCode.INTERNAL, GUILTY)
+        for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
+            assert tuple(tokens) == known.tokens(_innocent(number), NUM_TOKENS)
+        for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):
+            assert tuple(tokens) == known.tokens(_innocent(number + 100), NUM_TOKENS)
+        await _dead(cluster.prefill if role == "prefill" else cluster.decode, 2, cluster)

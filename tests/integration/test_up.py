@@ -178,18 +178,20 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
             nodes = [node for node in cluster.nodes if node.role == "decode" and node.links]
             return {node.instance_id: node for node in nodes if node.state == "ready"}
 
-        async def until(condition: Callable[[dict[int, ClusterNode]], bool]) -> None:
+        async def until(
+            condition: Callable[[dict[int, ClusterNode]], bool],
+        ) -> dict[int, ClusterNode]:
             deadline = time.monotonic() + START_S
-            while not condition(await decode_nodes()):
+            while not condition(nodes := await decode_nodes()):
                 assert time.monotonic() < deadline, "still not so"
                 await asyncio.sleep(0.05)
+            return nodes
 
-        await until(lambda nodes: len(nodes) == 2)
+        before = await until(lambda nodes: len(nodes) == 2)
         expected = [await _greedy(router, number) for number in range(6)]
         begun: list[int] = []
         answers = [asyncio.create_task(_greedy(router, number, begun)) for number in range(6)]
         await until(lambda _: len(begun) == 6)
-        before = await decode_nodes()
         doomed = next(iter(before.values()))
         os.kill(doomed.pids[0], signal.SIGKILL)
         assert await asyncio.gather(*answers) == expected
@@ -197,12 +199,12 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
         name = (await asyncio.to_thread(up.line_with, line)).split()[0]
         await asyncio.to_thread(up.line_with, f"{name} is back after ", START_S)
 
-        def renewed(nodes: dict[int, ClusterNode]) -> set[int]:
-            return nodes.keys() - before.keys()
-
-        await until(lambda nodes: len(renewed(nodes)) == 1)
         deadline = time.monotonic() + START_S
-        while not (nodes := await decode_nodes())[renewed(nodes).pop()].counters["finished"]:
+        while True:
+            nodes = await until(lambda nodes: bool(nodes.keys() - before.keys()))
+            (renewed,) = nodes.keys() - before.keys()
+            if nodes[renewed].counters["finished"]:
+                break
             assert time.monotonic() < deadline, "no request goes there"
             assert [await _greedy(router, number) for number in range(2)] == expected[:2]
     up.send(signal.SIGINT)
@@ -225,4 +227,4 @@ def test_when_it_is_killed_nothing_stays(run, model):
     up.send(signal.SIGKILL)
     up.exit_code()
     for pid in children.values():
-        await_end(pid, 20.0)
+        await_end(pid)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -55,13 +54,11 @@ def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):
     with RouterEnd(address) as router:
         router.send(submit(1, [1], 100_000))
         router.wait_for(lambda: router.tokens)
-        killed = time.monotonic()
         os.kill(describe(address).pids[1], signal.SIGKILL)
         assert router.wait_until_over() is ABORTED
         assert "killed by SIGKILL" in router.call.details()
         assert router.last_words == (ABORTED.value[0], router.call.details())
     assert node.exit_code() == 1
-    assert time.monotonic() - killed < 20.0  # without a word from a watchdog
     assert "the engine was killed by SIGKILL" in node.line_with(" ERROR ")
 
 

@@ -302,5 +302,5 @@ def reader_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int) ->
                 rng.shuffle(source)
                 connection.copy(source, destination)
         except TransferError as error:
-            pipe.send((str(error), time.monotonic()))
+            pipe.send(str(error))
         connection.close()

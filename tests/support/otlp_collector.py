@@ -1,7 +1,7 @@
 """An OpenTelemetry collector that takes spans over OTLP/gRPC and remembers them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,7 @@ class Span:
 class Collector(TraceServiceServicer):  # type: ignore[misc]
     spans: list[Span] = field(default_factory=list)
     port: int = 0
-    refuses: bool = False
+    refusals: Iterator[grpc.StatusCode] = iter(())  # of the next tries
     _asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
     @property
@@ -55,8 +55,8 @@ class Collector(TraceServiceServicer):  # type: ignore[misc]
         self, request: ExportTraceServiceRequest, context: Any
     ) -> ExportTraceServiceResponse:
         self._asked.release()
-        if self.refuses:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        if (code := next(self.refusals, None)) is not None:
+            await context.abort(code, "not now")
         for of_resource in request.resource_spans:
             service = _attributes(of_resource.resource.attributes)["service.name"]
             for of_scope in of_resource.scope_spans:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 
 from common.config import FrontConfig
@@ -128,15 +129,15 @@ async def test_a_thread_that_is_held_up_between_two_clocks_moves_no_span(tracer_
 async def test_that_a_collector_takes_nothing_is_logged_once_and_so_is_its_end(
     tracer_to, caplog, monkeypatch
 ):
-    # The second try, after about a second, is the last, and has another one to spare.
-    monkeypatch.setattr(otlp, "EXPORT_S", 2.2)
+    monkeypatch.setattr(otlp, "EXPORT_S", 60.0)
+    for_now, for_good = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT
     caplog.set_level(logging.INFO)
     async with collecting() as collector:
         tracer = tracer_to(collector.endpoint)
-        for num_tries in (2, 2, 1):
-            collector.refuses = num_tries > 1
+        for refusals in ((for_now, for_good), (for_now, for_good), ()):
+            collector.refusals = iter(refusals)
             _tell(tracer, Trace(PARENT))
-            for _ in range(num_tries):
+            for _ in refusals or ("the try that succeeds",):
                 await collector.asked()
         await asyncio.to_thread(tracer.close)
     assert len(collector.spans) == 1
