@@ -39,6 +39,7 @@ async def test_prompts_go_to_the_node_that_has_their_prefix_even_from_a_router_t
 
         prefixes = [tokens(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
         assert [await cached([*prefix, *tokens(5)]) for prefix in prefixes] == [0] * NUM_PREFIXES
+        await cluster.until_nothing_is_held()
         # They are not all on one node.
         pages = [(await node.describe()).pages["cache"] for node in cluster.prefill]
         assert min(pages) >= PREFIX_TOKENS // PAGE_SIZE

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace

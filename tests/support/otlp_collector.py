@@ -39,7 +39,8 @@ class Span:
 class Collector(TraceServiceServicer):  # type: ignore[misc]
     spans: list[Span] = field(default_factory=list)
     port: int = 0
-    refusals: Iterator[grpc.StatusCode] = iter(())  # of the next tries
+    # Of the next tries.
+    refusals: Iterator[grpc.StatusCode] = field(default_factory=lambda: iter(()))
     _asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
     @property
