@@ -238,6 +238,7 @@ async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
         assert counters["generated_tokens"] < LONG and not counters["local_prefills"]
 
 
+@pytest.mark.long  # in one process: tests/pair/test_prealloc_queue.py
 async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
     make: Callable[..., Cluster],
 ):
@@ -287,6 +288,7 @@ async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
     assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
+@pytest.mark.long  # in one process: tests/node/test_pairs.py
 async def test_nodes_that_differ_refuse_to_pair_and_live_on(make: Callable[..., Cluster]):
     async with make(
         prefill_flags=("--engine.cache.page-size=32",),

@@ -49,7 +49,7 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
 
     how: dict[str, Any] = {
         "router_flags": ("--policy=round_robin",),
-        "environment": slowed(0.01),  # or answers would keep the machine from starting nodes
+        "environment": slowed(0.05),  # or answers would keep the machine from starting nodes
     }
     async with Cluster(model, tmp_path, rig=rig, by_file=True, **how) as cluster:
         (old_prefill,), (old_decode,) = cluster.prefill, cluster.decode
