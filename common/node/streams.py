@@ -126,7 +126,9 @@ class Outgoing(Generic[M]):
             self._unsent = deque((message, message.ByteSize()) for message in unsaid)
             self._changed.set()
             reader.cancel()
-            # A stream cannot be given its status while a write to it is under way.
-            await asyncio.wait({writer}, timeout=_LAST_WRITE_S)
-            writer.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                # A stream cannot be given its status while a write to it is under way.
+                await asyncio.wait({writer}, timeout=_LAST_WRITE_S)
+            finally:  # also of a conversation that is cancelled once more meanwhile
+                writer.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,7 @@
 """The parts of a front that need no process: streams, verdicts, signs of life, log lines."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -118,6 +119,36 @@ async def test_why_a_stream_is_ended_is_the_last_message_on_it(how: str):
         await asyncio.wait_for(talk, 60)
     assert wire.written[-1] == last_words(error)
     assert how != "close" or wire.written[:-1] == [message()]
+
+
+async def test_a_conversation_that_is_cancelled_twice_leaves_nothing_behind():
+    """As gRPC does with one whose peer goes while it ends."""
+    wire, outgoing = Wire(), Outgoing()
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+    writing = asyncio.Event()
+
+    async def write(message: decode_pb2.FromNode) -> None:
+        writing.set()
+        try:
+            await wire.reads.wait()
+        finally:
+            raise ConnectionError("the peer has gone")
+
+    talk = asyncio.ensure_future(outgoing.converse(write, wire.incoming(), print))
+    outgoing.put(message())
+    await asyncio.wait_for(writing.wait(), 60)
+    talk.cancel()
+    await asyncio.sleep(0)
+    talk.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await talk
+    wire.reads.set()
+    if left := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(left, timeout=60)
+    del left
+    gc.collect()
+    assert complaints == []
 
 
 async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():
