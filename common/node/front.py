@@ -194,6 +194,7 @@ class _Node:
                 log.info("listening %s", kv(**listening, metrics_port=metrics_port))
                 if guard is None:
                     log.info("callers are not asked who they are %s", kv(host=front.host))
+                allocator.stay()
                 async with self._background(engine, health):
                     verdict = await self._ending.verdict(self._begin_drain, front.drain_s)
                     return await self._end(verdict, server, engine, health)

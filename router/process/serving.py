@@ -38,8 +38,7 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     model = await asyncio.to_thread(model_files.load, config.model)
     async with running(config, model, place) as router:
-        gc.collect()
-        gc.freeze()  # what is here now stays until the end
+        allocator.stay()
         gc.set_threshold(_COLLECT_EVERY)
         on_up()
         await stop.wait()
