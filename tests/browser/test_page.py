@@ -12,14 +12,13 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.browser.conftest import Background
 from tests.browser.view import PHONE, View
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, slowed
 from tests.support.http_client import post
 
 pytestmark = pytest.mark.slow
 
 EVIL = "<img src=/x onerror=alert(1)>"
 GREEDY = {"max_tokens": 24, "temperature": 0}
-SECONDS = 30.0  # in which a person must be told, on a machine with other things to do
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,12 @@ def cluster(
     model = tmp_path_factory.mktemp("noise") / "model"
     write(model)
     flags = [f"--served-model-name={EVIL}"]
-    made = Cluster(model, tmp_path_factory.mktemp("logs"), router_flags=flags)
+    made = Cluster(
+        model,
+        tmp_path_factory.mktemp("logs"),
+        router_flags=flags,
+        environment=slowed(0.005),  # or the longest answer might end before it is stopped
+    )
     background(made.__aenter__())
     yield made
     background(made.__aexit__(None, None, None))
@@ -48,7 +52,9 @@ def view(browser: View) -> Iterator[View]:
     """Freshly loaded. It must not have complained, nor asked anyone else for anything."""
     browser.open()
     yield browser
-    assert browser.complaints() == []
+    # The page may ask for a timeline before the router has it, and asks again; Chromium logs that.
+    early = re.compile(r"/requests/\S+ - Failed to load resource: .* status of 404 ")
+    assert [said for said in browser.complaints() if not early.search(said)] == []
     strange = [url for url in browser.asked() if not url.startswith(f"{browser.url}/")]
     assert strange == []
 
@@ -56,7 +62,7 @@ def view(browser: View) -> Iterator[View]:
 def test_it_shows_every_node_and_the_link_between_them(view: View, cluster: Cluster):
     addresses = [node.address for node in cluster.nodes]
     assert view.texts(".node .address") == addresses
-    assert view.texts(".node .state") == ["ready", "ready"]
+    view.until(lambda: view.texts(".node .state") == ["ready", "ready"], "both are ready")
     view.until(lambda: view.texts(".links text"), "the link is drawn")
     (drawn,) = view.texts(".links text")
     assert re.fullmatch(r"(cma|tcp) [\d.]+ GB/s", drawn)
@@ -67,7 +73,7 @@ def test_it_shows_every_node_and_the_link_between_them(view: View, cluster: Clus
     assert line["left"] == pytest.approx(left["x"] + left["width"], abs=2)
     assert line["right"] == pytest.approx(right["x"], abs=10)
     assert view.one(".node .bar").accessible_name.startswith("512 of 512 pages free")
-    assert view.text("#router-state") == "ready"
+    view.until(lambda: view.text("#router-state") == "ready", "so is the router")
     assert "2of 2" in view.text("#tiles .tile")
 
 
@@ -79,7 +85,7 @@ def test_an_answer_streams_and_is_what_the_api_answers(
     fields = {"prompt": "Once upon a time", **GREEDY}
     answer = background(post(cluster.http_port, "/v1/completions", fields)).json
     assert text == answer["choices"][0]["text"] != ""
-    facts = _facts(view, "#facts")
+    facts = view.facts("#facts")
     assert facts["Tokens"] == "24, the limit"
     assert facts["Prompt"].startswith("16 tokens")
     assert re.fullmatch(r"[\d.]+ m?s", facts["First token"])
@@ -99,20 +105,16 @@ def test_chat_goes_through_the_models_template(
 def test_the_timeline_of_ones_own_request_appears_in_three_lanes(view: View, cluster: Cluster):
     view.ask("a prompt of its own for a hand-off that is seen", **GREEDY)
     view.answered()
-    view.until(lambda: len(view.all(".chart .lane")) == 3, "three lanes are drawn")
-    assert [lane.get_attribute("data-lane") for lane in view.all(".chart .lane")] == [
-        "router",
-        "prefill",
-        "decode",
-    ]
+    view.until_its_timeline()
+    assert view.attributes(".chart .lane", "data-lane") == ["router", "prefill", "decode"]
     assert view.texts(".chart .lane-node") == [node.address for node in cluster.nodes]
-    drawn = {bar.get_attribute("data-phase") for bar in view.all(".phase")}
+    drawn = set(view.attributes(".phase", "data-phase"))
     assert {"prefill", "transfer", "running"} <= drawn
     chosen = view.until(lambda: view.texts("tr.chosen button"), "it is chosen in the list")
     assert chosen == [view.text("#timeline-id")]
     assert view.texts("#request-rows button")[0] == chosen[0]
     view.run("document.querySelector('#span [value=whole]').click()")
-    whole = {bar.get_attribute("data-phase") for bar in view.all(".phase")}
+    whole = set(view.attributes(".phase", "data-phase"))
     rows = {row.replace(" ", "_") for row in view.texts("#phase-rows td:nth-child(2)")}
     assert drawn | {"stream"} <= whole == rows
     parts = view.texts("#breakdown-legend li")
@@ -122,7 +124,7 @@ def test_the_timeline_of_ones_own_request_appears_in_three_lanes(view: View, clu
 def test_what_happened_to_a_request_is_told_once_somebody_opens_it(view: View, cluster: Cluster):
     view.ask("a prompt to be explained", **GREEDY)
     view.answered()
-    view.until(lambda: view.texts("#phase-rows td:first-child"), "its timeline is there")
+    view.until_its_timeline()
     assert not view.all("#event-rows tr")
     view.run("document.querySelector('#events summary').click()")
     places = view.until(lambda: view.texts("#event-rows td:nth-child(2)"), "its events are there")
@@ -184,10 +186,6 @@ def test_the_browser_makes_no_html_of_text_and_runs_no_foreign_script(view: View
     assert refused and all("has been blocked" in complaint for complaint in refused)
 
 
-def _facts(view: View, where: str) -> dict[str, str]:
-    return dict(zip(view.texts(f"{where} dt"), view.texts(f"{where} dd"), strict=True))
-
-
 def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
     # Seen failing: 83 and 36 tokens/s.
     view.ask("how fast is this one", **GREEDY)
@@ -195,12 +193,16 @@ def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
     both = ("#facts", "#timeline-facts")
 
     def agreed() -> bool:
-        asked, told = (_facts(view, where) for where in both)
+        asked, told = (view.facts(where) for where in both)
         return all(asked[name] == told.get(name) for name in ("First token", "Tokens/s"))
 
     view.until(agreed, "the times of the prompt box are those of the timeline")
-    assert view.text(".tile:nth-child(4) .tile-foot").startswith(
-        _facts(view, ".node[data-role=prefill] .facts")["found in cache"]
+    cached = ".node[data-role=prefill] .facts"
+    view.until(
+        lambda: view.text(".tile:nth-child(4) .tile-foot").startswith(
+            view.facts(cached)["found in cache"]
+        ),
+        "what its prefill node found in its cache is what all did",
     )
 
 
@@ -279,7 +281,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways_and_every_text_stand
     view.open(PHONE)
     view.ask("a longer prompt, to have an answer, facts and a timeline here", **GREEDY)
     view.answered()
-    view.until(lambda: view.all(".phase"), "the timeline is drawn")
+    view.until_its_timeline()
     assert view.overflow() == 0
     assert view.run(FAINT) == []
     view.colours("")
@@ -359,10 +361,9 @@ def test_a_node_that_dies_is_shown_within_seconds_and_so_is_its_return(
     view.until(
         lambda: view.one(card).get_dom_attribute("data-state") == "unreachable",
         "the dead node is unreachable",
-        SECONDS,
     )
     view.until(lambda: view.text("#router-state").startswith("not ready: no decode"), "told on top")
-    assert view.texts(".link") == []
+    view.until(lambda: view.texts(".link") == [], "its link is gone")
     background(cluster.start_again(node))
     view.until(lambda: view.one(card).get_dom_attribute("data-state") == "ready", "it is back")
     view.until(lambda: len(view.all(".link")) == 1, "and its link")
@@ -374,7 +375,7 @@ def test_a_router_that_dies_is_told_and_the_page_recovers_by_itself(
 ):
     assert not view.one("#lost").is_displayed()
     background(cluster.kill_router())
-    view.until(lambda: view.one("#lost").is_displayed(), "the loss is told", SECONDS)
+    view.until(lambda: view.one("#lost").is_displayed(), "the loss is told")
     assert "Connection lost. The router cannot be reached." in view.text("#lost")
     assert view.text("#router-state") == "connection lost"
     assert len(view.all(".node")) == 2  # what was known stays, and is marked as old
@@ -382,8 +383,8 @@ def test_a_router_that_dies_is_told_and_the_page_recovers_by_itself(
     view.until(lambda: view.one("#problem").is_displayed(), "the prompt box tells it too")
     assert view.text("#problem") == "The router cannot be reached."
     background(cluster.start_router_again())
-    view.until(lambda: not view.one("#lost").is_displayed(), "it recovers", SECONDS)
+    view.until(lambda: not view.one("#lost").is_displayed(), "it recovers")
     view.until(lambda: view.text("#router-state") == "ready", "all is well")
     view.ask("anyone there?", **GREEDY)
     assert view.answered()
-    assert all("ERR_CONNECTION" in complaint for complaint in view.complaints())
+    assert all("net::ERR_" in complaint for complaint in view.complaints())

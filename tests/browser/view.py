@@ -13,6 +13,15 @@ T = TypeVar("T")
 WAIT_S = 60.0
 PHONE = (375, 812)
 DESKTOP = (1280, 900)
+# Keeps the id of the request that was asked last.
+RECORD_ID = """
+  const real = window.fetch;
+  window.fetch = async (path, ...rest) => {
+    const answer = await real(path, ...rest);
+    window.asked = answer.headers.get("baton-request-id") ?? window.asked;
+    return answer;
+  };
+"""
 
 
 class View:
@@ -27,6 +36,7 @@ class View:
         self.resize(size)
         self.driver.get(f"{self.url}/")
         self.driver.get_log("browser")
+        self.run(RECORD_ID)
         self.until(lambda: self.all(".node"), "the cluster is shown")
 
     def resize(self, size: tuple[int, int]) -> None:
@@ -69,6 +79,24 @@ class View:
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
         texts: list[str] = self.run(script, selector)
         return texts
+
+    def attributes(self, selector: str, name: str) -> list[str]:
+        script = (
+            "const [selector, name] = arguments;"
+            "return [...document.querySelectorAll(selector)].map((e) => e.getAttribute(name))"
+        )
+        values: list[str] = self.run(script, selector, name)
+        return values
+
+    def facts(self, where: str) -> dict[str, str]:
+        """Of the lists of facts there, all as they are at one moment."""
+        script = (
+            "const texts = (name) => [...document.querySelectorAll(`${arguments[0]} ${name}`)]"
+            "  .map((e) => e.textContent);"
+            "const told = texts('dd');"
+            "return texts('dt').map((name, i) => [name, told[i]])"
+        )
+        return dict(self.run(script, where))
 
     def until(self, condition: Callable[[], T], what: str, deadline_s: float = WAIT_S) -> T:
         """Looks again and again; returns what `condition` returns once it is true."""
@@ -116,3 +144,11 @@ class View:
         """Waits for the end of an answer; returns its text."""
         self.until(lambda: self.one("#facts").is_displayed(), "the answer ends")
         return self.text("#answer")
+
+    def until_its_timeline(self) -> None:
+        """Waits for the timeline of what was asked last: until then another one's may be shown."""
+        shown = "return document.querySelector('#timeline-id').title === window.asked"
+        self.until(
+            lambda: self.run(shown) and self.facts("#timeline-facts")["End"] != "live",
+            "its timeline is drawn",
+        )
