@@ -41,7 +41,9 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
     """Seen failing with DecodeClient._end_if_dead doing nothing: the old ones never end."""
     flags = ("--policy=round_robin",)
     num_tokens = 400  # far from its end when five are out
-    async with make(num_decode=2, router_flags=flags, environment=slowed(0.01)) as cluster:
+    async with make(
+        num_decode=2, router_flags=flags, patient=False, environment=slowed(0.01)
+    ) as cluster:
         stopped, other = cluster.decode
         await cluster.until_all_have_had_requests()
         prompts = _prompts(4, 60)
@@ -66,7 +68,8 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
 
         await cluster.wait_until(lambda: known_as("unhealthy"), "the router knows")
         assert (await stopped.describe()).state == "unhealthy"
-        assert not await _serves(stopped) and await _serves(other)
+        assert not await _serves(stopped)
+        await cluster.wait_until(lambda: _serves(other), "the other one serves")
 
         # What is new is not placed there: each of it has one node, and is answered.
         new = await asyncio.gather(
@@ -91,13 +94,13 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
             return (await stopped.describe()).counters["handoffs_held"] > before
 
         await cluster.wait_until(used, "requests go there again")
-        assert await _serves(stopped)
+        await cluster.wait_until(lambda: _serves(stopped), "its health says so")
 
 
 async def test_a_prefill_node_whose_engine_is_stopped_says_that_it_is_unhealthy(
     make: Callable[..., Cluster],
 ):
-    async with make() as cluster:
+    async with make(patient=False) as cluster:
         (prefill,) = cluster.prefill
         cluster.freeze(prefill)
 
@@ -121,6 +124,7 @@ async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
     # Of its pages a third of the requests have room: the others wait in the prealloc queue, for
     # seconds, as the prefill nodes have 90 chunks each.
     how: dict[str, Any] = {
+        "patient": False,
         "node_flags": ("--engine.cache.num-pages=256", "--engine.scheduler.chunk-tokens=64"),
         # However long it takes on a busy machine to go on, and to pair again.
         "router_flags": ("--silent-s=600", "--dead-s=600"),

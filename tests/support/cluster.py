@@ -68,6 +68,9 @@ NUM_PAGES = 512
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 FREE_PORTS = range(20000 + WORKER % 4 * 3000, 23000 + WORKER % 4 * 3000)
 CANDIDATES = itertools.cycle(random.sample(FREE_PORTS, len(FREE_PORTS)))
+# However long the machine of a test takes for a beat, nobody is taken for silent.
+PATIENT_NODE = ("--transfer.missed-beats=600", "--silence-s=600")
+PATIENT_ROUTER = ("--silent-s=600", "--dead-s=600")
 # As environment of a cluster: what tests/support/poisoned does to its engines.
 POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
 
@@ -149,6 +152,7 @@ class Cluster:
         by_file: bool = False,
         tls_config: TlsConfig | None = None,
         with_secret: bool = True,
+        patient: bool = True,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -160,6 +164,7 @@ class Cluster:
             tls_config: of every program, and of what is asked here. Clients need no certificate.
             with_secret: programs know each other by a cluster secret, of a file; what is asked
                 here is asked by an operator who has the secret.
+            patient: no program is taken for dead or unhealthy before it has ended.
             environment: of every program, besides this one's.
         """
         certs = tls_config or TlsConfig()
@@ -175,6 +180,7 @@ class Cluster:
             f"--transfer.path={path}",
             *tls_flags("front.tls", certs),
             *secret_flags,
+            *(PATIENT_NODE if patient else ()),
             *node_flags,
         )
         base = ("--dtype=float32", *common)
@@ -204,6 +210,7 @@ class Cluster:
             *tls_flags("nodes-tls", TlsConfig(ca=certs.ca)),
             *secret_flags,
             *(f"--{role}={entry}" for role in counts for entry in self._entries(role)),
+            *(PATIENT_ROUTER if patient else ()),
             *router_flags,
         )
         self._programs = [_program("router", "router", next(free), model, router), *nodes]
