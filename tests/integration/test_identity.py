@@ -21,7 +21,7 @@ from protos.kvtransfer_pb2_grpc import KvTransferStub
 from protos.node_pb2 import AbortRequest, DrainRequest, FlushCacheRequest, WatchCacheRequest
 from protos.node_pb2_grpc import NodeStub
 from tests.support.cluster import Cluster, Node, free_ports
-from tests.support.programs import ROOT, Program
+from tests.support.programs import ROOT, WAIT_S, Program
 from tests.support.refused_stream import end_of_stream
 from tests.support.scrapes import scraped, value
 
@@ -114,9 +114,13 @@ async def test_a_router_with_another_secret_or_none_is_told_why_and_so_is_the_no
     decode = f"--decode={cluster.decode[0].address}"
     for flags, sentence in (((f"--secret-file={other}",), "another secret"), ((), "no token")):
         router = start("router", *ports, decode, *flags)
-        line = await asyncio.to_thread(router.line_with, "a node does not answer", 60.0)
+        line = await asyncio.to_thread(router.line_with, "a node does not answer")
         assert sentence in line
-        assert sentence in _log(cluster.decode[0])
+
+        async def the_node_says_it_too(sentence: str = sentence) -> bool:
+            return sentence in _log(cluster.decode[0])
+
+        await cluster.wait_until(the_node_says_it_too, f"the node says {sentence!r}")
     await _answers(cluster)
 
 
@@ -125,7 +129,7 @@ async def test_an_impostor_on_a_nodes_address_gets_no_request(
 ) -> None:
     """A decode node that knows no secret, which the router of this test is told of."""
     impostor = start("decode_node", "--port=0", "--mode=colocated", "--device=cpu")
-    await asyncio.to_thread(impostor.line_with, " ready ", 60.0)
+    await asyncio.to_thread(impostor.line_with, " ready ")
     router = start(
         "router",
         "--port=0",
@@ -133,7 +137,7 @@ async def test_an_impostor_on_a_nodes_address_gets_no_request(
         f"--decode={impostor.address()}",
         f"--secret-file={cluster.secret_file}",
     )
-    line = await asyncio.to_thread(router.line_with, "a node does not answer", 60.0)
+    line = await asyncio.to_thread(router.line_with, "a node does not answer")
     assert "has not proved that it is a node of this cluster" in line
 
 
@@ -168,7 +172,7 @@ async def test_nobody_listens_beyond_this_host_without_being_told_to(
 ) -> None:
     flags = ("--decode=127.0.0.1:1",) if role == "router" else ()
     refused = start(role, "--host=0.0.0.0", "--port=0", *flags)
-    assert await asyncio.to_thread(refused.exit_code, 60.0) == 2
+    assert await asyncio.to_thread(refused.exit_code) == 2
     (line,) = refused.output.splitlines()
     assert "--host 0.0.0.0 is reached from other hosts" in line and "--insecure" in line
 
@@ -179,7 +183,7 @@ async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_t
     file = tmp_path / "secret"
     file.write_text("hunter2")
     refused = start("prefill_node", "--port=0", f"--secret-file={file}")
-    assert await asyncio.to_thread(refused.exit_code, 60.0) == 2
+    assert await asyncio.to_thread(refused.exit_code) == 2
     (line,) = refused.output.splitlines()
     assert "has 7 characters" in line and "hunter2" not in line
 
@@ -196,7 +200,7 @@ def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 180.0  # an engine's start is seconds of a core that others use too
 
 
 class Program:
@@ -41,7 +42,7 @@ class Program:
         with self._changed:
             return "".join(self._lines)
 
-    def line_with(self, text: str, timeout_s: float = 60.0) -> str:
+    def line_with(self, text: str, timeout_s: float = WAIT_S) -> str:
         """The first line that has `text`, as soon as it has been written."""
         deadline = time.monotonic() + timeout_s
         seen = 0
@@ -67,7 +68,7 @@ class Program:
     def send_to_group(self, number: signal.Signals) -> None:
         os.killpg(self.pid, number)
 
-    def exit_code(self, timeout_s: float = 60.0) -> int:
+    def exit_code(self, timeout_s: float = WAIT_S) -> int:
         """Waits for the end, and for the last line."""
         code = self.process.wait(timeout_s)
         self._reader.join(60.0)
@@ -102,7 +103,7 @@ def runs(pid: int) -> bool:
     return state != "Z"
 
 
-def await_end(pid: int, timeout_s: float = 60.0) -> None:
+def await_end(pid: int, timeout_s: float = WAIT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while runs(pid):
         assert time.monotonic() < deadline, f"process {pid} still runs"
