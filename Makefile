@@ -26,7 +26,7 @@ up: $(SERVES)
 	@$(BIN)/baton up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: $(TESTS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 4 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 4 $(ARGS)
 
 test-long: $(TESTS)
 	$(BIN)/python -m pytest -m long $(ARGS)

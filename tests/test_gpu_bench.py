@@ -19,12 +19,10 @@ from tests.support.programs import ROOT, runs
 NOT_ON_A_CPU = {"nodes of a CUDA graph"}
 
 
-SERVING = "serving"  # the part that starts whole systems takes as long as all others
-SERVING_TOO = pytest.param({part.name for part in PARTS}, marks=pytest.mark.long, id="all")
-SOME_OR_ALL = [
-    pytest.param({part.name for part in PARTS} - {SERVING}, id=f"without {SERVING}"),
-    SERVING_TOO,
-]
+# The part that starts whole systems takes as long as all others; two compare what others measure.
+DEEPER = {"serving", "layout", "tuning"}
+ALL = pytest.param({part.name for part in PARTS}, marks=pytest.mark.long, id="all")
+SOME_OR_ALL = [pytest.param({part.name for part in PARTS} - DEEPER, id="some"), ALL]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +69,7 @@ def test_every_share_has_a_denominator_and_every_operation_was_proved(dry_run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dry_run", [SERVING_TOO], indirect=True)
+@pytest.mark.parametrize("dry_run", [ALL], indirect=True)
 def test_answers_are_the_same_whatever_serves_them(dry_run):
     compared = {
         row["what"]: row["value"] for row in rows_of(dry_run[2]) if row["table"] == "compared"
