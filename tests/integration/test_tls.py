@@ -215,7 +215,7 @@ async def test_up_serves_with_tls_everywhere(
         "--engine.cache.num-pages=64",
         *(f"--tls-{name}={path}" for name, path in config.model_dump(exclude_none=True).items()),
     )
-    line = await asyncio.to_thread(up.line_with, f"curl --cacert {config.ca} https://", 60.0)
+    line = await asyncio.to_thread(up.line_with, f"curl --cacert {config.ca} https://")
     assert f"https://127.0.0.1:{http}/" in line
     context = ssl.create_default_context(cafile=str(config.ca))
     models = await asyncio.to_thread(

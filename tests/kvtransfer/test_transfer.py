@@ -340,7 +340,7 @@ def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig: Rig) -> None:
 
 
 def test_the_budget_ends_it_on_both_sides(rig: Rig) -> None:
-    rig.open(budget_s=1.0)
+    rig.open(budget_s=3.0)  # on a machine that may be busy for two of them
     assert not rig.reader.next(Lost).retryable
     assert not rig.owner.next(HandoffDropped).held
     rig.pump.wait(lambda: any(isinstance(m, Cancel | Failed) for m in rig.pump.sent))
@@ -385,7 +385,7 @@ def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig: Rig) -> N
 
 def test_an_owner_whose_engine_is_stuck_is_dead(make_rig: Callable[..., Rig]) -> None:
     # Seen failing with `engine_moves` ignored by Publisher.tick.
-    rig = make_rig(TransferConfig(heartbeat_s=0.1, missed_beats=15))
+    rig = make_rig(TransferConfig(heartbeat_s=0.1, missed_beats=30))
     rig.pair()
     rig.open()
     rig.owner.moves = False
