@@ -71,8 +71,9 @@ def _missing(items: list[pytest.Item]) -> dict[str, str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
-    """xdist would give it to the next worker too, which would die of it too."""
-    for files in (sched.workqueue, *sched.assigned_work.values()):
+    """With `--dist loadfile` xdist would give it to the next worker, which would die of it too."""
+    waiting, assigned = (getattr(sched, name, {}) for name in ("workqueue", "assigned_work"))
+    for files in (waiting, *assigned.values()):
         for tests in files.values():
             if crashitem in tests:
                 tests[crashitem] = True
