@@ -1,7 +1,6 @@
 """Nodes that die, clients that go away, terminals that interrupt: what comes of it."""
 
 import asyncio
-import os
 import random
 import signal
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 from protos.router_pb2 import ExplainResponse
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, held, slowed
+from tests.support.shared_memory import left_behind
 
 pytestmark = pytest.mark.slow
 
@@ -277,12 +277,16 @@ async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
     make: Callable[..., Cluster], number: signal.Signals
 ):
     """As a terminal's Ctrl-C does: to fronts and engines at once."""
-    shared_memory = set(os.listdir("/dev/shm"))
+    before = left_behind()
     async with make() as cluster:
         answer = await cluster.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
         assert len(answer.token_ids) == 4
         await cluster.stop_with(number)
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+    async def nothing_is_left() -> bool:
+        return left_behind() <= before
+
+    await cluster.wait_until(nothing_is_left, "the memory that they shared is gone")
 
 
 @pytest.mark.long  # in one process: tests/node/test_pairs.py

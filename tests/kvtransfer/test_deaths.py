@@ -12,6 +12,7 @@ from common.errors import TransferError
 from kvtransfer.backends.base import Backend
 from tests.support.data_children import Child, Memory, make_backend, scattered
 from tests.support.data_ends import Ends, FarOwner, FarReader, closing, wait_for
+from tests.support.shared_memory import left_behind
 
 NUM_PAGES, PAGE_BYTES = 256, 65536
 NUM_DEATHS = 30
@@ -50,10 +51,10 @@ def _owners(ends: Ends, path: Backend, count: int) -> Iterator[FarOwner]:
 def _leaving_nothing(child: Child, dead: list[Child]) -> Iterator[None]:
     """The process has what it had before of descriptors and of memory shared with others, and the
     machine has nothing of the dead."""
-    had = _held(child)
+    had, before = _held(child), left_behind()
     yield
     wait_for(lambda: _held(child) == had)
-    wait_for(lambda: not list(Path("/dev/shm").glob("ucx_*")))
+    wait_for(lambda: left_behind() <= before)
     creators = {line.split()[4] for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
     assert creators.isdisjoint(str(one.pid) for one in dead)
 

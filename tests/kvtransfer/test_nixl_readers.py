@@ -119,8 +119,9 @@ def test_readers_that_have_come_and_gone_leave_nothing_behind() -> None:
 
         files, threads, mappings = come_and_go(range(5))
         files_after, threads_after, mappings_after = come_and_go(range(5, 55))
-        assert (files_after, threads_after) == (files, threads)
-        assert mappings_after <= mappings + 4  # of what 50 agents have, some 300
+        # Of tests before this one something may go meanwhile.
+        assert files_after <= files and threads_after <= threads
+        assert mappings_after <= mappings + 50  # of what 50 agents have, some 300
 
 
 class Gate:

@@ -59,7 +59,7 @@ def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(
     port, before = told(owner).port, threading.active_count()
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(port)) for _ in range(50)]
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
         for connection in silent:
             connection.settimeout(CLOSED_S)
             assert connection.recv(1) == b""
