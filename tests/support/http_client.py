@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-WAIT_S = 60.0
+WAIT_S = 180.0  # for an answer of many megabytes, on a machine with other things to do
 _LITTLE_ROOM = 64 << 10
 
 
