@@ -74,7 +74,7 @@ def plan_attention(
         raise ValueError(f"{num_decodes} decodes in {num_rows} rows of {num_tokens} tokens")
     if window is not None and window < 1:
         raise ValueError(f"window: at least 1, got {window}")
-    _check_kv(kv)
+    check_kv(kv)
     if num_heads % kv.shape[1]:
         raise ValueError(f"{num_heads} heads do not fit kv {tuple(kv.shape)}")
     if not device.uses_triton(kv):
@@ -117,7 +117,7 @@ def paged_attention(
     Raises:
         ValueError: wrong shapes or numbers.
     """
-    _check_kv(kv)
+    check_kv(kv)
     if (
         q.ndim != 3
         or q.shape[2] != kv.shape[4]
@@ -237,7 +237,8 @@ class _CompiledPlan:
         return out
 
 
-def _check_kv(kv: Tensor) -> None:
+def check_kv(kv: Tensor) -> None:
+    """Raises ValueError where kv is not a layer of a pool as `paged_attention` takes it."""
     if kv.ndim != 5 or kv.shape[2] != 2 or kv.stride(4) != 1:
         raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
     if kv.shape[3] < 16 or kv.shape[3] & (kv.shape[3] - 1) or kv.shape[4] > 256:

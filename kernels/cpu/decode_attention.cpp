@@ -10,7 +10,7 @@
 
 #include "lanes.h"
 #include "pages.h"
-#include "team.h"
+#include "operations.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>

@@ -11,7 +11,7 @@
 #include "lanes.h"
 #include "pages.h"
 #include "panels.h"
-#include "team.h"
+#include "operations.h"
 
 namespace {
 

@@ -6,13 +6,14 @@ what they mean. Results are memory of torch's.
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` has them
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` has them
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 _FUNCTIONS = {
     "add_rms_norm": "iiplplpppplldp",
@@ -27,8 +28,10 @@ _FUNCTIONS = {
     "pack_panels": "ipllpp",
     "float_product": "ipplpplllp",
     "int8_product": "ipplpppplllp",
+    "compute_layers": "pplppppp",
 }
 _PANEL = 64  # outputs, as products.cpp has them
+WORD_BYTES = 4  # of a row, that a product takes at once
 _PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` tells them
 
 
@@ -63,8 +66,8 @@ class Operators:
         is_x = residual is None and rows is None
         total = x if is_x else torch.empty_like(normed)
         self._library.add_rms_norm(
-            _DTYPES[x.dtype],
-            _DTYPES[weight.dtype],
+            DTYPES[x.dtype],
+            DTYPES[weight.dtype],
             x.data_ptr(),
             x.stride(0),
             None if residual is None else residual.data_ptr(),
@@ -94,8 +97,8 @@ class Operators:
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         q = qkv.new_empty(num_tokens, heads, head_dim)
         self._library.rope_and_store(
-            _DTYPES[qkv.dtype],
-            0 if q_norm is None else _DTYPES[q_norm.dtype],
+            DTYPES[qkv.dtype],
+            0 if q_norm is None else DTYPES[q_norm.dtype],
             qkv.data_ptr(),
             qkv.stride(0),
             angles.data_ptr(),
@@ -119,8 +122,8 @@ class Operators:
         num_rows, size = x.shape[0], x.shape[1] // 2
         out = x.new_empty(num_rows, size)
         self._library.act_and_mul(
-            _DTYPES[x.dtype],
-            _ACTIVATIONS[activation],
+            DTYPES[x.dtype],
+            ACTIVATIONS[activation],
             x.data_ptr(),
             out.data_ptr(),
             num_rows,
@@ -185,7 +188,7 @@ class Operators:
         num_rows, vocabulary = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int32)
         self._library.likeliest(
-            _DTYPES[logits.dtype],
+            DTYPES[logits.dtype],
             logits.data_ptr(),
             logits.stride(0),
             tokens.data_ptr(),
@@ -211,7 +214,7 @@ class Operators:
         num_rows, vocabulary = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int32)
         self._library.sample(
-            _DTYPES[logits.dtype],
+            DTYPES[logits.dtype],
             logits.data_ptr(),
             logits.stride(0),
             temperature.data_ptr(),
@@ -280,7 +283,7 @@ class Operators:
             [out / 64, in / group, 64, group], rounded up and filled with 0; a group is 4 bytes.
         """
         matrix = matrix.contiguous()
-        (outputs, inputs), group = matrix.shape, 4 // matrix.itemsize
+        (outputs, inputs), group = matrix.shape, WORD_BYTES // matrix.itemsize
         shape = (-(-outputs // _PANEL), -(-inputs // group), _PANEL, group)
         panels = matrix.new_empty(shape)
         self._library.pack_panels(
@@ -298,7 +301,7 @@ class Operators:
             x = F.pad(x, (0, words * group - x.shape[1])).contiguous()
         out = x.new_empty(x.shape[0], outputs)
         self._library.float_product(
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
             panels.data_ptr(),
             x.data_ptr(),
             x.stride(0) // group,
@@ -328,7 +331,7 @@ class Operators:
             x = x.contiguous()
         out = x.new_empty(x.shape[0], scales.shape[0])
         self._library.int8_product(
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
             panels.data_ptr(),
             x.data_ptr(),
             x.stride(0),
@@ -343,13 +346,36 @@ class Operators:
         )
         return out
 
+    def compute_layers(
+        self,
+        layers: ctypes.Array[Any],
+        keys: ctypes.Array[Any],
+        step: ctypes.Structure,
+        x: Tensor,
+        residual: Tensor,
+        wide: Tensor,
+        other: Tensor,
+    ) -> None:
+        """See layers.py, which makes what it takes; layers.cpp has the same structures."""
+        step.team = self._team
+        self._library.compute_layers(
+            ctypes.addressof(layers),
+            ctypes.addressof(keys),
+            len(layers),
+            ctypes.addressof(step),
+            x.data_ptr(),
+            residual.data_ptr(),
+            wide.data_ptr(),
+            other.data_ptr(),
+        )
+
 
 def _queries_and_pages(
     q: Tensor, kv: Tensor, page_ids: Tensor, page_starts: Tensor, lengths: Tensor
 ) -> tuple[int, ...]:
     """What both kinds of attention take first."""
     return (
-        _DTYPES[q.dtype],
+        DTYPES[q.dtype],
         q.data_ptr(),
         q.stride(0),
         kv.data_ptr(),

@@ -7,7 +7,7 @@
 
 #include "lanes.h"
 #include "panels.h"
-#include "team.h"
+#include "operations.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "lanes.h"
-#include "team.h"
+#include "operations.h"
 
 namespace {
 

@@ -23,13 +23,15 @@ namespace {
 constexpr int64_t SMALL = 1 << 16;  // bytes that one thread has read before another has woken
 constexpr int PIECES = 4;           // of each thread, where what is to be done is cut into pieces
 
-inline void pause() {
+inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
 }
+
+}  // namespace
 
 class Team {
    public:
@@ -72,7 +74,7 @@ class Team {
         if (asleep_.load()) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
         take();
         for (int turns = 0; done_.load(std::memory_order_acquire) != count; turns++)
-            turns < 1 << 10 ? pause() : (void)sched_yield();
+            turns < 1 << 10 ? relax() : (void)sched_yield();
     }
 
     // Works on pieces until all are taken.
@@ -104,7 +106,7 @@ class Team {
     void wait(uint32_t seen) {
         auto end = std::chrono::steady_clock::now() + AWAKE;
         for (int turns = 1; published_.load(std::memory_order_acquire) == seen; turns++) {
-            pause();
+            relax();
             if (turns % 64 || std::chrono::steady_clock::now() < end) continue;
             asleep_.fetch_add(1);
             while (published_.load() == seen) futex(FUTEX_WAIT_PRIVATE, seen);
@@ -127,6 +129,8 @@ class Team {
     alignas(64) std::atomic<uint32_t> published_{0};
     std::atomic<int> asleep_{0};
 };
+
+namespace {
 
 // Calls work(i) for every i below `count`, which reads so many bytes in all.
 template <class Work>

@@ -9,10 +9,11 @@ from torch.nn import functional as F
 from common.engine.memory.kv import KVPool
 from common.engine.models.blocks.layer import Layer, LayerSpec
 from common.engine.models.blocks.norm import Norm, RmsNorm
-from common.engine.models.blocks.protocol import Kept, Site, Step
+from common.engine.models.blocks.protocol import Site, Step
 from common.engine.models.blocks.source import Source
 from common.engine.models.linear import Linear
 from common.engine.models.spec import ModelSpec
+from common.engine.models.stack import stack_of
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme
 from common.engine.rows.forward import ForwardBatch
@@ -97,6 +98,7 @@ class Decoder:
         self.head = head
         self.classes = classes
         self.layers = layers
+        self.stack = stack_of(layers)
         self.norm = norm
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
@@ -116,10 +118,7 @@ class Decoder:
         x = embed(batch.token_ids, future_tokens, self.embedding)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
-        residual: Tensor | None = None
-        layers = zip(self.layers, pool.layers, pool.layout.places, pool.cells, strict=True)
-        for layer, kv, place, cells in layers:
-            x, residual = layer.forward(x, residual, step, Kept(kv, place.table, cells))
+        x, residual = self.stack.forward(x, step, pool)
         x, _ = self.norm.forward(x, residual, rows=batch.sampled)
         return x
 

@@ -14,7 +14,8 @@ from common.engine.models.linear.dense import Dense
 from common.engine.models.linear.experts import Each, each
 from common.engine.models.linear.int8 import ZERO, rounded, row_sums
 from common.engine.models.linear.protocol import Linear, StoredExperts
-from kernels.cpu.operators import Operators
+from kernels.cpu.layers import PanelMatrix
+from kernels.cpu.operators import WORD_BYTES, Operators
 from kernels.experts.grouped_mlp import Gate
 
 
@@ -30,6 +31,14 @@ class Panels:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.weight.itemsize
+
+    @property
+    def matrix(self) -> PanelMatrix | None:
+        """For layers that are computed in one call; None where rows would have to be filled up."""
+        outputs, inputs = self.shape
+        if inputs * self.weight.itemsize % WORD_BYTES:
+            return None
+        return PanelMatrix(self.operators, self.weight, outputs, inputs, self.bias)
 
     def apply(self, x: Tensor) -> Tensor:
         return self.operators.float_product(x, self.weight, self.shape[0], self.bias)
@@ -88,6 +97,12 @@ class Int8Panels:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) + self.scales.nbytes + self.zeros.nbytes
+
+    @property
+    def matrix(self) -> PanelMatrix:
+        """For layers that are computed in one call."""
+        operators, weight, shape = self.operators, self.weight, self.shape
+        return PanelMatrix(operators, weight, *shape, self.bias, self.scales, self.zeros)
 
     def apply(self, x: Tensor) -> Tensor:
         return self.operators.int8_product(x, self.weight, self.scales, self.zeros, self.bias)

@@ -1,0 +1,244 @@
+"""All layers of a decoder as one call into the compiled library: see layers.cpp.
+
+They have attention over pages and a gated net, and their matrices are in panels. The results are
+those of the operations in `kernels`, called one by one, to the bit.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.operators import ACTIVATIONS, DTYPES, Operators
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelMatrix:
+    """panels: of `Operators.pack_panels`, of rows of whole words; scales, zeros: of int8, see
+    `int8_product`."""
+
+    operators: Operators
+    panels: Tensor
+    outputs: int
+    inputs: int
+    bias: Tensor | None
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeight:
+    """weight: of the dtype that is computed in, or float32."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledLayer:
+    """What a layer multiplies and adds; the operations say what each number means.
+
+    rotation: its angles' place among those of a step.
+    """
+
+    mixer_norm: NormWeight
+    mixer_post_norm: NormWeight | None
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
+    ffn_norm: NormWeight
+    ffn_post_norm: NormWeight | None
+    qkv: PanelMatrix
+    output: PanelMatrix
+    gate_up: PanelMatrix
+    down: PanelMatrix
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    activation: str  # of `act_and_mul`
+    rotation: int
+    scale: float
+    soft_cap: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledStep:
+    """The tokens of a forward, as `plan_attention` and `rope_and_store` take them; of each page
+    table its locations and page_starts, and of each rotation its angles."""
+
+    page_ids: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+    num_decodes: int
+    locations: Sequence[Tensor]
+    page_starts: Sequence[Tensor]
+    angles: Sequence[Tensor]
+
+
+class CompiledPool:
+    """The keys and values of all layers, one after the other.
+
+    Args:
+        views: as attention takes them, [num_pages, kv_heads, 2, page_size, head_dim].
+        tables: whose pages they are in.
+    """
+
+    def __init__(self, views: Sequence[Tensor], tables: Sequence[int]) -> None:
+        self.views = views
+        self.page_size: int = views[0].shape[3]
+        self.keys = (_Keys * len(views))(
+            *(
+                _Keys(view.data_ptr(), *view.stride()[:4], table)
+                for view, table in zip(views, tables, strict=True)
+            )
+        )
+
+
+class CompiledLayers:
+    """Layers one after the other.
+
+    Args:
+        layers: at least one, all of one hidden size, one dtype and the same operators.
+    """
+
+    def __init__(self, layers: Sequence[CompiledLayer]) -> None:
+        self._operators = layers[0].qkv.operators
+        self._layers = layers  # the structures below are of their memory
+        self._structures = (_Layer * len(layers))(*map(_structure, layers))
+        matrices = [
+            matrix
+            for layer in layers
+            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        self._most_outputs = max(matrix.outputs for matrix in matrices)
+        self._most_inputs = max(matrix.inputs for matrix in matrices)
+
+    def forward(self, x: Tensor, step: CompiledStep, pool: CompiledPool) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: contiguous [num_tokens, hidden], embeddings; it is written over.
+        Returns:
+            What the last layer's net has computed and what that is to be added to, both
+            [num_tokens, hidden].
+        Raises:
+            ValueError: keys and values of another dtype.
+        """
+        if any(view.dtype != x.dtype for view in pool.views):
+            raise ValueError(f"keys and values are not of {x.dtype}, as what is computed")
+        num_tokens, hidden = x.shape
+        locations, page_starts, angles = map(
+            _addresses, (step.locations, step.page_starts, step.angles)
+        )
+        structure = _Step(
+            DTYPES[x.dtype],
+            x.itemsize,
+            hidden,
+            num_tokens,
+            step.lengths.shape[0],
+            step.num_decodes,
+            pool.page_size,
+            step.page_ids.data_ptr(),
+            step.query_starts.data_ptr(),
+            step.lengths.data_ptr(),
+            ctypes.addressof(locations),
+            ctypes.addressof(page_starts),
+            ctypes.addressof(angles),
+        )
+        residual = torch.empty_like(x)
+        wide = x.new_empty(num_tokens, self._most_outputs)
+        other = x.new_empty(num_tokens, self._most_inputs)
+        self._operators.compute_layers(
+            self._structures, pool.keys, structure, x, residual, wide, other
+        )
+        return x, residual
+
+
+# ---- As layers.cpp has them
+
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", _POINTER), ("dtype", _INT), ("eps", _DOUBLE))
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "scales", "zeros", "bias")),
+        *((name, _INT) for name in ("inputs", "outputs")),
+    )
+
+
+_NORMS = ("mixer_norm", "mixer_post_norm", "q_norm", "k_norm", "ffn_norm", "ffn_post_norm")
+_MATRICES = ("qkv", "output", "gate_up", "down")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Norm) for name in _NORMS),
+        *((name, _Matrix) for name in _MATRICES),
+        *(
+            (name, _INT)
+            for name in ("heads", "kv_heads", "head_dim", "window", "activation", "rotation")
+        ),
+        *((name, _DOUBLE) for name in ("scale", "soft_cap")),
+    )
+
+
+class _Keys(ctypes.Structure):
+    _fields_ = (
+        ("start", _POINTER),
+        *((f"{of}_stride", _INT) for of in ("page", "head", "kv", "token")),
+        ("table", _INT),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, _INT) for name in ("dtype", "itemsize", "hidden")),
+        *((name, _INT) for name in ("num_tokens", "num_rows", "num_decodes", "page_size")),
+        *((name, _POINTER) for name in ("page_ids", "query_starts", "lengths")),
+        *((name, _POINTER) for name in ("locations", "page_starts", "angles", "team")),
+    )
+
+
+def _structure(layer: CompiledLayer) -> _Layer:
+    return _Layer(
+        *(_norm(getattr(layer, name)) for name in _NORMS),
+        *(_matrix(getattr(layer, name)) for name in _MATRICES),
+        layer.heads,
+        layer.kv_heads,
+        layer.head_dim,
+        layer.window or 0,
+        ACTIVATIONS[layer.activation],
+        layer.rotation,
+        layer.scale,
+        layer.soft_cap or 0.0,
+    )
+
+
+def _norm(norm: NormWeight | None) -> _Norm:
+    if norm is None:
+        return _Norm()
+    return _Norm(norm.weight.data_ptr(), DTYPES[norm.weight.dtype], norm.eps)
+
+
+def _matrix(matrix: PanelMatrix) -> _Matrix:
+    return _Matrix(
+        matrix.panels.data_ptr(),
+        _address(matrix.scales),
+        _address(matrix.zeros),
+        _address(matrix.bias),
+        matrix.inputs,
+        matrix.outputs,
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -1,0 +1,80 @@
+"""Layers that are computed in one call give what they give one by one, to the bit."""
+
+import pytest
+import torch
+
+from common.engine.models import load
+from common.engine.models.stack import InOneCall, LayerByLayer, stack_of
+from tests.support import compiled
+from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.compiled import operators_here
+from tests.support.steps import Steps
+
+CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+COMPILED = operators_here()
+WINDOWED = {
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+BIASED = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 24}
+# Both norms of a head, windows and so two tables; four norms, caps, another activation; biases.
+MODELS = {"qwen3": WINDOWED, "gemma2": {}, "llama": BIASED}
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch):
+    compiled.use("compiled", monkeypatch)
+
+
+def logits(model, stack):
+    """Of prompts in chunks, of a step with prompts and single tokens, and of single tokens."""
+    seen = []
+
+    class Watched:
+        spec, device, dtype, forward = model.spec, model.device, model.dtype, model.forward
+
+        def logits(self, hidden):
+            seen.append(model.logits(hidden))
+            return seen[-1]
+
+    model.stack = stack
+    steps = Steps(Watched(), overlap=False)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY_SIZE, (3, 70), generator=generator).tolist()
+    slots = [steps.add(each) for each in tokens]
+    steps.launch([(slots[0], 0, 40), (slots[1], 0, 1)])
+    steps.launch([(slots[0], 40, 70), (slots[2], 0, 17), (slots[1], 1, 2)])
+    for place in range(17, 20):
+        steps.launch([(slots[2], place, place + 1), (slots[1], place - 15, place - 14)])
+    steps.close()
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize(
+    "dtype, quantize, multiplied",
+    [(F32, "none", F32), (BF16, "none", BF16), (BF16, "int8", torch.int8)],
+    ids=["float32", "bfloat16", "int8"],
+)
+@pytest.mark.parametrize("architecture", MODELS)
+def test_one_call_gives_what_layers_give_one_by_one(
+    tmp_path, architecture, dtype, quantize, multiplied
+):
+    if not COMPILED.multiplies(multiplied):
+        pytest.skip("no such compiled product here")
+    directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])
+    model = load(directory, CPU, dtype, quantize)
+    assert isinstance(model.stack, InOneCall)
+    assert torch.equal(logits(model, model.stack), logits(model, LayerByLayer(model.layers)))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next", "gpt_oss"])
+def test_layers_that_have_more_to_them_are_computed_one_by_one(tmp_path, architecture):
+    model = load(make_checkpoint(tmp_path, architecture), CPU, F32)
+    assert isinstance(model.stack, LayerByLayer)
+
+
+def test_layers_with_other_products_are_computed_one_by_one(tmp_path, monkeypatch):
+    compiled.use("torch", monkeypatch)
+    model = load(make_checkpoint(tmp_path), CPU, F32)
+    assert isinstance(stack_of(model.layers), LayerByLayer)
