@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,7 +28,9 @@ from common.engine.build import Engine, build
 from common.engine.loop.loop import EventLoop
 from common.engine.rows.batch import BatchResult, ForwardMode, Launched, ScheduleBatch
 from common.engine.rows.request import Finish, FinishReason, Request
+from common.engine.schedule import scheduler as scheduler_module
 from common.engine.schedule.admission import ExtendRow
+from common.engine.schedule.next_rows import NextRows
 from common.engine.schedule.scheduler import Scheduler
 from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
@@ -38,16 +41,16 @@ ANSWER_TOKENS = 8  # of the prompts that come
 WAYS = ("prefill first", "quota", "mixed")
 
 
-class _WithQuota(Scheduler):
+class _WithQuota(NextRows):
     """After a forward with prompts comes one without, if anybody decodes."""
 
     _prefilled = False
 
-    def _extend_rows(self) -> list[ExtendRow]:
+    def _extends(self, *, suspect: bool) -> list[ExtendRow]:
         if self._prefilled and len(self._running.ready()):
             self._prefilled = False
             return []
-        rows = super()._extend_rows()
+        rows = super()._extends(suspect=suspect)
         self._prefilled = bool(rows)
         return rows
 
@@ -132,21 +135,22 @@ def _engine(model: Path, plan: Plan) -> Engine:
 
 
 def _scheduler(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> Scheduler:
-    make = _WithQuota if way == "quota" else Scheduler
-    return make(
-        SchedulerConfig(
-            max_running=plan.running + plan.prompts,
-            chunk_tokens=chunk_tokens,
-            mixed_chunk=way == "mixed",
-        ),
-        eos_token_ids=(),
-        vocabulary_size=VOCABULARY_SIZE,
-        table=engine.table,
-        pages=engine.pages,
-        cache=engine.cache,
-        host_pages=0,
-        on_admit=lambda request, pages: None,
-    )
+    choice = _WithQuota if way == "quota" else NextRows
+    with mock.patch.object(scheduler_module, "NextRows", choice):
+        return Scheduler(
+            SchedulerConfig(
+                max_running=plan.running + plan.prompts,
+                chunk_tokens=chunk_tokens,
+                mixed_chunk=way == "mixed",
+            ),
+            eos_token_ids=(),
+            vocabulary_size=VOCABULARY_SIZE,
+            table=engine.table,
+            pages=engine.pages,
+            cache=engine.cache,
+            host_pages=0,
+            on_admit=lambda request, pages: None,
+        )
 
 
 def measure(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class Handoffs:
                     self.prealloc.put(attempt)
                     break
             num_unready = self.transfer.num_unready(self._max_granted_pages)
-            self._scheduler.barrier = self.prealloc.barrier(now, num_unready)
+            self._scheduler.kept.barrier = self.prealloc.barrier(now, num_unready)
         self._waits.tick(now)
         self._keep_room()
 
@@ -199,8 +199,8 @@ class Handoffs:
 
     def _keep_room(self) -> None:
         """For those that have their pages, and are going to join."""
-        self._scheduler.kept_slots = len(self.transfer)
-        self._scheduler.kept_pages = self.transfer.growth_pages()
+        self._scheduler.kept.slots = len(self.transfer)
+        self._scheduler.kept.pages = self.transfer.growth_pages()
 
     # What the owner and the reads say -----------------------------------------------------------
 

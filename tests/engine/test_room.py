@@ -158,12 +158,12 @@ def test_who_comes_late_from_another_queue_has_the_place_of_its_arrival():
 
 def test_nobody_is_let_in_past_one_that_waits_elsewhere_for_too_long():
     rig = Rig()
-    rig.scheduler.barrier = 5.0
+    rig.scheduler.kept.barrier = 5.0
     rig.add([1], arrived=6.0)
     before = rig.add([2], arrived=4.0)
     rig.step(3)
     assert [key for key, _ in rig.admitted] == [before.key]
-    rig.scheduler.barrier = 7.0
+    rig.scheduler.kept.barrier = 7.0
     rig.run()
     assert len(rig.finished) == 2
 

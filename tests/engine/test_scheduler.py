@@ -365,7 +365,7 @@ def test_a_request_that_found_no_slot_gets_in_when_one_is_free():
 
 def test_slots_kept_for_requests_that_will_join_are_not_taken():
     rig = Rig(num_slots=2)
-    rig.scheduler.kept_slots = 1
+    rig.scheduler.kept.slots = 1
     for i in range(2):
         rig.add([i], max_tokens=3)
     rig.step()
@@ -373,18 +373,18 @@ def test_slots_kept_for_requests_that_will_join_are_not_taken():
     assert not rig.scheduler.room().fits(1)
 
 
-# Seen failing with kept_pages left out of what is reserved.
+# Seen failing with the kept pages left out of what is reserved.
 def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away():
     rig = Rig(num_pages=10, vandal=False)
     rig.add([1], max_tokens=40)
     rig.step()
     before = rig.scheduler.room().num_pages
-    rig.scheduler.kept_pages = 6
+    rig.scheduler.kept.pages = 6
     assert rig.scheduler.room().num_pages == before - 6
     waiting = rig.add([2] * 60, max_tokens=1)
     rig.step(3)
     assert len(rig.admitted) == 1
-    rig.scheduler.kept_pages = 0
+    rig.scheduler.kept.pages = 0
     rig.step()
     assert [key for key, _ in rig.admitted][1:] == [waiting.key]
     rig.run()

@@ -141,7 +141,7 @@ def test_what_can_never_be_served_is_refused_and_opens_nothing(known, prompt):
 
 
 def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_runs(known):
-    """Seen failing with kept_slots never set by the decode role: the running request waited for
+    """Seen failing with kept slots never set by the decode role: the running request waited for
     pages of the granted one, which waited for its slot."""
     bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     tight = [Size(num_pages=6, num_slots=1)]

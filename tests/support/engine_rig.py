@@ -169,14 +169,14 @@ class Rig:
         holding = Holding(pages, fresh[place:])
         self._check_whose(request, holding.flat())
         self.landed.append((request, holding))
-        self.scheduler.kept_slots = len(self.landed)
+        self.scheduler.kept.slots = len(self.landed)
         return True
 
     def join_landed(self) -> None:
         for request, holding in self.landed:
             assert self.scheduler.join(request, holding)
         self.landed.clear()
-        self.scheduler.kept_slots = 0
+        self.scheduler.kept.slots = 0
 
     def note_pages(self) -> None:
         """What runs writes its pages, those that it has been given since its admission too."""

@@ -1,5 +1,5 @@
-"""The scheduler: waiting queue, chunk under way, running batch, retracted requests, and which
-forward comes next. Prefill first, with those that decode riding along, else decode alone.
+"""The scheduler: waiting queue, chunk under way, running batch, retracted requests, and the steps
+that are launched for them. Which rows the next one has is decided in next_rows.py.
 
     add -> waiting --admitted--> chunks --last chunk launched--> running --> ended
     join (KV is there already) ------------------------------>     |  ^
@@ -10,13 +10,11 @@ that it may write, and its slots, until `finish`; that is why a request may end,
 given away, while a forward that still writes them is on the device.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator, Pages
@@ -25,12 +23,13 @@ from common.engine.rows.batch import BatchResult, Ints, ScheduleBatch
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
 from common.engine.rows.table import RequestTable
-from common.engine.schedule.admission import Admission, ExtendRow
+from common.engine.schedule.admission import Admission
 from common.engine.schedule.arrivals import Claim, Room
 from common.engine.schedule.assembly import Step, StepAssembler
 from common.engine.schedule.books import check_books
 from common.engine.schedule.finishing import FinishRule
 from common.engine.schedule.growth import NewTokenRatio
+from common.engine.schedule.next_rows import Kept, NextRows, Rows
 from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
 from common.engine.schedule.quarantine import Quarantine
 from common.engine.schedule.residents import Residents
@@ -46,7 +45,6 @@ __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
 DEADLINE_CHECK_S = 0.1
 _ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
 _NOTHING: Mapping[Holder, Iterable[Pages]] = {}
-_NO_SLOTS = np.empty(0, np.intp)
 _NO_SWAPS = Swaps()
 
 
@@ -54,12 +52,7 @@ class Scheduler:
     """Decides step after step. Engine thread only.
 
     Attributes:
-        kept_slots: slots that `add`ed requests must leave free, one for each that is going to
-            `join` and holds pages already. Whoever holds pages must be able to join, and so to be
-            retracted: else a last running request can wait for those pages for ever.
-        kept_pages: likewise, free for the growth of those.
-        barrier: `add`ed requests that arrived later than this wait: somebody who is going to
-            `join` came first, and has waited for room for too long.
+        kept: what `add`ed requests must leave to those that are going to `join`.
         on_trial: the suspect request (common/requests/trial.py) whose step is launched, if one is.
             Nothing else is on the device then.
     Args:
@@ -80,7 +73,6 @@ class Scheduler:
         host_pages: int,
         on_admit: Callable[[Request, Holding], None],
     ) -> None:
-        self._mixed_chunk = config.mixed_chunk
         self._table = table
         self._pages = pages
         self._cache = cache
@@ -126,13 +118,21 @@ class Scheduler:
             retracted=self._retracted,
             residents=self._residents,
         )
-        self._after_trial = False  # whether the last step was computed for one request alone
+        self.kept = Kept()
+        self._next_rows = NextRows(
+            self.kept,
+            mixed_chunk=config.mixed_chunk,
+            admission=self._admission,
+            running=self._running,
+            quarantine=self._quarantine,
+            residents=self._residents,
+            retracted=self._retracted,
+            retraction=self._retraction,
+            ratio=self._ratio,
+        )
         self.on_trial: Request | None = None
         self._assembler = StepAssembler(table)
         self._launched: deque[Step] = deque()
-        self.kept_slots = 0
-        self.kept_pages = 0
-        self.barrier = math.inf
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
@@ -273,9 +273,9 @@ class Scheduler:
     def room(self) -> Room:
         """What may be given to requests that are going to join: pages that are free or evictable,
         less what the running and the retracted ones are going to need; both without those kept."""
-        reserved = self._reserved_pages() + self._admission.growth_of_chunked
+        reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
         num_pages = self._cache.num_available - reserved - self._retracted.needed_pages
-        return Room(num_pages, self._table.num_free - self.kept_slots)
+        return Room(num_pages, self._table.num_free - self.kept.slots)
 
     @property
     def claim(self) -> Claim | None:
@@ -311,39 +311,36 @@ class Scheduler:
             self._bring_back()
         if self.on_trial is not None:
             return None  # nothing is launched beside it
-        for alone in self._turns():
+        for alone in self._next_rows.turns():
             if alone and self._launched:
                 return None  # what was launched before is finished first
-            extends, decodes = self._rows(alone)
-            if extends or len(decodes):
-                return self._launch(extends, decodes, alone)
+            rows = self._next_rows.choose(alone)
+            if rows is not None:
+                return self._launch(rows, alone)
         return None
 
-    def _turns(self) -> Sequence[bool]:
-        """Whether the next step is one of all, or of a suspect request alone; they take turns."""
-        if not self._quarantine and not self._admission.suspect_waits:
-            return (False,)
-        return (False, True) if self._after_trial else (True, False)
-
-    def _launch(
-        self, extends: Sequence[ExtendRow], decodes: NDArray[np.intp], alone: bool
-    ) -> ScheduleBatch:
+    def _launch(self, rows: Rows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
-        step = self._assembler.assemble(extends, decodes, swaps)
+        step = self._assembler.assemble(rows.extends, rows.decodes, swaps)
         self._pages.hold(step.written, Holder.STEP)
         if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
             self._pages.hold(swaps.swap_in.device_pages, Holder.STEP)
         self._table.hold(step.slots, step.batch.step)
-        self._table.length[decodes] += _ONE
-        for row in extends:
+        self._table.length[rows.decodes] += _ONE
+        for row in rows.extends:
             self._residents.take(row.slot, row.request)
             if row.samples:
                 self._table.length[row.slot] += 1
                 self._residents.run(row.slot, row.request)
         self._launched.append(step)
-        self._after_trial = alone
         self.on_trial = self._residents.by_slot[int(step.slots[0])] if alone else None
         return step.batch
+
+    def _bring_back(self) -> None:
+        """What was taken off the device, as far as there is room again."""
+        for request in self._retracted.take_lost():
+            self._residents.put_back(request)
+        self._retraction.bring_back(device_empty=not self._residents.num_on_device)
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
         """Takes the result of the oldest launched step."""
@@ -425,58 +422,3 @@ class Scheduler:
         )
         if not self.has_work:
             self._ratio.reset()
-
-    # Building -------------------------------------------------------------------------------------
-
-    def _rows(self, alone: bool) -> tuple[Sequence[ExtendRow], NDArray[np.intp]]:
-        """Of all that may share a forward, or of one request that may not."""
-        extends = self._extend_rows(alone)
-        if extends:
-            return extends, self._riders() if self._mixed_chunk and not alone else _NO_SLOTS
-        if alone:
-            return (), self._decode_rows(self._quarantine.inside(self._running.ready())[:1])
-        return (), self._decode_rows(self._quarantine.outside(self._running.ready()))
-
-    def _extend_rows(self, suspect: bool) -> list[ExtendRow]:
-        admission = self._admission
-        if admission.chunked is None and not admission.has_slot(self.kept_slots):
-            return []
-        return admission.next_rows(
-            reserved_pages=self._reserved_pages(),
-            num_decode_rows=len(self._running.ready()) if self._mixed_chunk else 0,
-            may_admit=not self._retracted,  # what was taken off the device comes back first
-            kept_slots=self.kept_slots,
-            barrier=self.barrier,
-            alone=not self._residents,
-            suspect=suspect,
-        )
-
-    def _reserved_pages(self) -> int:
-        """Not for anybody new: for the growth of what runs, and of what is going to join."""
-        return self._running.growth(self._ratio.value) + self.kept_pages
-
-    def _riders(self) -> NDArray[np.intp]:
-        """Decode rows beside a chunk: those that find a page, if they need one."""
-        slots = self._quarantine.outside(self._running.ready())
-        full = self._running.full(slots)
-        if len(full) and not self._running.grow(full):
-            return slots[~np.isin(slots, full)]
-        if len(slots):
-            self._ratio.decay()
-        return slots
-
-    def _decode_rows(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of `slots` that can go on."""
-        full = self._running.full(slots)
-        if len(full) and not self._running.grow(full):
-            # Of all: pages that keep these from going on may be in a quarantine, or outside.
-            kept = self._retraction.make_room(self._running.ready(), self._residents.by_slot)
-            return slots[np.isin(slots, kept)]
-        self._ratio.decay()
-        return slots
-
-    def _bring_back(self) -> None:
-        """What was taken off the device, as far as there is room again."""
-        for request in self._retracted.take_lost():
-            self._residents.put_back(request)
-        self._retraction.bring_back(device_empty=not self._residents.num_on_device)
