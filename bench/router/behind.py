@@ -25,6 +25,8 @@ HOST = "127.0.0.1"
 TOKEN = 42
 MODEL = "stub"
 _WORD = "x"  # what a worker says for one token
+_BEAT = decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat())
+_BEAT_S = 1.0  # as decode nodes have it: without beats a router takes the engine for dead
 
 
 class Steps:
@@ -57,12 +59,13 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
         left: dict[int, int] = {}
         fresh: dict[int, int] = {}
         news = asyncio.Event()
-        stepped = False
+        loop = asyncio.get_running_loop()
+        stepped, beat_at = False, loop.time()
 
         def step() -> None:
             nonlocal stepped
             stepped = bool(left)
-            if stepped:
+            if stepped or loop.time() >= beat_at:
                 news.set()
 
         async def reading() -> None:
@@ -85,13 +88,17 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
             while True:
                 await news.wait()
                 news.clear()
+                if loop.time() >= beat_at:
+                    beat_at = loop.time() + _BEAT_S
+                    await context.write(_BEAT)
                 begun = list(fresh)
                 now = dict(fresh)
                 fresh.clear()
                 if stepped:
                     stepped = False
                     now |= left
-                await context.write(_step(now, begun))
+                if now:
+                    await context.write(_step(now, begun))
                 left.update((number, tokens - 1) for number, tokens in now.items())
                 for number in [number for number, tokens in left.items() if not tokens]:
                     del left[number]
