@@ -9,6 +9,7 @@ those with a short name.
 """
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -38,6 +39,7 @@ _MAX_FILE_BYTES = 1 << 20
 _BYTES_OF_A_VALUE = 64
 _MAX_SHOWN = 300  # characters of a wrong value
 ENV_PREFIX = "BATON_"
+_NEAR = 0.85  # of difflib: one letter in seven
 _BETWEEN = "__"
 _PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig)
 SHORT_NAMES = {
@@ -202,7 +204,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        wrong(self.prog, f"{message} (--help lists what there is)")
+        wrong(self.prog, f"{message} ({self._meant(message)}--help lists what there is)")
+
+    def _meant(self, message: str) -> str:
+        """The flag that is nearest to the first one that there is not, if one is near."""
+        words = [word.partition("=")[0] for word in message.split()]
+        for word in words:
+            if word.startswith("--") and word not in self._option_string_actions:
+                near = difflib.get_close_matches(word, self._option_string_actions, 1, _NEAR)
+                return f"did you mean {near[0]}? " if near else ""
+        return ""
 
     def print_help(self, file: Any = None) -> None:
         say(self.format_help())

@@ -141,6 +141,8 @@ def test_lists_in_the_environment_are_too(monkeypatch, value):
         (["--model=m", "--mode=fast"], "--mode", "'disaggregated' or 'colocated'"),
         (["--model=m", "--engine.cache.page-sise=24"], "--engine.cache.page-sise", "unrecognized"),
         (["--model=m", "--front.por=1"], "--front.por", "unrecognized"),
+        (["--model=m", "--prt", "1"], "--prt 1", "did you mean --port?"),
+        (["--model=m", "--seldom=1"], "--seldom=1 (--help lists", "unrecognized"),
         (["--model=m", "--transfer.heartbeat-s=0"], "--transfer.heartbeat-s", "greater than 0"),
         (["--model=m", "--config=/no/such.yaml"], "--config", "No such file"),
         (["--model=m", "--config"], "--config", "expected one argument"),
