@@ -1,12 +1,22 @@
 """What serving takes of a GPU is measured right while other processes come and go on it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.engine.footprint import DRIVER_BYTES_PER_GRAPH, Footprint, footprint_of
-from common.engine.sizing import free_bytes
+from common.config import EngineConfig
+from common.engine import footprint as footprint_module
+from common.engine.footprint import (
+    DRIVER_BYTES_PER_GRAPH,
+    Footprint,
+    footprint_of,
+    measure_footprint,
+)
+from common.engine.models import read_spec
+from common.engine.sizing import free_bytes, resolve_shape
+from tests.support.checkpoints import make_checkpoint
 
 CUDA = torch.device("cuda", 0)
 MIB, GIB = 1 << 20, 1 << 30
@@ -90,6 +100,48 @@ def test_without_graphs_none_are_counted(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     footprint = footprint_of(lambda: FakeRunner(gpu, forward=7 * MIB), 16, CUDA)
     assert footprint == Footprint(state=0, forward=7 * MIB, graphs=0)
+
+
+# Seen failing without the features, whose counts of tokens for penalties are a part of the state,
+# and without the decode rows.
+def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(tmp_path, monkeypatch):
+    FakeGpu(monkeypatch)
+    measured = []
+
+    def runner(model, pool, host_pool, table, features, stream, recorder):
+        return features
+
+    def measure(make_runner, num_tokens, device):
+        measured.append((make_runner(), num_tokens))
+        return Footprint(1, 2, 3)
+
+    monkeypatch.setattr(footprint_module, "ModelRunner", runner)
+    monkeypatch.setattr(footprint_module, "every_feature", lambda *_: "every feature")
+    monkeypatch.setattr(footprint_module, "footprint_of", measure)
+    spec = read_spec(make_checkpoint(tmp_path))
+    config = EngineConfig(model=str(tmp_path), device="cpu")
+    shape = resolve_shape(config, spec, dtype=torch.float32, free=GIB)
+    model = SimpleNamespace(device=torch.device("cpu"), spec=spec)
+    found = measure_footprint(model, shape, max_running=7, graphs=False)
+    assert found == Footprint(1, 2, 3)
+    assert measured == [("every feature", shape.prefill_tokens + 7)]
+
+
+# Seen failing without the clamps, each of the three.
+def test_memory_that_comes_free_meanwhile_makes_nothing_cheaper(monkeypatch):
+    """What loading has left is collected at any time."""
+    gpu = FakeGpu(monkeypatch)
+    gpu.take(GIB)
+
+    class Collecting(FakeRunner):
+        def __init__(self):
+            super().__init__(gpu, state=-3 * MIB, sizes=(2, 1), largest=-5 * MIB, others=-7 * MIB)
+
+        def rehearse(self, num_tokens):
+            gpu.take(-11 * MIB)
+
+    footprint = footprint_of(Collecting, 16, CUDA)
+    assert footprint == Footprint(state=0, forward=0, graphs=2 * DRIVER_BYTES_PER_GRAPH)
 
 
 @pytest.mark.parametrize("seed", range(20))

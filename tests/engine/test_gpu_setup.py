@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.config import CacheConfig, EngineConfig, PrefillConfig
+from common.engine import build as engine_build
 from common.engine import sizing
 from common.engine.memory.kv import HostPool
 from common.engine.memory.layout import KVLayout
@@ -87,6 +88,20 @@ def test_sums_of_products_are_not_rounded_to_sixteen_bits_on_the_way(monkeypatch
         for name, value in zip(names, before, strict=True):
             setattr(matmul, name, value)
     assert chosen == [CUDA]
+
+
+def test_the_thread_that_builds_an_engine_has_its_gpu_first_of_all(monkeypatch):
+    class ChosenError(Exception):
+        pass
+
+    def use_gpu(device):
+        assert device == CUDA
+        raise ChosenError
+
+    has(monkeypatch)
+    monkeypatch.setattr(engine_build, "use_gpu", use_gpu)
+    with pytest.raises(ChosenError):
+        engine_build.build(EngineConfig(model="nowhere", device="cuda:0"))
 
 
 class FakeRuntime:

@@ -1,6 +1,8 @@
 """Pools: where a page lies in memory, and swaps between device and host."""
 
 import ctypes
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +46,24 @@ def test_layer_views_write_into_the_pool():
 
 def test_pools_in_host_memory_start_on_a_huge_page():
     assert KVPool(LAYOUT, 3, CPU).base_address % (2 << 20) == 0
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no kernel with huge pages"
+)
+def test_pools_in_host_memory_ask_for_huge_pages():
+    pool = KVPool(LAYOUT, 3, CPU)
+    assert "hg" in _flags_of_the_mapping_at(pool.base_address)
+
+
+def _flags_of_the_mapping_at(address):
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(found[1], 16) <= address < int(found[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"nothing is mapped at {address:x}")
 
 
 def test_a_pool_without_room_is_a_wrong_configuration():
