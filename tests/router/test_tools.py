@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 from grpc import StatusCode
+from jsonschema import Draft202012Validator
 
+from common.requests.schemas.enforced import enforced
 from protos import router_pb2
 from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from router.api.dialect.forced import guide_of_calls
+from router.api.dialect.messages import Function, Tool
 from tests.router.openai_rig import CHAT, HELLO, api_for
 from tests.router.rig import collect, failure, router_for
 from tests.router.talk import CALL, Spoken, calling_model, talk
@@ -226,8 +230,7 @@ async def test_an_answer_that_must_call_is_calls_alone(calling: Path, stream: bo
 
 
 async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(calling: Path) -> None:
-    parameters = {"$ref": "#/$defs/pair", "$defs": {"pair": {"type": "object"}}}
-    pair = {"type": "function", "function": {"name": "pair", "parameters": parameters}}
+    pair = {"type": "function", "function": {"name": "pair"}}
     async with talk(calling) as talking:
         named = {"type": "function", "function": {"name": "pair"}}
         asking = asyncio.create_task(
@@ -235,25 +238,52 @@ async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(calling: 
         )
         submit = await talking.api.node.submitted()
         schema = json.loads(submit.sampling.guide.json_schema)
-        assert (schema["maxItems"], schema["$defs"]) == (1, {"pair": {"type": "object"}})
-        assert schema["items"]["properties"]["parameters"] == {"$ref": "#/$defs/pair"}
+        (call,) = schema["items"]["anyOf"]
+        assert (schema["maxItems"], call["properties"]["name"]) == (1, {"enum": ["pair"]})
         said = talking.ids('[{"name": "pair", "parameters": {}}]')
         talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
         (choice,) = (await asking).json["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "pair"
 
 
-async def test_tools_that_define_one_name_in_two_ways_cannot_be_forced(calling: Path) -> None:
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": name, "parameters": {"$defs": {"x": {"type": kind}}}},
-        }
-        for name, kind in (("f", "string"), ("g", "integer"))
-    ]
-    async with api_for(calling) as api:
-        answer = await api.post(CHAT, messages=HELLO, tools=tools, tool_choice="required")
-        assert (answer.status, answer.error["param"]) == (400, "tools[1].function.parameters")
+def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None:
+    """Two tools define one name in two ways, one refers to all of itself, and to what is no
+    definition; a value that looks like a reference is none."""
+    trees: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "x": {"const": {"$ref": "#"}},
+            "$ref": {"$ref": "#/properties/x"},
+            "more": {"type": "array", "items": {"$ref": "#"}},
+            "leaf": {"$ref": "#/$defs/leaf"},
+            "default": {"$ref": "#/$defs/leaf"},
+        },
+        "$defs": {"leaf": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    leaves = {"$ref": "#/$defs/leaf", "$defs": {"leaf": {"type": "object", "maxProperties": 0}}}
+    guide = guide_of_calls(
+        [
+            Tool("function", Function("f", parameters=trees)),
+            Tool("function", Function("g", parameters=leaves)),
+        ],
+        parallel=True,
+    )
+    validator = Draft202012Validator(json.loads(guide.text))
+    leaf = {"x": {"$ref": "#"}, "leaf": "a"}
+    for valid in ([leaf, {}], [{"more": [leaf, {"more": []}]}, {}], [{"$ref": {"$ref": "#"}}, {}]):
+        calls = [{"name": n, "parameters": each} for n, each in zip("fg", valid, strict=True)]
+        assert validator.is_valid(calls), calls
+    for wrong in (
+        [{"x": 1}, {}],
+        [{"more": [1]}, {}],
+        [{"leaf": {}}, {}],
+        [{"default": 1}, {}],
+        [leaf, {"a": 1}],
+    ):
+        calls = [{"name": n, "parameters": each} for n, each in zip("fg", wrong, strict=True)]
+        assert not validator.is_valid(calls), calls
+    assert enforced(guide.text)
 
 
 async def test_a_template_that_raises_refuses_with_its_own_words(model: Path) -> None:

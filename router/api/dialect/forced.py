@@ -11,10 +11,13 @@ import msgspec
 
 from common.requests.guide import Guide
 from router.api.dialect.messages import Tool
-from router.api.dialect.problems import Refusal
 
 _ANY_OBJECT = {"type": "object"}
-_PLACES = frozenset({"$defs", "definitions"})  # of what is referred to
+# Words with values, and words with schemas by name, which may be names of words.
+_VALUES = frozenset({"const", "default", "enum", "example", "examples"})
+_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
 
 
 def guide_of_calls(tools: Sequence[Tool], *, parallel: bool) -> Guide:
@@ -22,39 +25,43 @@ def guide_of_calls(tools: Sequence[Tool], *, parallel: bool) -> Guide:
     Args:
         tools: of which at least one is called.
         parallel: whether more than one call may be made.
-    Raises:
-        Refusal: two tools define different things by one name.
     """
-    definitions: dict[str, dict[str, Any]] = {}
-    calls = []
-    for number, tool in enumerate(tools):
-        parameters = dict(tool.function.parameters or _ANY_OBJECT)
-        for place in _PLACES & parameters.keys():
-            _define(definitions.setdefault(place, {}), parameters.pop(place), number)
-        calls.append(_call(tool.function.name, parameters))
+    places = [f"#/items/anyOf/{n}/properties/parameters" for n in range(len(tools))]
     schema = {
         "type": "array",
         "minItems": 1,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+        "items": {"anyOf": [_call(*each) for each in zip(tools, places, strict=True)]},
         **({} if parallel else {"maxItems": 1}),
-        **definitions,
     }
     return Guide("json_schema", msgspec.json.encode(schema).decode())
 
 
-def _call(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _call(tool: Tool, place: str) -> dict[str, Any]:
+    parameters = _moved(tool.function.parameters or _ANY_OBJECT, place)
     return {
         "type": "object",
-        "properties": {"name": {"enum": [name]}, "parameters": parameters},
+        "properties": {"name": {"enum": [tool.function.name]}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
 
 
-def _define(definitions: dict[str, Any], more: Mapping[str, Any], number: int) -> None:
-    """References are from the top of a schema, so what they mean has to be there."""
-    for name, meaning in more.items():
-        if definitions.setdefault(name, meaning) != meaning:
-            where = f"tools[{number}].function.parameters"
-            sentence = f"{where} defines {name!r} otherwise than a tool before it"
-            raise Refusal(400, sentence, param=where)
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at `place` now: references are from the top."""
+    match schema:
+        case Mapping():
+            return {word: _moved_word(word, value, place) for word, value in schema.items()}
+        case [*schemas]:
+            return [_moved(each, place) for each in schemas]
+        case _:
+            return schema
+
+
+def _moved_word(word: str, value: Any, place: str) -> Any:
+    if word in _VALUES:
+        return value
+    if word in _BY_NAME and isinstance(value, Mapping):
+        return {name: _moved(each, place) for name, each in value.items()}
+    if word == "$ref" and isinstance(value, str) and value.startswith("#"):
+        return place + value[1:]
+    return _moved(value, place)
