@@ -131,7 +131,7 @@ class Vectors:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         wanted = await self.embed([Text(text) for text in texts], asker)
         found = dict(zip(texts, map(_unit, wanted.vectors), strict=True))
-        scores = [sum(map(mul, found[one], found[other])) for one, other in pairs]
+        scores = [_cosine(found[one], found[other]) for one, other in pairs]
         return Scores(scores, sum(wanted.num_tokens))
 
     async def label_scores(
@@ -198,6 +198,12 @@ def _unit(vector: bytes) -> Sequence[float]:
     found = _floats(vector)
     length = math.sqrt(sum(map(mul, found, found))) or 1.0
     return [each / length for each in found]
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of vectors of length 1; what rounding adds is none of it."""
+    product: float = sum(map(mul, one, other))
+    return max(-1.0, min(1.0, product))
 
 
 def _sigmoid(logit: float) -> float:

@@ -121,6 +121,9 @@ async def test_a_classifier_scores_pairs_and_a_generator_compares_embeddings(mod
         results = (await rig.post("/rerank", top_n=2, **fields)).json["results"]
         assert [set(each) for each in results] == [{"index", "relevance_score", "document"}] * 2
         assert all(-1.0 <= each["relevance_score"] <= 1.0 for each in results)
+        rig.nodes[0].vector = lambda token_ids: [1.0] * 3  # whose cosine is 1 + 2 ** -52
+        same = (await rig.post("/score", text_1="a", text_2="b")).json["data"]
+        assert same[0]["score"] == 1.0
     with_config(model, architectures=["LlamaForSequenceClassification"])
     async with site(model) as rig:
         rig.nodes[0].vector = lambda token_ids: [len(token_ids) - 4.0]
