@@ -32,6 +32,7 @@ _HELP = {
     "min_p": "leave out tokens below this share of the likeliest one's probability (0.0)",
     "seed": "the same one gives the same answer (drawn by the router)",
     "stop": "text that ends the answer and is cut off it; up to 16 times",
+    "stop_regex": "expression: text that matches ends the answer and is cut off; up to 16 times",
     "stop_token_ids": "token that ends the answer; up to 16 times",
     "ignore_eos": "go on after the model's own end of text",
     "frequency_penalty": "against a token for each time it has been said, -2 to 2 (0.0)",
@@ -40,6 +41,7 @@ _HELP = {
     "min_tokens": "so many before anything ends the answer (0)",
     "allowed_token_ids": "token that may be sampled, and none but these; up to 4096 times",
     "bad_words": "text that the answer never completes; up to 64 times",
+    "thinking_budget": "tokens of thought after which it is ended (any)",
 }
 _FORMS = {
     "json_schema": "the answer is JSON of this schema",
@@ -48,7 +50,9 @@ _FORMS = {
     "ebnf": "the answer is a word of this grammar, whose rule root is the first",
 }
 # Flags of their own, and what is for programs: token ids of words, and what is told beside text.
-_OTHERWISE = frozenset({"logit_bias", "guide", "bad_word_ids", "logprobs", "prompt_logprobs"})
+_OTHERWISE = frozenset(
+    {"logit_bias", "guide", "bad_word_ids", "logprobs", "prompt_logprobs", "thought"}
+)
 EXIT_INTERRUPTED = 130
 
 

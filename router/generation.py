@@ -29,6 +29,7 @@ from router.requests.wanted import Together, Wanted
 from router.requests.within import Within
 from router.stay import Moving, Stay
 from router.text.detokenizer import Detokenizer
+from router.text.stops import stops_of
 
 # By how much a node may be more patient than this router: it knows better, and to refuse what was
 # let in costs a way there and back. Only where this router was far off is it worth that.
@@ -122,7 +123,7 @@ class Generator:
         tokenizer = self._model.tokenizer
         answer = Answer(
             Detokenizer(tokenizer.showing(job.shown), tokenizer.some_text),
-            job.stop,
+            stops_of(job.stop, job.stop_regex),
             job.sampling.stop_token_ids,
             num_prompt_tokens=len(job.token_ids),
             min_tokens=job.sampling.min_tokens,
@@ -164,7 +165,7 @@ class Generator:
                 chosen = await self._choose_again(job, error, losses.addresses)
                 suspect = losses.engine_deaths > 0
                 record.replay(chosen.decode.address, error, suspect=suspect)
-        # Out of the node's hands: a stop string's Cancel does not wait for a slow client.
+        # Out of the node's hands: a stop's Cancel does not wait for a slow client.
         record.finish(last.finish_reason, last.cached_tokens)
         await write(job.request_id, last)
 

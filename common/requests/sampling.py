@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequest
-from common.requests import guide
+from common.requests import guide, thought
 from common.requests.guide import Guide
+from common.requests.thought import Thought
 from protos.sampling_pb2 import Sampling
 
 MAX_STOP_STRINGS = 16
@@ -39,6 +40,7 @@ _RANGES = (
     ("min_tokens", 0, _LARGEST, "at least 0"),
     ("logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
     ("prompt_logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
+    ("thinking_budget", -1, _LARGEST, "at least 0"),
 )
 
 
@@ -66,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int = -1  # so many of the likeliest tokens are told beside each token; -1: none is
     prompt_logprobs: int = -1
     guide: Guide | None = None  # what form the answer has
+    thinking_budget: int = -1  # tokens after which thought is ended; -1: none
+    thought: Thought | None = None  # what the answer may begin with, where anybody has to know
 
     @property
     def greedy(self) -> bool:
@@ -125,6 +129,8 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
         logprobs=proto.logprobs if proto.HasField("logprobs") else -1,
         prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else -1,
         guide=guide.from_proto(proto.guide) if proto.HasField("guide") else None,
+        thinking_budget=proto.thinking_budget if proto.HasField("thinking_budget") else -1,
+        thought=thought.from_proto(proto.thought) if proto.HasField("thought") else None,
     )
 
 
@@ -134,10 +140,11 @@ def to_fields(params: SamplingParams) -> dict[str, Any]:
     fields = msgspec.structs.asdict(params)
     fields["logit_bias"] = dict(params.logit_bias)
     fields["bad_word_ids"] = [{"ids": word} for word in params.bad_word_ids]
-    for name in ("logprobs", "prompt_logprobs"):
+    for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
         if fields[name] < 0:
             del fields[name]
     fields["guide"] = None if params.guide is None else guide.to_fields(params.guide)
+    fields["thought"] = None if params.thought is None else thought.to_fields(params.thought)
     return fields
 
 
@@ -199,14 +206,18 @@ def _at_most(field: str, items: str, values: Sized, limit: int) -> None:
         raise InvalidRequest(f"sampling.{field} has {len(values)} {items}, {limit} allowed")
 
 
-def check_counts(stop_token_ids: Sequence[int], stop: Sequence[str]) -> None:
-    """Raises InvalidRequest as `check` does, and looks at no item."""
+def check_counts(stop_token_ids: Sized, stop: Sized, name: str = "stop") -> None:
+    """Raises InvalidRequest as `check` does, and looks at no item.
+
+    Args:
+        name: of the field with `stop`.
+    """
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             f"sampling.stop_token_ids has {len(stop_token_ids)} ids, {MAX_STOP_TOKEN_IDS} allowed"
         )
     if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"sampling.stop has {len(stop)} strings, {MAX_STOP_STRINGS} allowed")
+        raise InvalidRequest(f"sampling.{name} has {len(stop)} strings, {MAX_STOP_STRINGS} allowed")
 
 
 def check_stop(stop: Sequence[str]) -> None:

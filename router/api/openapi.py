@@ -42,6 +42,8 @@ FIELDS: Mapping[str, str] = {
     "ends the answer.",
     "seed": "The same seed gives the same tokens, on any node.",
     "stop": "Texts that end the answer; they are not part of it.",
+    "stop_regex": "Expressions, as Python writes them: what matches one ends the answer and is no "
+    "part of it.",
     "stop_token_ids": "Tokens that end the answer.",
     "ignore_eos": "Go on after an end-of-sequence token, until `max_tokens`.",
     "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
@@ -78,7 +80,10 @@ FIELDS: Mapping[str, str] = {
     "tools": "Functions that the model may call, in OpenAI's form.",
     "system": "Goes before the conversation, as the system's message.",
     "stop_sequences": "`stop`, by the name that Anthropic has for it.",
-    "thinking": "disabled: what the model thinks is not told. How much it may think is not heeded.",
+    "thinking": "enabled: the model thinks `budget_tokens` at most; disabled: what it thinks is "
+    "not told.",
+    "thinking_token_budget": "Tokens of thought after which it is ended; -1: any number.",
+    "thinking_budget": "As `thinking_token_budget`.",
     "input": "A text, or what was said, thought and called so far, each as its item.",
     "instructions": "Goes before the conversation, as the system's message.",
     "max_output_tokens": "`max_tokens`, by the name that responses have for it.",

@@ -2,6 +2,7 @@
 or as the router is told."""
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,14 @@ _SHOWN_BY: Sequence[tuple[str, str]] = (
 )
 
 
+class Thinks(Enum):
+    """Whether an answer begins with thought."""
+
+    NOT = auto()
+    PERHAPS = auto()  # it says so itself
+    AT_ONCE = auto()  # the prompt has begun it
+
+
 class Speech(msgspec.Struct, frozen=True):
     """NONE: the model does no such thing, or how is not known."""
 
@@ -59,6 +68,18 @@ class Speech(msgspec.Struct, frozen=True):
             found |= set(_GRAMMARS[self.tools][1])
         return frozenset(found)
 
+    @property
+    def marks_thought(self) -> bool:
+        """Whether what is thought stands between markers at the start of an answer."""
+        return self.reasoning not in (NONE, _HARMONY)
+
+    def thinks(self, rendered_end: str) -> Thinks:
+        """How an answer begins that follows a prompt with this end."""
+        if not self.marks_thought or think.is_closed(rendered_end):
+            return Thinks.NOT
+        opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
+        return Thinks.AT_ONCE if opened else Thinks.PERHAPS
+
     def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
         """Of one answer.
 
@@ -69,11 +90,20 @@ class Speech(msgspec.Struct, frozen=True):
         """
         if _HARMONY in (self.reasoning, self.tools):
             return GrammarParser(partial(harmony.harmony, reasons=reasons, calls=tools is not None))
-        calls = self._calls(tools)
-        if self.reasoning == NONE or think.is_closed(rendered_end):
-            return PlainParser() if calls is formats.plain else GrammarParser(calls)
-        opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
-        return GrammarParser(partial(think.think, then=calls, opened=opened, tells=reasons))
+        return self._behind_thought(self._calls(tools), rendered_end, reasons=reasons)
+
+    def parser_of_calls(self, rendered_end: str, *, reasons: bool) -> Parser:
+        """Of one answer that a grammar makes nothing but calls."""
+        return self._behind_thought(formats.forced, rendered_end, reasons=reasons)
+
+    def _behind_thought(
+        self, then: Callable[[Source], Steps[None]], rendered_end: str, *, reasons: bool
+    ) -> Parser:
+        thinks = self.thinks(rendered_end)
+        if thinks is Thinks.NOT:
+            return PlainParser() if then is formats.plain else GrammarParser(then)
+        opened = thinks is Thinks.AT_ONCE
+        return GrammarParser(partial(think.think, then=then, opened=opened, tells=reasons))
 
     def _calls(self, tools: Tools | None) -> Callable[[Source], Steps[None]]:
         """The grammar of an answer that has no reasoning."""

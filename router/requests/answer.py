@@ -9,7 +9,7 @@ from common.requests.logprobs import TokenLogprobs
 from router.requests.token_buffer import End
 from router.requests.told_tokens import ToldPrompt, ToldToken
 from router.text.detokenizer import Detokenizer
-from router.text.stops import StopStrings
+from router.text.stops import Stops
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -34,19 +34,21 @@ class LastPiece(Piece, frozen=True):
     """The end of an answer."""
 
     finish_reason: str  # "stop" | "length"
-    stop_reason: str | int | None  # the stop string, or the one of its stop tokens, that ended it
+    stop_reason: (
+        str | int | None
+    )  # the text that was found, or the one of its stop tokens, that ended it
     usage: Usage
     cached_tokens: int  # of the prompt, for the router's own books
 
 
 class Answer:
-    """Text may lag behind its tokens, where a character or a stop string is not decided; the last
-    piece brings what is left. Tokens after the one that completes a stop string do not exist."""
+    """Text may lag behind its tokens, where a character or a stop is not decided; the last piece
+    brings what is left. Tokens after the one that completes a stop do not exist."""
 
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stop: Sequence[str],
+        stops: Stops | None,
         stop_token_ids: Collection[int] = (),
         *,
         num_prompt_tokens: int,
@@ -58,11 +60,12 @@ class Answer:
     ) -> None:
         """
         Args:
-            min_tokens: text of so many first tokens completes no stop string.
+            stops: what ends it; None: nothing does but its tokens.
+            min_tokens: text of so many first tokens completes none of them.
             silent: there is to be no token; the one that comes does not exist.
         """
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = stops
         self._stop_token_ids = stop_token_ids
         self._num_prompt_tokens = num_prompt_tokens
         self._min_tokens = min_tokens

@@ -33,6 +33,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         together=together,
         sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
         stop=tuple(request.sampling.stop),
+        stop_regex=tuple(request.sampling.stop_regex),
         bad_words=tuple(request.sampling.bad_words),
         label=request.request_id,
         session_id=request.session_id,

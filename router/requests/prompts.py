@@ -7,6 +7,9 @@ before tokens are counted, and a number of tokens before one of them is.
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
+from common.requests.thought import Thought
+from router.parsers import think
+from router.parsers.speech import Speech, Thinks
 from router.requests import conversation
 from router.requests.wanted import Messages, Nothing, Prompt, SharedPrompt, Text, TextPair, TokenIds
 from router.text.chat_template import ChatTemplate
@@ -24,11 +27,23 @@ class Prompts:
     """For one event loop."""
 
     def __init__(
-        self, tokenizer: RouterTokenizer, chat_template: ChatTemplate | None, limits: Limits
+        self,
+        tokenizer: RouterTokenizer,
+        chat_template: ChatTemplate | None,
+        limits: Limits,
+        speech: Speech,
     ) -> None:
+        """
+        Args:
+            speech: how the model writes what it thinks.
+        """
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
+        self._speech = speech
+        opens, closes = tokenizer.token_of(think.OPEN), tokenizer.token_of(think.CLOSE)
+        # Marked with more than one token each, nobody finds thought among tokens.
+        self._markers = None if opens is None or closes is None else (opens, closes)
 
     async def checked(self, prompt: Prompt | SharedPrompt) -> Sequence[int]:
         """Token ids that the model knows, and that leave room for an answer.
@@ -47,6 +62,25 @@ class Prompts:
                 token_ids = await self.encode(prompt)
                 check_prompt(token_ids, self._limits, prompt.field)
                 return token_ids
+
+    def may_think(self, prompt: Prompt) -> bool:
+        """Whether nodes can tell thought from what is said in answers to such a prompt."""
+        known = self._speech.marks_thought and self._markers is not None
+        return known and isinstance(prompt, Messages)
+
+    def thought(self, prompt: SharedPrompt) -> Thought | None:
+        """What an answer to it, once there are token ids, may begin with; None: with none, or
+        nodes cannot tell."""
+        if self._markers is None or not self.may_think(prompt.prompt):
+            return None
+        opens, closes = self._markers
+        match self._speech.thinks(prompt.rendered_end):
+            case Thinks.NOT:
+                return None
+            case Thinks.PERHAPS:
+                return Thought(closes, opens)
+            case Thinks.AT_ONCE:
+                return Thought(closes)
 
     async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
         """The text of a prompt that has these tokens.

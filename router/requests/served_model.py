@@ -40,6 +40,6 @@ def served_model(
         ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
     )
     limits = Limits(files.context_length, files.vocabulary_size, tokenizer.longest_token_bytes)
-    prompts = Prompts(tokenizer, template, limits)
     speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
+    prompts = Prompts(tokenizer, template, limits, speech)
     return ServedModel(files, tokenizer, limits, prompts, speech)

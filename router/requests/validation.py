@@ -15,7 +15,9 @@ from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from router.requests import namespaces
 from router.requests.prompts import Prompts
-from router.requests.wanted import Wanted
+from router.requests.wanted import Prompt, Wanted
+from router.text import expressions
+from router.text.expressions import Expression
 from router.text.limits import Limits, check_vocabulary
 
 MAX_STOP_CHARACTERS = 1024
@@ -31,6 +33,7 @@ class Job(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]  # the prompt, then tokens already generated
     sampling: SamplingParams
     stop: Sequence[str]
+    stop_regex: Sequence[Expression] = ()
     num_generated: int = 0  # of token_ids
     engine_deaths: int = 0  # of nodes that had it, see common/requests/trial.py
     session_id: str = ""
@@ -53,14 +56,18 @@ async def parse(
     sampling.check(params)
     if wanted.stop:
         check_stop(wanted.stop)
+    stop_regex = stop_expressions(wanted.stop_regex)
     check_session_id(wanted.session_id)
     namespace = namespaces.decide(wanted.cache_salt, owner)
     check_tokens(params, limits)
+    check_thinking(params, prompts, wanted.prompt.prompt)
     if wanted.bad_words:
         words = await prompts.words(check_bad_words(wanted.bad_words))
         params = replace(params, bad_word_ids=params.bad_word_ids + words)
         sampling.check(params)
     token_ids = await prompts.checked(wanted.prompt)
+    if params.guide is not None or params.thinking_budget >= 0:
+        params = replace(params, thought=prompts.thought(wanted.prompt))
     check_prompt_logprobs(params, len(token_ids))
     context_left = limits.context_length - len(token_ids)
     if params.max_tokens > context_left:
@@ -74,6 +81,7 @@ async def parse(
         token_ids=token_ids,
         sampling=params,
         stop=wanted.stop,
+        stop_regex=stop_regex,
         session_id=wanted.session_id,
         namespace=namespace,
         shown=wanted.shown,
@@ -93,6 +101,15 @@ def check_tokens(params: SamplingParams, limits: Limits) -> None:
         check_vocabulary(tokens, limits, f"sampling.{field}")
     for word in params.bad_word_ids:
         check_vocabulary(word, limits, "sampling.bad_word_ids")
+
+
+def check_thinking(params: SamplingParams, prompts: Prompts, prompt: Prompt) -> None:
+    """Raises InvalidRequest for a budget that nobody could hold an answer to."""
+    if params.thinking_budget >= 0 and not prompts.may_think(prompt):
+        raise InvalidRequest(
+            "sampling.thinking_budget: only messages have it, to a model that marks what it thinks "
+            "with one token before and one behind"
+        )
 
 
 def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
@@ -125,6 +142,19 @@ def check_stop(stops: Sequence[str]) -> None:
             raise InvalidRequest(
                 f"sampling.stop[{number}] has {len(stop)} characters, {MAX_STOP_CHARACTERS} allowed"
             )
+
+
+def stop_expressions(texts: Sequence[str]) -> Sequence[Expression]:
+    """Raises InvalidRequest for what is no expression, or would cost too much to look for."""
+    sampling.check_counts((), texts, "stop_regex")
+    made: list[Expression] = []
+    for number, text in enumerate(texts):
+        left = expressions.MAX_NODES - sum(len(each.nodes) for each in made)
+        try:
+            made.append(expressions.expression(text, left))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"sampling.stop_regex[{number}]: {error}") from None
+    return made
 
 
 def check_label(label: str) -> None:

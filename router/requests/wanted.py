@@ -114,6 +114,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     together: Together
     sampling: SamplingParams
     stop: Sequence[str] = ()
+    stop_regex: Sequence[str] = ()
     bad_words: Sequence[str] = ()
     echo: bool = False  # the answer begins with its prompt
     silent: bool = False  # the prompt is all that is wanted, and one token is asked for in vain

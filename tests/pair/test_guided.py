@@ -8,6 +8,7 @@ from grpc import StatusCode
 from tokenizers import Tokenizer
 
 from common.requests.guide import JSON_OBJECT, Guide
+from common.requests.thought import Thought
 from tests.support.noise_model import write
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig
@@ -111,6 +112,82 @@ def test_an_answer_that_goes_on_elsewhere_keeps_its_form(noise):
                 )
                 rig.run()
                 assert whole.tokens[:count] + rest.tokens == whole.tokens
+
+
+def _thinking(rig, tokenizer):
+    """Every form again, behind thought that one more token ends; half of it is ended for it."""
+    close = tokenizer.token_to_id("|")
+    thought = Thought(close, open=None)
+    spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
+    fields = {"logit_bias": ((close, 3.0), *((token, -100.0) for token in spaces))}
+    return close, [
+        (
+            guide,
+            rig.ask(
+                PROMPTS[number % 4],
+                150,
+                guide=guide,
+                thought=thought,
+                thinking_budget=8 if number % 2 else -1,
+                ignore_eos=False,
+                **sampled,
+                **fields,
+            ),
+        )
+        for number, (guide, sampled) in enumerate(
+            (guide, sampled)
+            for guide in (PERSON, DATE, ANSWER)
+            for sampled in ({"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "seed": 3})
+        )
+    ]
+
+
+@pytest.mark.parametrize("pool", ["large", "small"])
+def test_a_form_begins_behind_the_thought(noise, pool):
+    """Seen failing with an end within the thought, and with a matcher that follows all tokens."""
+    loaded, tokenizer = noise
+    with PairRig(
+        loaded,
+        decode=[Size(num_pages=20 if pool == "small" else 96, num_slots=12)],
+        scheduler={"new_token_ratio": 0.1, "min_new_token_ratio": 0.1},
+    ) as rig:
+        close, asked = _thinking(rig, tokenizer)
+        rig.run()
+        for guide, one in asked:
+            assert one.reason.name == "STOP", one.ended
+            end = one.tokens.index(close)
+            budget = one.sampling.thinking_budget
+            assert budget < 0 or end <= budget
+            text = tokenizer.decode(one.tokens[end + 1 :], skip_special_tokens=True)
+            assert _holds(guide, text), text
+        for _, one in asked:
+            for count in (1, one.tokens.index(close) + 1):
+                rest = rig.ask(
+                    one.prompt,
+                    150,
+                    generated=one.tokens[:count],
+                    **{
+                        name: getattr(one.sampling, name)
+                        for name in one.sampling.__struct_fields__
+                        if name != "max_tokens"
+                    },
+                )
+                rig.run()
+                assert one.tokens[:count] + rest.tokens == one.tokens
+
+
+def test_an_answer_that_may_think_may_as_well_not(noise):
+    """Its first token is of the form, or begins thought."""
+    loaded, tokenizer = noise
+    opens, close = tokenizer.token_to_id("~"), tokenizer.token_to_id("|")
+    fields = {"guide": DATE, "thought": Thought(close, opens), "ignore_eos": False}
+    with PairRig(loaded) as rig:
+        plain = rig.ask(PROMPTS[1], 20, **fields)
+        bias = ((opens, 100.0), (close, 5.0))
+        thinking = rig.ask(PROMPTS[1], 40, logit_bias=bias, thinking_budget=4, **fields)
+        rig.run()
+        assert _holds(DATE, tokenizer.decode(plain.tokens, skip_special_tokens=True))
+        assert thinking.tokens[0] == opens and close in thinking.tokens[:6]
 
 
 @pytest.mark.parametrize(

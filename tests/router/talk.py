@@ -23,7 +23,7 @@ TEMPLATE = """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% 
 {% endfor %}{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}
 {% endfor %}{% if add_generation_prompt %}[assistant] {% if enable_thinking is defined and
 not enable_thinking %}<think></think>{% endif %}{% endif %}"""
-SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "[TOOL_CALLS]", "</s>"]
+SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "</s>"]
 
 
 def calling_model(directory: Path) -> Path:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from router.requests.answer import Answer, LastPiece
 from router.requests.token_buffer import End
 from router.text.detokenizer import Detokenizer
+from router.text.stops import stops_of
 from tests.router.rig import VOCABULARY_SIZE, byte_level_tokenizer
 from tests.router.test_detokenizer import BYTE_LEVEL
 from tests.router.test_stops import cut
@@ -16,7 +17,7 @@ LENGTH = End("length")
 
 
 def answer(*stops: str) -> Answer:
-    return Answer(Detokenizer(BYTE_LEVEL), stops, num_prompt_tokens=5)
+    return Answer(Detokenizer(BYTE_LEVEL), stops_of(stops, ()), num_prompt_tokens=5)
 
 
 def ids(text: str) -> list[int]:
@@ -70,7 +71,9 @@ def test_what_ended_an_answer_is_told() -> None:
     stop = End("stop")
 
     def reason(text: str, end: End, **options: Any) -> str | int | None:
-        subject = Answer(Detokenizer(BYTE_LEVEL), ("STOP", "x"), num_prompt_tokens=5, **options)
+        subject = Answer(
+            Detokenizer(BYTE_LEVEL), stops_of(("STOP", "x"), ()), num_prompt_tokens=5, **options
+        )
         last = subject.add(ids(text), end)
         assert isinstance(last, LastPiece)
         return last.stop_reason
@@ -85,7 +88,9 @@ def test_what_ended_an_answer_is_told() -> None:
 
 def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
     """Seen failing where the stops look at every token."""
-    subject = Answer(Detokenizer(BYTE_LEVEL), ("a",), num_prompt_tokens=5, min_tokens=3)
+    subject = Answer(
+        Detokenizer(BYTE_LEVEL), stops_of(("a",), ()), num_prompt_tokens=5, min_tokens=3
+    )
     tokens = [ids("a")[0]] * 5
     first, last = subject.add(tokens[:2], None), subject.add(tokens[2:], None)
     assert (first.text, last.text) == ("aa", "a")

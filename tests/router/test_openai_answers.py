@@ -187,10 +187,11 @@ async def test_tokens_that_come_together_are_one_event(model: Path) -> None:
         assert event["choices"][0]["text"] == " the quick brown fox"
 
 
-async def test_a_stop_string_ends_the_answer_on_both_sides(model: Path) -> None:
+@pytest.mark.parametrize("fields", [{"stop": "STOP"}, {"stop_regex": ["x", "(?i)s.o[op]"]}])
+async def test_a_stop_ends_the_answer_on_both_sides(model: Path, fields: dict[str, Any]) -> None:
     async with api_for(model) as api:
         asking = asyncio.create_task(
-            api.client.completions.create(model=api.model, prompt="x", stop="STOP")
+            api.client.completions.create(model=api.model, prompt="x", extra_body=fields)
         )
         number = (await api.node.submitted()).request
         api.node.say({number: ids("one STOP two")})

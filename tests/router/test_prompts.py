@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from common.errors import InvalidRequest
+from router.parsers.speech import Speech
 from router.requests.prompts import Prompts
 from router.requests.wanted import Messages, SharedPrompt, Text, TokenIds, Turn
 from router.text.chat_template import ChatTemplate
@@ -35,6 +36,9 @@ class Encoder:
         self.may_go_on.set()
         self._exceeds = exceeds
 
+    def token_of(self, name: str) -> None:
+        return None
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         self.num_encoded += 1
         await self.may_go_on.wait()
@@ -55,7 +59,7 @@ class Untouchable(Sequence[int]):
 
 
 def prompts(encoder: Encoder, template: str = "") -> Prompts:
-    return Prompts(cast(RouterTokenizer, encoder), ChatTemplate(template, {}), LIMITS)
+    return Prompts(cast(RouterTokenizer, encoder), ChatTemplate(template, {}), LIMITS, Speech())
 
 
 @pytest.mark.parametrize("character, num", [("x", 10_001), ("ö", 5_001), ("\U0001f600", 2_501)])

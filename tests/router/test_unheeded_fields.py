@@ -32,10 +32,8 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "lora_path": "a",
     "priority": 5,
     "return_hidden_states": True,
-    "stop_regex": "a+",
     "stream_interval": 10,
     "structural_tag": {"a": 1},
-    "thinking_token_budget": 10,
     "typical_p": 0.5,
 }
 
@@ -320,7 +318,7 @@ def test_unknown_fields_can_be_ignored_but_not_those_that_are_known_to_change_an
     message = {"role": "user", "content": "hi", "mood": "good"}
     asked = read(lenient, messages=[message], mirostat=2, stream_options={"every": 5}, user="ada")
     assert asked.session_id == "ada"
-    assert refused(lenient, messages=[message], mirostat=2, stop_regex="a").param == "stop_regex"
+    assert refused(lenient, messages=[message], mirostat=2, typical_p=0.5).param == "typical_p"
     message["audio"] = {"id": "a"}  # type: ignore[assignment]
     assert refused(lenient, messages=[message]).param == "messages[0].audio"
 

@@ -10,6 +10,7 @@ from common.errors import ConfigError, InvalidRequest
 from kvtransfer.pairs.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
+from router.parsers.speech import Speech
 from router.requests.over_grpc import from_prompt, from_request
 from router.requests.prompts import Prompts
 from router.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
@@ -24,7 +25,7 @@ TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
 
 def prompts(template: ChatTemplate | None = TEMPLATE) -> Prompts:
     tokenizer = RouterTokenizer(byte_level_tokenizer().to_str().encode())
-    return Prompts(tokenizer, template, LIMITS)
+    return Prompts(tokenizer, template, LIMITS, Speech())
 
 
 def tokens(*ids: int) -> TokenIds:

@@ -8,12 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.features.bits import WORD, words_of
 from common.engine.features.seam import Part
 from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
 from kernels.sampling.bitmask import apply_bitmask
-
-_WORD = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,11 +33,6 @@ class Bitmask:
         return {}
 
 
-def words_of(vocabulary_size: int) -> int:
-    """Of a row of bits."""
-    return -(-vocabulary_size // _WORD)
-
-
 class AllowedTokens:
     """Engine thread only. Memory: int32 [num_slots, vocabulary / 32], where it is used."""
 
@@ -51,8 +45,8 @@ class AllowedTokens:
             return Part.NONE
         tokens = np.array(allowed, np.int64)
         self._bits[slot] = 0
-        bits = np.uint32(1) << (tokens % _WORD).astype(np.uint32)
-        np.bitwise_or.at(self._bits[slot], tokens // _WORD, bits)
+        bits = np.uint32(1) << (tokens % WORD).astype(np.uint32)
+        np.bitwise_or.at(self._bits[slot], tokens // WORD, bits)
         return Part.TAKES
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Bitmask:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import xgrammar
 from tokenizers import Tokenizer
 
-from common.engine.features.allowed import words_of
+from common.engine.features.bare import xgrammar
+from common.engine.features.bits import words_of
 from common.errors import InvalidRequest, cut
 from common.requests.guide import Guide
 from common.requests.schemas import expressions

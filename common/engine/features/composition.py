@@ -18,6 +18,7 @@ from common.engine.features.pooling import Heads, PooledPrompts, PoolingWork
 from common.engine.features.prompt_logprobs import PromptLogprobs, PromptWork
 from common.engine.features.sampling import Sampling
 from common.engine.features.seam import Part, RowFeature, Work
+from common.engine.features.thought import ThinkingBudget
 from common.engine.rows.batch import ForwardMode, ScheduleBatch
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
@@ -222,6 +223,7 @@ def every_feature(
             Penalties(table, vocabulary_size, device),
             AllowedTokens(num_slots, vocabulary_size),
             BadWords(table),
-            Grammar(table, vocabulary_size),
+            Grammar(table, vocabulary_size, eos_token_ids),
+            ThinkingBudget(table),
         ),
     )

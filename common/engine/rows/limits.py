@@ -30,6 +30,7 @@ class RequestLimits:
             "allowed_token_ids": sampling.allowed_token_ids,
             "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
             "stop_token_ids": sampling.stop_token_ids if sampling.min_tokens else (),
+            "thought": () if sampling.thought is None else sampling.thought.tokens,
         }
         for field, tokens in named.items():
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary_size:

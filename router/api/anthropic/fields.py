@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from router.api.dialect.fields import Int32, ModelName
+from router.api.dialect.fields import Budget, Int32, ModelName
 from router.api.dialect.messages import Function, Tool
 from router.api.dialect.problems import Refusal
 from router.api.dialect.strangers import Ignored, Nothing
@@ -66,9 +66,10 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """disabled: what is thought is not told."""
+    """enabled: with a budget of tokens; disabled: what is thought is not told."""
 
-    type: Literal["adaptive", "disabled"]
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: Budget | None = None
     display: Ignored = None
 
 
@@ -122,6 +123,21 @@ def chosen(fields: CountedFields) -> tuple[str | None, str | None]:
     """Of the tools: OpenAI's word for the choice, and the name of one that must be called."""
     choice = fields.tool_choice
     return (None, None) if choice is None else (_CHOICES[choice.type], choice.name)
+
+
+def thinking_budget(fields: CountedFields) -> int:
+    """As of SamplingParams.
+
+    Raises:
+        Refusal: thought is enabled without one, or has one otherwise.
+    """
+    thinking = fields.thinking
+    if thinking is None or (thinking.type != "enabled" and thinking.budget_tokens is None):
+        return -1
+    if thinking.type != "enabled" or thinking.budget_tokens is None:
+        where = "thinking.budget_tokens"
+        raise Refusal(400, f"{where} belongs to thinking that is enabled", param=where)
+    return thinking.budget_tokens
 
 
 def _said(where: str, blocks: Sequence[Block]) -> Turn:

@@ -57,7 +57,8 @@ class AnthropicMessages:
             parallel=not (said and said.disable_parallel_tool_use),
         )
         messages = Messages(asked_for.turns(fields), offer.shown)
-        per_prompt = guided(samplings(common, fields.max_tokens), offer)
+        budget = asked_for.thinking_budget(fields)
+        per_prompt = guided(samplings(common, fields.max_tokens, thinking_budget=budget), offer)
         wanted = choices(common, [messages], per_prompt, self._shown(bool(offer.tools)))
         prompt = wanted[0].prompt
         reasons = fields.thinking is None or fields.thinking.type != "disabled"

@@ -20,6 +20,7 @@ MAX_BYTES = 12 << 20
 ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 # What the wire to the nodes can carry; what is allowed of it is checked where every request is.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  # -1: none
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -49,6 +50,7 @@ class Fields(GuideFields, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     frequency_penalty: float | None = None
@@ -70,13 +72,18 @@ def check_multiplied(fields: Fields, body: bytes) -> None:
 
 
 def samplings(
-    fields: Fields, max_tokens: int | None, *, logprobs: int = -1, prompt_logprobs: int = -1
+    fields: Fields,
+    max_tokens: int | None,
+    *,
+    logprobs: int = -1,
+    prompt_logprobs: int = -1,
+    thinking_budget: int = -1,
 ) -> Sequence[SamplingParams]:
     """One for each of the n choices of a prompt, alike but for the seed. Unchecked.
 
     Args:
         max_tokens: None: as many as the context leaves.
-        logprobs, prompt_logprobs: -1: none.
+        logprobs, prompt_logprobs, thinking_budget: -1: none.
     Raises:
         Refusal: two forms of the answer are asked for, or one that cannot be.
     """
@@ -98,6 +105,7 @@ def samplings(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         guide=guide_of(fields),
+        thinking_budget=thinking_budget,
     )
     return [
         first,
@@ -123,13 +131,14 @@ def choices(
         shown: special tokens that are not left out of the text.
     """
     together = Together.of(prompts, len(per_prompt))
-    stop = _stops(fields)
+    stop, stop_regex = _texts(fields.stop), _texts(fields.stop_regex)
     return [
         Wanted(
             prompt=prompt,
             together=together,
             sampling=sampling,
             stop=stop,
+            stop_regex=stop_regex,
             bad_words=tuple(fields.bad_words or ()),
             cache_salt=fields.cache_salt,
             shown=shown,
@@ -143,10 +152,10 @@ def includes_usage(fields: Fields) -> bool:
     return fields.stream_options is not None and bool(fields.stream_options.include_usage)
 
 
-def _stops(fields: Fields) -> Sequence[str]:
-    if fields.stop is None:
+def _texts(said: str | list[str] | None) -> Sequence[str]:
+    if said is None:
         return ()
-    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+    return (said,) if isinstance(said, str) else tuple(said)
 
 
 def _given(value: float | None, default: float) -> float:

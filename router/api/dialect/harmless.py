@@ -77,9 +77,7 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "no_stop_trim": _OFF,
     "skip_special_tokens": _ON,
     "spaces_between_special_tokens": _ON,
-    "stop_regex": _NEVER,
     "stream_interval": only(1),
-    "thinking_token_budget": only(-1),
     # what is told besides
     "logprob_token_ids": _NEVER,
     "prompt_logprobs": _NEVER,
@@ -112,6 +110,7 @@ OF_COMPLETIONS: Mapping[str, Harmless] = {
     "add_special_tokens": _ON,
     "prompt_embeds": _NEVER,
     "suffix": _NEVER,
+    "thinking_token_budget": only(-1),  # of messages
 }
 
 OF_RESPONSES: Mapping[str, Harmless] = {

@@ -29,7 +29,11 @@ _HEADERS = {
 }
 # The sentence of an InvalidRequest begins with the field that it is about, as gRPC names it.
 _FIELD = re.compile(r"(?:sampling\.)?([a-z_]+)")
-_OUR_NAMES = {"text": "prompt", "token_ids": "prompt"}
+_OUR_NAMES = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "thinking_budget": "thinking_token_budget",
+}
 
 
 class Refusal(Exception):

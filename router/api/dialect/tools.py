@@ -9,9 +9,7 @@ from common.requests.sampling import SamplingParams
 from router.api.dialect.forced import guide_of_calls
 from router.api.dialect.messages import Tool, shown
 from router.api.dialect.problems import Refusal
-from router.parsers.formats import forced
 from router.parsers.listener import Listener
-from router.parsers.source import GrammarParser
 from router.parsers.speech import NONE, Speech, Tools
 from router.requests.wanted import SharedPrompt
 
@@ -100,8 +98,9 @@ def listening(
 
     def listener() -> Listener:
         if offer.must:
-            return Listener(GrammarParser(forced), parallel=offer.parallel)
-        parser = speech.parser(prompt.rendered_end, offer.callable, reasons=reasons)
+            parser = speech.parser_of_calls(prompt.rendered_end, reasons=reasons)
+        else:
+            parser = speech.parser(prompt.rendered_end, offer.callable, reasons=reasons)
         return Listener(parser, parallel=offer.parallel)
 
     return listener

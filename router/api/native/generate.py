@@ -37,6 +37,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     sampling_seed: int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     frequency_penalty: float | None = None
@@ -45,7 +46,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Ignored = None
     no_stop_trim: Nothing = None
-    stop_regex: Nothing = None
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None

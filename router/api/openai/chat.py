@@ -9,6 +9,7 @@ from common.requests.sampling import MAX_LOGPROBS
 from router.api.dialect.asked import Asked
 from router.api.dialect.bodies import BodyReader
 from router.api.dialect.fields import (
+    Budget,
     Fields,
     Int32,
     check_multiplied,
@@ -38,6 +39,8 @@ class ChatFields(Fields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None  # the same, as Qwen's service calls it
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -71,9 +74,13 @@ class Chat:
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
-        per_prompt = guided(
-            samplings(fields, _max_tokens(fields), logprobs=_logprobs(fields)), offer
+        sampled = samplings(
+            fields,
+            _max_tokens(fields),
+            logprobs=_logprobs(fields),
+            thinking_budget=_thinking_budget(fields),
         )
+        per_prompt = guided(sampled, offer)
         prompt = conversation(fields, fields.messages, offer.shown)
         wanted = choices(fields, [prompt], per_prompt, self._shown(bool(offer.tools)))
         reasons = fields.include_reasoning is not False
@@ -106,6 +113,20 @@ def _logprobs(fields: ChatFields) -> int:
         sentence = "top_logprobs is told beside logprobs: set both"
         raise Refusal(400, sentence, param="top_logprobs")
     return -1
+
+
+def _thinking_budget(fields: ChatFields) -> int:
+    """As of SamplingParams."""
+    given = [
+        each for each in (fields.thinking_token_budget, fields.thinking_budget) if each is not None
+    ]
+    if len(set(given)) > 1:
+        raise Refusal(
+            400,
+            "thinking_token_budget and thinking_budget differ; they mean the same",
+            param="thinking_token_budget",
+        )
+    return given[0] if given else -1
 
 
 def _max_tokens(fields: ChatFields) -> int | None:

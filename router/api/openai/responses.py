@@ -11,7 +11,15 @@ import msgspec
 from router.api.dialect.asked import Asked, Reply
 from router.api.dialect.bodies import BodyReader
 from router.api.dialect.event_reply import reply_of
-from router.api.dialect.fields import Fields, Int32, ModelName, check_multiplied, choices, samplings
+from router.api.dialect.fields import (
+    Budget,
+    Fields,
+    Int32,
+    ModelName,
+    check_multiplied,
+    choices,
+    samplings,
+)
 from router.api.dialect.guides import JsonSchema, ResponseFormat
 from router.api.dialect.harmless import OF_RESPONSES
 from router.api.dialect.messages import Function, Tool
@@ -110,6 +118,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
+    thinking_token_budget: Budget | None = None
     text: TextFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
@@ -158,7 +167,13 @@ class Responses:
             fields.chat_template_kwargs or {},
             fields.reasoning.effort if fields.reasoning else None,
         )
-        per_prompt = guided(samplings(common, fields.max_output_tokens), offer)
+        budget = fields.thinking_token_budget
+        sampled = samplings(
+            common,
+            fields.max_output_tokens,
+            thinking_budget=-1 if budget is None else budget,
+        )
+        per_prompt = guided(sampled, offer)
         wanted = choices(common, [messages], per_prompt, self._shown(bool(offer.tools)))
         listener = listening(self._speech, wanted[0].prompt, offer)
 
