@@ -48,6 +48,7 @@ _FORMS = {
     "json_object": "the answer is JSON",
     "regex": "the answer matches this expression",
     "ebnf": "the answer is a word of this grammar, whose rule root is the first",
+    "structural_tag": "the answer has these forms in its text: JSON, as xgrammar has it",
 }
 # Flags of their own, and what is for programs: token ids of words, and what is told beside text.
 _OTHERWISE = frozenset(

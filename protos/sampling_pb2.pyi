@@ -72,16 +72,18 @@ class Thought(_message.Message):
     def __init__(self, open: _Optional[int] = ..., close: _Optional[int] = ...) -> None: ...
 
 class Guide(_message.Message):
-    __slots__ = ("json_schema", "json_object", "regex", "ebnf")
+    __slots__ = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     EBNF_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     json_object: bool
     regex: str
     ebnf: str
-    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ...) -> None: ...
+    structural_tag: str
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("logprob", "num_top", "top_token", "top_logprob")

@@ -6,7 +6,7 @@ from common.errors import InvalidRequest
 from protos import sampling_pb2 as pb
 
 MAX_GUIDE_CHARACTERS = 64 << 10
-KINDS = ("json_schema", "json_object", "regex", "ebnf")
+KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
 
 
 class Guide(msgspec.Struct, frozen=True):

@@ -67,6 +67,7 @@ FIELDS: Mapping[str, str] = {
     "json_schema": "As `guided_json`.",
     "regex": "As `guided_regex`.",
     "ebnf": "As `guided_grammar`.",
+    "structural_tag": "Forms with free text beside them, as xgrammar has them.",
     "cache_salt": "What is cached is shared with requests of the same salt, and with no others; "
     "absent: with those that have none. 512 characters at most.",
     "chat_template_kwargs": "Variables of the model's chat template, such as `enable_thinking`; "

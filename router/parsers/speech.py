@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from router.parsers import formats, harmony, marked, think
+from router.parsers import formats, harmony, marked, tags, think
 from router.parsers.formats import Grammar
 from router.parsers.said import Parser
 from router.parsers.source import GrammarParser, PlainParser, Source, Steps
@@ -49,11 +49,15 @@ class Thinks(Enum):
 
 
 class Speech(msgspec.Struct, frozen=True):
-    """NONE: the model does no such thing, or how is not known."""
+    """NONE: the model does no such thing, or how is not known.
+
+    spelt: whether what marks its calls is text, and no special tokens, of which no grammar knows.
+    """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
     tools: str = NONE  # | "hermes" | "llama3" | "mistral" | "deepseek" | "qwen3-coder" | "glm45" |
     # "harmony"
+    spelt: bool = True
 
     def markers(self, *, calls: bool) -> frozenset[str]:
         """Texts that must not be left out of an answer, though they may be special tokens.
@@ -67,6 +71,23 @@ class Speech(msgspec.Struct, frozen=True):
         if calls and self.tools in _GRAMMARS:
             found |= set(_GRAMMARS[self.tools][1])
         return frozenset(found)
+
+    def call_markers(self) -> frozenset[str]:
+        """Of what marks calls, all that a grammar of calls has."""
+        return frozenset(_GRAMMARS[self.tools][1] if self.tools in tags.FORMATS else ())
+
+    def form_of_calls(
+        self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool
+    ) -> dict[str, Any] | None:
+        """A structural tag's format: of text in which each call is whole, once it has begun. None:
+        there is none of this model's calls.
+
+        Args:
+            tools, parallel: as of `format_of_calls`.
+        """
+        if not self.spelt or self.tools not in tags.FORMATS:
+            return None
+        return tags.format_of_calls(self.tools, tools, parallel=parallel)
 
     @property
     def marks_thought(self) -> bool:

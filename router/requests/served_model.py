@@ -5,6 +5,8 @@ Knows nothing of requests.
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from router.parsers.speech import Speech, speech_of
 from router.requests.prompts import Prompts
 from router.text.chat_template import ChatTemplate
@@ -41,5 +43,6 @@ def served_model(
     )
     limits = Limits(files.context_length, files.vocabulary_size, tokenizer.longest_token_bytes)
     speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
+    speech = replace(speech, spelt=not tokenizer.special(speech.call_markers()))
     prompts = Prompts(tokenizer, template, limits, speech)
     return ServedModel(files, tokenizer, limits, prompts, speech)

@@ -26,6 +26,26 @@ SCHEMA = {
 PERSON = Guide("json_schema", json.dumps(SCHEMA))
 DATE = Guide("regex", "[0-9]{4}-[01][0-9]")
 ANSWER = Guide("ebnf", 'root ::= "yes" | "no" | "perhaps not"')
+TAG = Guide(
+    "structural_tag",
+    json.dumps(
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<"],
+                "tags": [
+                    {
+                        "begin": "<a>",
+                        "content": {"type": "regex", "pattern": "[a-c]{2}"},
+                        "end": "</a>",
+                    }
+                ],
+                "stop_after_first": True,
+            },
+        }
+    ),
+)
 PROMPTS = [list(range(40, 40 + length)) for length in (1, 15, 64, 150)]
 
 
@@ -174,6 +194,29 @@ def test_a_form_begins_behind_the_thought(noise, pool):
                 )
                 rig.run()
                 assert one.tokens[:count] + rest.tokens == one.tokens
+
+
+def test_text_is_free_until_a_tag_begins(noise):
+    """Seen failing with a matcher that follows no free text."""
+    loaded, tokenizer = noise
+    with PairRig(loaded) as rig:
+        asked = [
+            rig.ask(
+                PROMPTS[number],
+                200,
+                guide=TAG,
+                ignore_eos=False,
+                temperature=1.0,
+                seed=number,
+                logit_bias=((tokenizer.token_to_id("<"), 3.0), (258, -100.0)),
+            )
+            for number in range(4)
+        ]
+        rig.run()
+        for one in asked:
+            text = tokenizer.decode(one.tokens, skip_special_tokens=True)
+            assert re.fullmatch(r"[^<]*<a>[a-c]{2}</a>", text, re.DOTALL), text
+            assert one.reason.name == "STOP"
 
 
 def test_an_answer_that_may_think_may_as_well_not(noise):

@@ -41,6 +41,18 @@ async def _sent(api: Api, **fields: Any) -> Any:
         ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
         ({"guided_choice": ["yes", 'no "no"']}, "ebnf", r'root ::= "yes" | "no \"no\""'),
         ({"structured_outputs": {"choice": ["a"]}}, "ebnf", 'root ::= "a"'),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "structural_tag",
+            '{"type":"structural_tag","format":{"type":"any_text"}}',
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
+            "structural_tag",
+            '{"type":"structural_tag","structures":[],"triggers":["<"]}',
+        ),
+        ({"structured_outputs": {"structural_tag": TEXT}}, "structural_tag", TEXT),
+        ({"structural_tag": SCHEMA}, "structural_tag", TEXT),
         ({"response_format": {"type": "text"}}, None, None),
         ({}, None, None),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,41 @@ async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(calling: 
         talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
         (choice,) = (await asking).json["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "pair"
+
+
+STRICT = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+
+
+async def test_calls_of_strict_tools_are_held_to_their_form(calling: Path) -> None:
+    """Unless special tokens mark them, of which grammars know nothing, as those of Hermes are
+    here; or the answer has a form of its own."""
+    json_object = {"response_format": {"type": "json_object"}}
+    for parser, tools, fields, expected in (
+        ("glm45", [STRICT, SUB], {}, ("<tool_call>add", "<tool_call>sub")),
+        ("qwen3-coder", [STRICT], {}, ("<tool_call>\n<function=add>\n",)),
+        ("glm45", [*TOOLS, SUB], {}, None),
+        ("glm45", [STRICT], json_object, None),
+        ("hermes", [STRICT], {}, None),
+        ("mistral", [STRICT], {}, None),
+    ):
+        directory = calling if parser == "hermes" else calling.with_name("plain")
+        if not directory.exists():
+            shutil.copytree(calling, directory)
+            file = directory / "tokenizer.json"
+            file.write_text(file.read_text().replace("tool_call>", "tool-call>"))
+        async with talk(directory, tool_parser=parser) as talking:
+            asking = asyncio.create_task(
+                talking.api.post(CHAT, messages=HELLO, tools=tools, **fields)
+            )
+            guide = (await talking.api.complete()).sampling.guide
+            assert (await asking).status == 200
+        if expected is None:
+            assert not guide.structural_tag
+            continue
+        form = json.loads(guide.structural_tag)["format"]
+        assert tuple(tag["begin"] for tag in form["tags"]) == expected
+        schemas = [tag["content"]["json_schema"] for tag in form["tags"]]
+        assert schemas == [TOOLS[0]["function"]["parameters"], {"type": "object"}][: len(schemas)]
 
 
 def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None:

@@ -33,7 +33,6 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "priority": 5,
     "return_hidden_states": True,
     "stream_interval": 10,
-    "structural_tag": {"a": 1},
     "typical_p": 0.5,
 }
 

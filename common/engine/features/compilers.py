@@ -18,11 +18,11 @@ from common.errors import InvalidRequest, cut
 from common.requests.guide import Guide
 from common.requests.schemas import expressions
 from common.requests.schemas.enforced import enforced
+from common.requests.schemas.tags import MAX_WHITESPACE, enforced_tag
 from common.spelling import Spelling
 
 MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
 MAX_GRAMMAR_BYTES = 64 << 20  # of one: nodes keep some
-MAX_WHITESPACE = 1  # spaces in a row between JSON's words
 
 Compiled = Any  # xgrammar.CompiledGrammar
 
@@ -75,6 +75,8 @@ class Compilers:
             case "regex":
                 expressions.check(guide.text)
                 return self._of_text.compile_regex(guide.text)
+            case "structural_tag":
+                return self._of_text.compile_structural_tag(enforced_tag(guide.text))
             case _:
                 return self._of_text.compile_grammar(guide.text)
 

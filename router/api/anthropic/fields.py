@@ -54,7 +54,7 @@ class OfferedTool(msgspec.Struct, forbid_unknown_fields=True):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
-    strict: Ignored = None
+    strict: bool | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
 
@@ -114,7 +114,7 @@ def turns(fields: CountedFields) -> Sequence[Turn]:
 def tools(fields: CountedFields) -> Sequence[Tool]:
     """As OpenAI has them."""
     return [
-        Tool("function", Function(tool.name, tool.description, tool.input_schema))
+        Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
         for tool in fields.tools or ()
     ]
 

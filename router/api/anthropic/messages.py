@@ -58,7 +58,8 @@ class AnthropicMessages:
         )
         messages = Messages(asked_for.turns(fields), offer.shown)
         budget = asked_for.thinking_budget(fields)
-        per_prompt = guided(samplings(common, fields.max_tokens, thinking_budget=budget), offer)
+        sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
+        per_prompt = guided(sampled, offer, self._speech)
         wanted = choices(common, [messages], per_prompt, self._shown(bool(offer.tools)))
         prompt = wanted[0].prompt
         reasons = fields.thinking is None or fields.thinking.type != "disabled"

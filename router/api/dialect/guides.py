@@ -19,8 +19,13 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"]
+    """The last three are of a structural tag: vLLM's and SGLang's, a newer form and an older."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -31,6 +36,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class GuideFields(msgspec.Struct, kw_only=True):
@@ -45,6 +51,7 @@ class GuideFields(msgspec.Struct, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 def guide_of(fields: GuideFields) -> Guide | None:
@@ -60,6 +67,7 @@ def guide_of(fields: GuideFields) -> Guide | None:
         "structured_outputs.choice": _choice("structured_outputs.choice", nested.choice),
         "structured_outputs.grammar": _guide("ebnf", nested.grammar),
         "structured_outputs.json_object": JSON_OBJECT if nested.json_object else None,
+        "structured_outputs.structural_tag": _tag(nested.structural_tag),
         "guided_json": _schema(fields.guided_json),
         "guided_regex": _guide("regex", fields.guided_regex),
         "guided_choice": _choice("guided_choice", fields.guided_choice),
@@ -67,6 +75,7 @@ def guide_of(fields: GuideFields) -> Guide | None:
         "json_schema": _schema(fields.json_schema),
         "regex": _guide("regex", fields.regex),
         "ebnf": _guide("ebnf", fields.ebnf),
+        "structural_tag": _tag(fields.structural_tag),
     }
     given = {name: guide for name, guide in said.items() if guide is not None}
     if len(given) > 1:
@@ -80,6 +89,9 @@ def _of_format(wanted: ResponseFormat | None) -> Guide | None:
         return None
     if wanted.type == "json_object":
         return JSON_OBJECT
+    if wanted.type == "structural_tag":
+        said = msgspec.structs.asdict(wanted).items()
+        return _tag({name: value for name, value in said if value is not None})
     if wanted.json_schema is None:
         where = "response_format.json_schema"
         raise Refusal(400, f"{where} is required", param=where)
@@ -91,6 +103,13 @@ def _schema(schema: str | dict[str, Any] | None) -> Guide | None:
         return None
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     return Guide("json_schema", text)
+
+
+def _tag(tag: str | dict[str, Any] | None) -> Guide | None:
+    if tag is None or tag == "":
+        return None
+    text = tag if isinstance(tag, str) else msgspec.json.encode(tag).decode()
+    return Guide("structural_tag", text)
 
 
 def _guide(kind: str, text: str | None) -> Guide | None:

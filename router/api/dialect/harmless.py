@@ -70,7 +70,6 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     # a form that the answer has
     "grammar": _NEVER,
     "guided_decoding_backend": _NEVER,
-    "structural_tag": _NEVER,
     # where it ends, and how it is written
     "detokenize": _ON,
     "include_stop_str_in_output": _OFF,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from common.requests.guide import Guide
 from common.requests.sampling import SamplingParams
 from router.api.dialect.forced import guide_of_calls
 from router.api.dialect.messages import Tool, shown
@@ -72,19 +73,40 @@ def offered(
     return Offer(tools, must, parallel is not False)
 
 
-def guided(samplings: Sequence[SamplingParams], offer: Offer) -> Sequence[SamplingParams]:
-    """The same, with a grammar where a tool must be called.
+def guided(
+    samplings: Sequence[SamplingParams], offer: Offer, speech: Speech
+) -> Sequence[SamplingParams]:
+    """The same, with a grammar where a tool must be called, or tools are strict.
 
+    Args:
+        speech: how the model calls tools.
     Raises:
         Refusal: the answer is to have another form besides.
     """
     if not offer.must:
-        return samplings
+        strict = _strict_guide(offer, speech) if samplings[0].guide is None else None
+        return [replace(each, guide=strict) for each in samplings] if strict else samplings
     if samplings[0].guide is not None:
         sentence = "tool_choice asks for calls, and another field for another form of the answer"
         raise Refusal(400, sentence, param="tool_choice")
     guide = guide_of_calls(offer.must, parallel=offer.parallel)
     return [replace(each, guide=guide) for each in samplings]
+
+
+def _strict_guide(offer: Offer, speech: Speech) -> Guide | None:
+    """Of an answer that need not call: a strict tool's arguments are of its schema, and those of
+    the others beside it are JSON. None: there is none that is strict, or no grammar of calls."""
+    functions = [tool.function for tool in offer.tools]
+    if not any(function.strict for function in functions):
+        return None
+    tools = [
+        (each.name, (each.strict and each.parameters) or {"type": "object"}) for each in functions
+    ]
+    form = speech.form_of_calls(tools, parallel=offer.parallel)
+    if form is None:
+        return None
+    tag = {"type": "structural_tag", "format": form}
+    return Guide("structural_tag", msgspec.json.encode(tag).decode())
 
 
 def listening(

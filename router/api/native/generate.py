@@ -49,7 +49,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: Nothing = None
+    structural_tag: str | None = None
     logit_bias: dict[TokenId, float] | None = None
     custom_params: Nothing = None
 

@@ -80,7 +80,7 @@ class Chat:
             logprobs=_logprobs(fields),
             thinking_budget=_thinking_budget(fields),
         )
-        per_prompt = guided(sampled, offer)
+        per_prompt = guided(sampled, offer, self._speech)
         prompt = conversation(fields, fields.messages, offer.shown)
         wanted = choices(fields, [prompt], per_prompt, self._shown(bool(offer.tools)))
         reasons = fields.include_reasoning is not False

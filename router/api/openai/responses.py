@@ -173,7 +173,7 @@ class Responses:
             fields.max_output_tokens,
             thinking_budget=-1 if budget is None else budget,
         )
-        per_prompt = guided(sampled, offer)
+        per_prompt = guided(sampled, offer, self._speech)
         wanted = choices(common, [messages], per_prompt, self._shown(bool(offer.tools)))
         listener = listening(self._speech, wanted[0].prompt, offer)
 

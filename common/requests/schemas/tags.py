@@ -1,0 +1,151 @@
+"""Structural tags: forms with free text around or within them, as xgrammar writes them.
+
+What is a schema or an expression in them is made into one that is kept to entirely, as where it
+stands alone; a format that is not known here is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidRequest
+from common.requests.schemas import expressions
+from common.requests.schemas.enforced import enforced
+
+MAX_WHITESPACE = 1  # spaces in a row between JSON's words
+_MAX_DEPTH = 32
+_STYLES = ("json", "qwen_xml", "glm_xml")
+
+Made = Callable[[Any, str, int], Any]
+
+
+def enforced_tag(text: str) -> str:
+    """
+    Args:
+        text: `{"type": "structural_tag", "format": ...}`, or the older `{"structures": [{"begin":
+            ..., "schema": ..., "end": ...}], "triggers": [...]}`.
+    Raises:
+        InvalidRequest: that is none, or one that no grammar keeps to, and where.
+    """
+    try:
+        said = msgspec.json.decode(text, type=dict[str, Any])
+        made = _format(_wanted(said), "format", 0)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"it is no JSON object: {error}") from None
+    return msgspec.json.encode({"type": "structural_tag", "format": made}).decode()
+
+
+def _wanted(said: Mapping[str, Any]) -> Any:
+    match said:
+        case {"format": wanted, **others} if not others.keys() - {"type"}:
+            return wanted
+        case {"structures": [*structures], "triggers": triggers}:
+            tags = [
+                {
+                    "type": "tag",
+                    "begin": each.get("begin"),
+                    "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
+                    "end": each.get("end"),
+                }
+                for each in structures
+                if isinstance(each, Mapping)
+            ]
+            return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+        case _:
+            raise InvalidRequest("it has neither a format nor structures with their triggers")
+
+
+def _format(wanted: Any, place: str, depth: int) -> dict[str, Any]:
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    known = _KINDS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise InvalidRequest(f"{place}: type {str(kind)[:40]!r} is not known")
+    if depth > _MAX_DEPTH:
+        raise InvalidRequest(f"{place} is nested too deeply")
+    made = {"type": kind}
+    for name, value in wanted.items():
+        if name == "type":
+            continue
+        if name not in known:
+            raise InvalidRequest(f"{place}: a {kind} has no {name[:40]!r}")
+        made[name] = known[name](value, f"{place}.{name}", depth + 1)
+    if kind == "json_schema" and made.get("style", "json") == "json":
+        made["max_whitespace_cnt"] = MAX_WHITESPACE
+    return made
+
+
+def _formats(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
+    if not isinstance(wanted, list):
+        raise InvalidRequest(f"{place} is no list")
+    return [_format(each, f"{place}[{number}]", depth) for number, each in enumerate(wanted)]
+
+
+def _tags(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
+    """Those that need not say that they are tags."""
+    said = [{"type": "tag"} | each if isinstance(each, dict) else each for each in wanted or ()]
+    return _formats(said, place, depth)
+
+
+def _schema(wanted: Any, place: str, depth: int) -> Any:
+    try:
+        made = msgspec.json.decode(enforced(msgspec.json.encode(wanted).decode()))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{place}: {error}") from None
+    return _without_control(made)
+
+
+def _without_control(schema: Any) -> Any:
+    """Of a made schema: lengths as expressions. xgrammar lets control characters into texts with
+    lengths, and here, where free text needs line breaks, nothing else keeps them out."""
+    match schema:
+        case {"type": "string"} if schema.keys() & {"minLength", "maxLength"}:
+            others = {w: v for w, v in schema.items() if w not in ("minLength", "maxLength")}
+            counts = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+            return others | {"pattern": f'[^"\\\\]{{{counts}}}'}
+        case {"const": _} | {"enum": _}:
+            return schema
+        case Mapping():
+            return {word: _without_control(value) for word, value in schema.items()}
+        case [*schemas]:
+            return [_without_control(each) for each in schemas]
+        case _:
+            return schema
+
+
+def _expression(wanted: Any, place: str, depth: int) -> Any:
+    try:
+        expressions.check(str(wanted))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{place}: {error}") from None
+    return wanted
+
+
+def _style(wanted: Any, place: str, depth: int) -> Any:
+    if wanted not in _STYLES:
+        raise InvalidRequest(f"{place} is none of {', '.join(_STYLES)}")
+    return wanted
+
+
+def _as_it_is(wanted: Any, place: str, depth: int) -> Any:
+    """xgrammar says what is wrong with it."""
+    return wanted
+
+
+_FLAGS = {"at_least_one": _as_it_is, "stop_after_first": _as_it_is}
+_KINDS: Mapping[str, Mapping[str, Made]] = {
+    "any_text": {"excludes": _as_it_is},
+    "const_string": {"value": _as_it_is},
+    "grammar": {"grammar": _as_it_is},
+    "json_schema": {"json_schema": _schema, "style": _style},
+    "optional": {"content": _format},
+    "or": {"elements": _formats},
+    "plus": {"content": _format},
+    "regex": {"pattern": _expression},
+    "repeat": {"min": _as_it_is, "max": _as_it_is, "content": _format},
+    "sequence": {"elements": _formats},
+    "star": {"content": _format},
+    "tag": {"begin": _as_it_is, "content": _format, "end": _as_it_is},
+    "tags_with_separator": {"tags": _tags, "separator": _as_it_is, **_FLAGS},
+    "triggered_tags": {"triggers": _as_it_is, "tags": _tags, "excludes": _as_it_is, **_FLAGS},
+}
