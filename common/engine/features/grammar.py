@@ -32,7 +32,8 @@ class Grammar:
         self._words = words_of(vocabulary_size)
         self._thinking = np.full(self._words, -1, np.int32)  # anything but an end
         for token in eos_token_ids:
-            forbid(self._thinking, token)
+            if token < vocabulary_size:  # configurations may name others
+                forbid(self._thinking, token)
         self._matchers: dict[int, Any] = {}  # by slot: xgrammar.GrammarMatcher
         self._readers: dict[int, ThoughtReader] = {}  # of the same
         self._opens = np.full(table.num_slots, -1, np.int64)  # the token that begins their thought
