@@ -23,7 +23,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.support.models import QWEN3_450M, QWEN3_SMALL
+from bench.support.models import (
+    LATENT_FAMILIES,
+    LATENTS,
+    QWEN3_450M,
+    QWEN3_SMALL,
+    SMALL_LATENTS,
+)
 from bench.support.record import say
 from common.config import ModelBackend, Quantize
 from common.engine.models import load
@@ -85,6 +91,8 @@ def main() -> None:
     options = parser.parse_args()
     use_cpu(options.threads, "auto")
     sizes = QWEN3_SMALL if options.small else QWEN3_450M
+    if options.family in LATENT_FAMILIES:
+        sizes = sizes | (SMALL_LATENTS if options.small else LATENTS)
     with tempfile.TemporaryDirectory() as where:
         directory = make_checkpoint(Path(where), options.family, dtype=torch.bfloat16, **sizes)
         ways = {

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.resources.latent_variants import LatentModel
 from bench.resources.state_variants import HybridModel
 from common.engine.memory.kv import KVPool
 from common.engine.memory.layout import KVLayout
@@ -85,6 +86,7 @@ QWEN3_30B = Shape(
 MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 8, 128, 14336, 32000, 32, experts=(8, 2))
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4))
 SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
+QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # of hybrids, and of latents
 WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
 
 
@@ -272,23 +274,34 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
         experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
         experts += [_states(dtype) for dtype in DTYPES]
+        experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
         return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
     early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
         few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
         experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
-        return [early, *few, *experts, _states(_BF16)]
+        return [early, *few, *experts, _states(_BF16), *_latents(_BF16)]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
     others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
     experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
     experts += [_clamped(GPT_OSS, _BF16), _states(_BF16), _states(torch.float32)]
+    experts += _latents(_BF16)
     return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
 
 
 def _states(dtype: torch.dtype) -> Variant:
-    name = f"qwen3-next {str(dtype).removeprefix('torch.')} states"
+    name = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')} states"
     return Variant(name, HybridModel(dtype).states)
+
+
+def _latents(dtype: torch.dtype) -> list[Variant]:
+    kind, large = str(dtype).removeprefix("torch."), LatentModel(dtype)
+    return [
+        Variant(f"{DEEPSEEK_V3} {kind} latents store", large.store),
+        Variant(f"{DEEPSEEK_V3} {kind} latents", large.mixed),
+        Variant(f"deepseek-v2-lite {kind} latents", LatentModel(dtype, heads=16).mixed),
+    ]
 
 
 def _experts(shape: Shape, dtype: torch.dtype) -> Variant:

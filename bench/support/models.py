@@ -32,6 +32,23 @@ QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.
 }
 QWEN3_SMALL = QWEN3_450M | TINY  # to rehearse with
 
+LATENTS: dict[str, Any] = {  # in place of keys and values, with experts; heads as in DeepSeek-V2
+    "num_key_value_heads": 16,
+    "head_dim": 64,  # as transformers calls what is rotated
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+}
+SMALL_LATENTS = LATENTS | {"num_key_value_heads": 4, "moe_intermediate_size": 64}
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+
 
 def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Path:
     """The Qwen3 of that name under `directory`, made there unless an earlier run has."""

@@ -47,6 +47,23 @@ token as after many: 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
   bits do not depend on how the prompt is cut. Nobody has run it on one yet; its kernels are checked
   in Triton's interpreter and compiled for sm_80, sm_90a and sm_100 without spills.
 
+## Layers with latents
+
+DeepSeek-V2 and V3 (R1 and V3.1 too) keep one vector of a token and layer, 512 numbers of which each
+head has its own key and value and 64 for the position: 70 kB of a token for V3 in 16 bits, where
+its keys and values would be 71 times as many. It is never unfolded: the products that would make
+keys and values of it are moved to the queries and to what comes out, in prefill as in decode.
+
+- In pages, host memory, prefix caches and hand-offs latents are KV like any other. A node that
+  keeps keys and values of such a model (`--model-backend transformers`) and one that keeps latents
+  are not paired.
+- Checkpoints in fp8 blocks, as DeepSeek publishes them, are read; `kv_b_proj` and what routers
+  choose by stay floats in every form of weights. The layer that guesses tokens ahead is left out.
+- Query heads are divided among programs, 32 to each; chunks and decode rows are computed by the
+  kernels that attend to keys and values, told that a value is a part of its key. They are checked
+  in Triton's interpreter and compiled for sm_80, sm_90a and sm_100 without spills; nobody has run
+  them on a GPU yet.
+
 ## By transformers
 
 The class is loaded by `from_pretrained` from safetensors, onto the device, in the dtype that is

@@ -14,7 +14,6 @@ from kernels import device, early_launch
 from kernels.attention.decode_plan import DecodePlan, first_key, tiles_per_program
 from kernels.attention.tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
 
-MAX_REGISTERS = 168  # or the compiler spills some so that more programs fit than are launched
 COMBINE_NUMBERS = 8192  # of partial results, read at once: 64 of a thread
 
 
@@ -32,11 +31,14 @@ def decode_attention(
     sinks: Tensor | None,
 ) -> None:
     """Writes the outputs of the plan's rows, the last of q's, into the last rows of `out`."""
-    num_tokens, heads, head_dim = q.shape
+    num_tokens, heads, key_dim = q.shape
     kv_heads, page_size = kv.shape[1], kv.shape[3]
-    group = heads // kv_heads
+    group, head_dim = heads // kv_heads, out.shape[1] // heads
+    rest = key_dim - head_dim
+    tile = plan.tile
     block_g = triton.next_power_of_2(group)
     block_d = max(16, triton.next_power_of_2(head_dim))
+    block_h = min(block_g, max(1, COMBINE_NUMBERS // block_d))
     first_row = lengths.shape[0] - plan.num_rows
     first_query = num_tokens - plan.num_rows
     early = early_launch.launches_early()
@@ -70,8 +72,11 @@ def decode_attention(
         BLOCK_M=max(16, block_g),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
-        BLOCK_N=plan.block,
-        BLOCK_S=max(1, COMBINE_NUMBERS // (block_g * block_d)),
+        REST=rest,
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        BLOCK_N=tile.keys,
+        BLOCK_H=block_h,
+        BLOCK_S=max(1, COMBINE_NUMBERS // (block_h * block_d)),
         MIN_TILES=plan.min_tiles,
         WINDOW=plan.window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
@@ -79,9 +84,9 @@ def decode_attention(
         UPCAST=device.INTERPRETED,
         EARLY=early,
         launch_pdl=early,
-        num_warps=4,
-        num_stages=3,
-        maxnreg=MAX_REGISTERS if kv.element_size() == 2 else None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=tile.registers,
         enable_fp_fusion=True,
     )
 
@@ -116,7 +121,10 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     MIN_TILES: tl.constexpr,
     SEARCH_BLOCK: tl.constexpr,
@@ -153,8 +161,13 @@ def _decode_kernel(
         pages_ptr = page_ids_ptr + tl.load(page_starts_ptr + first_row + row)
         q_places = (first_query + row).to(tl.int64) * Q_STRIDE + heads[:, None] * Q_HEAD_STRIDE
         q = tl.load(q_ptr + q_places + dims[None, :], mask=inside, other=0.0)
+        q_rest = q
+        if REST:
+            others = tl.arange(0, BLOCK_REST)
+            beside = (heads < GROUP)[:, None] & (others < REST)[None, :]
+            q_rest = tl.load(q_ptr + HEAD_DIM + q_places + others[None, :], mask=beside, other=0.0)
         if UPCAST:
-            q = q.to(tl.float32)
+            q, q_rest = q.to(tl.float32), q_rest.to(tl.float32)
         shift = first_key(length, WINDOW) // BLOCK_N - row_tile
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -165,6 +178,7 @@ def _decode_kernel(
             total = has_first
         acc, top, total = attend_tiles(
             q,
+            q_rest,
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
             top,
             total,
@@ -183,6 +197,8 @@ def _decode_kernel(
             PAGE_SIZE=PAGE_SIZE,
             HEAD_DIM=HEAD_DIM,
             BLOCK_D=BLOCK_D,
+            REST=REST,
+            BLOCK_REST=BLOCK_REST,
             BLOCK_N=BLOCK_N,
             WINDOW=WINDOW,
             SOFT_CAP=SOFT_CAP,
@@ -205,18 +221,20 @@ def _decode_kernel(
             tl.debug_barrier()  # of all that this program has stored, before one thread says so
             if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
                 tl.store(arrivals, 0)  # for the next layer
-                _combine(
-                    partials_ptr,
-                    logs_ptr,
-                    row_out_ptr,
-                    (head * num_slots + first + row).to(tl.int64),
-                    num_parts,
-                    GROUP,
-                    BLOCK_G,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    BLOCK_S,
-                )
+                for first_head in tl.static_range(0, BLOCK_G, BLOCK_H):
+                    _combine(
+                        partials_ptr,
+                        logs_ptr,
+                        row_out_ptr,
+                        (head * num_slots + first + row).to(tl.int64),
+                        num_parts,
+                        first_head,
+                        GROUP,
+                        BLOCK_H,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_S,
+                    )
         tile = stop
         row += 1
 
@@ -228,19 +246,20 @@ def _combine(
     row_out_ptr,
     slot,
     num_parts,
+    first_head,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Joins a row's partial results, in slots from `slot` on. Other multiprocessors have written
-    them, so they are not looked for in this one's cache."""
-    heads = tl.arange(0, BLOCK_G)
+    """Joins some heads of a row's partial results, in slots from `slot` on. Other multiprocessors
+    have written them, so they are not looked for in this one's cache."""
+    heads = first_head + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, num_parts, BLOCK_S):
         parts = start + tl.arange(0, BLOCK_S)
         live = (parts < num_parts)[:, None]

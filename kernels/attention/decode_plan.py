@@ -6,6 +6,7 @@ nothing of what is computed on a tile.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,17 @@ from kernels import device
 PROGRAMS_PER_MULTIPROCESSOR = 2  # with 64 KiB of keys and values under way each
 MIN_TILES = 2  # of a program: fewer would not pay for their partial results
 PLAN_BLOCK = 1024  # rows
+LONGEST_HEAD = 256  # of keys that are not latents
+MAX_REGISTERS = 168  # or the compiler spills some so that more programs fit than are launched
+
+
+class DecodeTile(NamedTuple):
+    """What one program works on at a time, and how."""
+
+    keys: int
+    warps: int = 4
+    stages: int = 3  # of the pipeline of loads
+    registers: int | None = None  # at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,33 +40,40 @@ class DecodePlan:
     """
 
     tile_starts: Tensor  # int32 [num_rows + 1]: row i's tiles are [tile_starts[i], [i + 1])
-    partials: Tensor  # float32 [kv_heads, num_programs + num_rows, group, head_dim]
+    partials: Tensor  # float32 [kv_heads, num_programs + num_rows, group, value_dim]
     logs: Tensor  # float32 [kv_heads, num_programs + num_rows, group]
     arrivals: Tensor  # int32 [kv_heads, num_rows], zeros between layers
     num_rows: int
     num_programs: int  # per KV head
     min_tiles: int  # of a program
-    block: int  # tokens of a tile
+    tile: DecodeTile
     window: int | None
 
 
 def plan_decode(
-    lengths: Tensor, kv: Tensor, *, num_heads: int, num_rows: int, window: int | None
+    lengths: Tensor,
+    kv: Tensor,
+    *,
+    num_heads: int,
+    num_rows: int,
+    window: int | None,
+    value_dim: int | None = None,
 ) -> DecodePlan:
     """lengths: int32, of all rows of a batch. One launch; nothing waits for it here."""
     kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    tile = _tile(head_dim, kv.element_size())
     multiprocessors = device.num_multiprocessors(kv.device)
     num_programs = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // kv_heads)
     slots = (kv_heads, num_programs + num_rows, num_heads // kv_heads)
     plan = DecodePlan(
         tile_starts=torch.empty(num_rows + 1, dtype=torch.int32, device=kv.device),
-        partials=torch.empty(*slots, head_dim, dtype=torch.float32, device=kv.device),
+        partials=torch.empty(*slots, value_dim or head_dim, dtype=torch.float32, device=kv.device),
         logs=torch.empty(slots, dtype=torch.float32, device=kv.device),
         arrivals=torch.empty(kv_heads, num_rows, dtype=torch.int32, device=kv.device),
         num_rows=num_rows,
         num_programs=num_programs,
         min_tiles=MIN_TILES,
-        block=_block(head_dim, kv.element_size()),
+        tile=tile,
         window=window,
     )
     _plan_kernel[(1,)](
@@ -65,7 +84,7 @@ def plan_decode(
         num_rows,
         kv_heads,
         window or 0,
-        plan.block,
+        tile.keys,
         PLAN_BLOCK,
         num_warps=4,
         enable_fp_fusion=True,
@@ -73,9 +92,12 @@ def plan_decode(
     return plan
 
 
-def _block(head_dim: int, element_size: int) -> int:
-    """Tokens of a tile: of at most 16 KiB of K, in half precision."""
-    return 64 if head_dim * element_size <= 256 else 32
+def _tile(head_dim: int, element_size: int) -> DecodeTile:
+    """Of at most 16 KiB of K, in half precision; of latents, which are longer, of 36 KiB."""
+    if head_dim > LONGEST_HEAD:
+        return DecodeTile(keys=64 // element_size, warps=8)
+    keys = 64 if head_dim * element_size <= 256 else 32
+    return DecodeTile(keys, registers=MAX_REGISTERS if element_size == 2 else None)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])

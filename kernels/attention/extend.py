@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
+from kernels.attention.decode_plan import LONGEST_HEAD
 from kernels.attention.tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
 
 
@@ -45,10 +46,11 @@ def extend_attention(
     Raises:
         ValueError: more query heads to a KV head than a tile has rows.
     """
-    heads, head_dim = q.shape[1:]
+    heads, key_dim = q.shape[1:]
     kv_heads, page_size = kv.shape[1], kv.shape[3]
-    group = heads // kv_heads
-    tile = _tile(head_dim, q.element_size(), device.architecture(), masked=bool(window or soft_cap))
+    group, head_dim = heads // kv_heads, out.shape[1] // heads
+    rest = key_dim - head_dim
+    tile = _tile(key_dim, q.element_size(), device.architecture(), masked=bool(window or soft_cap))
     if group > tile.rows:
         raise ValueError(f"at most {tile.rows} query heads to a KV head, got {group}")
     early = early_launch.launches_early()
@@ -77,6 +79,8 @@ def extend_attention(
         BLOCK_M=tile.rows,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        REST=rest,
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         BLOCK_N=tile.keys,
         WINDOW=window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
@@ -98,6 +102,8 @@ def _tile(head_dim: int, element_size: int, architecture: int, *, masked: bool) 
     stay in shared memory; others need more registers, and some have 100 KiB of shared memory.
     masked: scores have a window or a cap, which takes registers.
     """
+    if head_dim > LONGEST_HEAD:
+        return Tile(64 // element_size, 64 // element_size, 8, 3, slack=0)
     if element_size > 2:
         return Tile(32, 16, 8, 2, slack=0)
     slack = 8 if architecture < 100 else 0  # from then on sums are not in registers
@@ -135,6 +141,8 @@ def _extend_kernel(
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEARCH_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -168,8 +176,13 @@ def _extend_kernel(
     places = (row_query + queries).to(tl.int64)
     q_places = places * Q_STRIDE + heads * Q_HEAD_STRIDE
     q = tl.load(q_ptr + q_places[:, None] + dims[None, :], mask=inside, other=0.0)
+    q_rest = q
+    if REST:
+        others = tl.arange(0, BLOCK_REST)
+        rest_ptr = q_ptr + HEAD_DIM + q_places[:, None] + others[None, :]
+        q_rest = tl.load(rest_ptr, mask=used[:, None] & (others < REST)[None, :], other=0.0)
     if UPCAST:
-        q = q.to(tl.float32)
+        q, q_rest = q.to(tl.float32), q_rest.to(tl.float32)
 
     newest = length - num_queries + queries
     oldest = length - num_queries + first_query  # of the tile's queries
@@ -200,6 +213,7 @@ def _extend_kernel(
         if WINDOW > 0 or part > 0:
             acc, top, total = attend_tiles(
                 q,
+                q_rest,
                 acc,
                 top,
                 total,
@@ -218,6 +232,8 @@ def _extend_kernel(
                 PAGE_SIZE=PAGE_SIZE,
                 HEAD_DIM=HEAD_DIM,
                 BLOCK_D=BLOCK_D,
+                REST=REST,
+                BLOCK_REST=BLOCK_REST,
                 BLOCK_N=BLOCK_N,
                 WINDOW=WINDOW,
                 SOFT_CAP=SOFT_CAP,

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from kernels import device
 from kernels.attention.decode import decode_attention
-from kernels.attention.decode_plan import DecodePlan, plan_decode
+from kernels.attention.decode_plan import LONGEST_HEAD, DecodePlan, plan_decode
 from kernels.attention.extend import extend_attention
+from kernels.attention.latents import as_heads
 from kernels.attention.reference import plan_reference
 from kernels.cpu.operators import Operators
+
+MAX_VALUE_DIM = 512  # of latents
 
 
 class AttentionPlan(Protocol):
@@ -22,6 +25,11 @@ class AttentionPlan(Protocol):
 
     @property
     def num_tokens(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int | None:
+        """Of latents, as it was planned."""
+        ...
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
@@ -40,6 +48,7 @@ def plan_attention(
     num_tokens: int,
     num_decodes: int,
     window: int | None = None,
+    value_dim: int | None = None,
 ) -> AttentionPlan:
     """Plans the attention of a batch whose rows are consecutive ranges of queries.
 
@@ -59,6 +68,8 @@ def plan_attention(
         num_heads: of queries.
         num_tokens: query_starts[-1], known on the host.
         num_decodes: so many of the last rows have one query each; a decode step's rows all have.
+        value_dim: of latents: a value is so many numbers, the first of its key, which all heads
+            share; None: keys and values are numbers of their own.
     Raises:
         ValueError: wrong shapes, or a window below 1.
     """
@@ -74,20 +85,37 @@ def plan_attention(
         raise ValueError(f"{num_decodes} decodes in {num_rows} rows of {num_tokens} tokens")
     if window is not None and window < 1:
         raise ValueError(f"window: at least 1, got {window}")
-    check_kv(kv)
+    check_kv(kv, value_dim)
     if num_heads % kv.shape[1]:
         raise ValueError(f"{num_heads} heads do not fit kv {tuple(kv.shape)}")
     if not device.uses_triton(kv):
         columns = (page_ids, page_starts, query_starts, lengths)
         compiled = device.compiled(kv)
-        if compiled is None:
-            return plan_reference(*columns, kv, num_tokens=num_tokens, window=window)
+        if compiled is None or value_dim is not None:
+            return plan_reference(
+                *columns, kv, num_tokens=num_tokens, window=window, value_dim=value_dim
+            )
         return _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled)
     decode = None
     if num_decodes:
-        decode = plan_decode(lengths, kv, num_heads=num_heads, num_rows=num_decodes, window=window)
+        decode = plan_decode(
+            lengths,
+            kv if value_dim is None else as_heads(kv, num_heads),
+            num_heads=num_heads,
+            num_rows=num_decodes,
+            window=window,
+            value_dim=value_dim,
+        )
     return _TritonPlan(
-        page_ids, page_starts, query_starts, lengths, num_tokens, num_decodes, window, decode
+        page_ids,
+        page_starts,
+        query_starts,
+        lengths,
+        num_tokens,
+        num_decodes,
+        window,
+        value_dim,
+        decode,
     )
 
 
@@ -105,19 +133,20 @@ def paged_attention(
     Args:
         q: [num_tokens, heads, head_dim] of kv's dtype, rows may be strided; heads a multiple of
             kv_heads, query head h reads KV head h // (heads / kv_heads).
-        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim], any strides but
-            the last (pages are addressed in int64); page_size a power of two, at least 16. What
-            stale pages or tails hold, even NaN, has no effect.
+        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim], or of latents
+            [num_pages, 1, 1, page_size, head_dim], any strides but the last (pages are addressed
+            in int64); page_size a power of two, at least 16. What stale pages or tails hold, even
+            NaN, has no effect.
         scale: above 0.
         soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
         sinks: contiguous [heads] of any dtype of floats: the score of a key that every query of
             the head sees besides its own, and whose value is zero.
     Returns:
-        [num_tokens, heads * head_dim] of q's dtype.
+        [num_tokens, heads * value_dim] of q's dtype.
     Raises:
         ValueError: wrong shapes or numbers.
     """
-    check_kv(kv)
+    check_kv(kv, plan.value_dim)
     if (
         q.ndim != 3
         or q.shape[2] != kv.shape[4]
@@ -146,12 +175,15 @@ class _TritonPlan:
     num_tokens: int
     num_decodes: int
     window: int | None
+    value_dim: int | None
     decode: DecodePlan | None
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         num_tokens, heads, head_dim = q.shape
+        if self.value_dim is not None:
+            head_dim, kv = self.value_dim, as_heads(kv, heads)
         out = torch.empty(num_tokens, heads * head_dim, dtype=q.dtype, device=q.device)
         num_extends = self.lengths.shape[0] - self.num_decodes
         if num_extends:
@@ -198,6 +230,7 @@ class _CompiledPlan:
     num_decodes: int
     window: int | None
     operators: Operators
+    value_dim: None = None
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
@@ -237,12 +270,23 @@ class _CompiledPlan:
         return out
 
 
-def check_kv(kv: Tensor) -> None:
+def check_kv(kv: Tensor, value_dim: int | None = None) -> None:
     """Raises ValueError where kv is not a layer of a pool as `paged_attention` takes it."""
-    if kv.ndim != 5 or kv.shape[2] != 2 or kv.stride(4) != 1:
+    if kv.ndim != 5 or kv.stride(4) != 1:
         raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
-    if kv.shape[3] < 16 or kv.shape[3] & (kv.shape[3] - 1) or kv.shape[4] > 256:
+    if kv.shape[3] < 16 or kv.shape[3] & (kv.shape[3] - 1):
+        raise ValueError(f"page_size: a power of two from 16 on, got {kv.shape[3]}")
+    if value_dim is None:
+        if kv.shape[2] != 2 or kv.shape[4] > LONGEST_HEAD:
+            raise ValueError(
+                f"kv: [pages, kv_heads, 2, page_size, up to {LONGEST_HEAD}], got {tuple(kv.shape)}"
+            )
+    elif kv.shape[1:3] != (1, 1) or not 0 < value_dim < kv.shape[4]:
         raise ValueError(
-            f"a page_size that is a power of two from 16 on and a head_dim up to 256 are supported,"
-            f" got {kv.shape[3]} and {kv.shape[4]}"
+            f"latents: [pages, 1, 1, page_size, more than {value_dim}], got {tuple(kv.shape)}"
+        )
+    elif value_dim > MAX_VALUE_DIM or kv.shape[4] - value_dim > LONGEST_HEAD:
+        raise ValueError(
+            f"latents: values of up to {MAX_VALUE_DIM} numbers and keys of {LONGEST_HEAD} more,"
+            f" got {value_dim} of {kv.shape[4]}"
         )

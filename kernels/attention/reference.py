@@ -53,12 +53,13 @@ class ReferencePlan:
     groups: tuple[_Group, ...]
     blind: Tensor | None  # int64: places in q of queries that see no key
     num_tokens: int
+    value_dim: int | None  # of latents
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         num_tokens, heads, head_dim = q.shape
-        out = q.new_empty(num_tokens, heads * head_dim)
+        out = q.new_empty(num_tokens, heads * (self.value_dim or head_dim))
         self.attend_into(out, q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks)
         return out
 
@@ -72,19 +73,22 @@ class ReferencePlan:
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """`attend` into a contiguous [num_tokens, heads * head_dim]."""
+        """`attend` into a contiguous [num_tokens, heads * value_dim]."""
         num_tokens, heads, head_dim = q.shape
         kv_heads = kv.shape[1]
         grouped = q.view(num_tokens, kv_heads, heads // kv_heads, head_dim)
         by_head = kv.permute(1, 2, 0, 3, 4)  # gathered pages then have K and V contiguous by head
-        out = result.view(grouped.shape)
+        out = result.view(*grouped.shape[:3], -1)
+        # Of a latent all is attended to, for torch is fast where values are as wide as keys.
+        value_dim = out.shape[3]
         by_group = None if sinks is None else sinks.float().view(kv_heads, heads // kv_heads)
         if self.blind is not None:
             out[self.blind] = 0
         for row in self.rows:
-            k, v = by_head.index_select(2, row.pages).flatten(2, 3).unbind(1)
+            gathered = by_head.index_select(2, row.pages).flatten(2, 3)
+            k, v = gathered[:, 0], gathered[:, -1]
             for chunk in row.chunks:
-                out[chunk.start : chunk.end] = _attend_chunk(
+                attended = _attend_chunk(
                     grouped[chunk.start : chunk.end],
                     k[:, chunk.first : chunk.last],
                     v[:, chunk.first : chunk.last],
@@ -93,22 +97,24 @@ class ReferencePlan:
                     soft_cap,
                     by_group,
                 )
+                out[chunk.start : chunk.end] = attended[..., :value_dim]
         for group in self.groups:
             gathered = by_head.index_select(2, group.pages).flatten(2, 3)
             # A stale key may be NaN, left by another request, and NaN times a weight of 0 is NaN.
             gathered.index_fill_(2, group.stale, 0)
-            by_row = gathered.view(kv_heads, 2, *group.visible.shape, head_dim).transpose(0, 2)
-            k, v = by_row.unbind(1)  # [rows, kv_heads, keys, head_dim]
-            out[group.queries] = _softmax_attention(
+            by_vector = (kv_heads, -1, *group.visible.shape, head_dim)
+            by_row = gathered.view(by_vector).transpose(0, 2)
+            attended = _softmax_attention(
                 grouped[group.queries],
-                k,
-                v,
+                by_row[:, 0],  # [rows, kv_heads, keys, head_dim]
+                by_row[:, -1],
                 group.visible[:, None, None],
                 False,
                 scale,
                 soft_cap,
                 by_group,
             )
+            out[group.queries] = attended[..., :value_dim]
 
 
 def plan_reference(
@@ -120,6 +126,7 @@ def plan_reference(
     *,
     num_tokens: int,
     window: int | None,
+    value_dim: int | None = None,
 ) -> ReferencePlan:
     """See `plan_attention`, which has checked the arguments."""
     page_size = kv.shape[3]
@@ -154,7 +161,7 @@ def plan_reference(
         groups.append(_group(taken, longest, page_ids, query_starts, lengths, page_size, window))
         del decode[-num_rows:]
     nowhere = torch.tensor(blind, device=kv.device) if blind else None
-    return ReferencePlan(tuple(rows), tuple(groups), nowhere, num_tokens)
+    return ReferencePlan(tuple(rows), tuple(groups), nowhere, num_tokens, value_dim)
 
 
 def _chunks(

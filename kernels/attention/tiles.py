@@ -44,6 +44,7 @@ def last_at_most(
 @triton.jit
 def attend_tiles(
     q,
+    q_rest,
     acc,
     top,
     total,
@@ -62,6 +63,8 @@ def attend_tiles(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -76,7 +79,8 @@ def attend_tiles(
     the last key that each row sees, before `end`; with WINDOW each sees so many keys. kv_ptr: of
     the KV head; page_ids_ptr: of the row. Where not MASKED, all rows see all keys. Where MASKED,
     keys from `end` on are not read, and with WINDOW none before `begin`: there may be no page.
-    scale, soft_cap: of `score_scales`.
+    scale, soft_cap: of `score_scales`. With REST a value is the first HEAD_DIM numbers of its key,
+    and q_rest, [rows, BLOCK_REST], meets the other REST.
 
     A top follows the row's largest score once some row's exceeds its own by more than SLACK, at
     most 15, so that a weight fits float16. Until then what has been summed is not scaled, which is
@@ -95,10 +99,20 @@ def attend_tiles(
         pages = _load_pages(page_ids_ptr, start + BLOCK_N, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
         k_ptr = kv_ptr + offsets[:, None] + dims[None, :]
         k = _load_tile(k_ptr, live, dims, HEAD_DIM, BLOCK_D, MASKED)
-        v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        if REST:
+            others = tl.arange(0, BLOCK_REST)
+            rest_ptr = kv_ptr + HEAD_DIM + offsets[:, None] + others[None, :]
+            k_rest = _load_tile(rest_ptr, live, others, REST, BLOCK_REST, MASKED)
+            v = k
+        else:
+            v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            if UPCAST:
+                k_rest = k_rest.to(tl.float32)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if SOFT_CAP:
             scores = _capped(scores, scale, soft_cap)
             unit = 1.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.engine.memory.layout import MAX_PADDING, TYPICAL_TOKENS, KVLayout
-from common.engine.memory.states import Cells, PagedKV, Recurrent
+from common.engine.memory.states import Cells, PagedKV, PagedLatent, Recurrent, State
 from common.errors import ConfigError
 
 BF16 = torch.bfloat16
@@ -57,16 +57,18 @@ def test_a_long_request_of_gemma_3_27b_takes_a_fifth_of_what_all_its_tokens_woul
         mixed(3, 4, 40, 2, 8),
         [PagedKV(2, 8), PagedKV(1, 8), PagedKV(2, 8), PagedKV(4, 24, 30), PagedKV(1, 8, 30)],
         [PagedKV(1, 10)] + [PagedKV(2, 16, 100)] * 5,
+        [PagedLatent(20)] * 3 + [PagedKV(2, 8), PagedLatent(12)],
     ],
-    ids=["alike", "of several shapes", "one large"],
+    ids=["alike", "of several shapes", "one large", "latents"],
 )
-def test_every_number_of_a_layer_lies_in_its_own_place(layers: list[PagedKV]) -> None:
+def test_every_number_of_a_layer_lies_in_its_own_place(layers: list[State]) -> None:
     layout = KVLayout.of(layers, 16, torch.float32)
     pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
     by_table: dict[int, int] = {}
     for layer, state in enumerate(layers):
         view = layout.view(pages, layer)
-        assert view.shape == (3, state.kv_heads, 2, 16, state.head_dim)
+        heads, vectors, size = state.shape
+        assert view.shape == (3, heads, vectors, 16, size)
         assert layout.windows[layout.places[layer].table] == state.window
         table = layout.places[layer].table
         by_table[table] = by_table.get(table, 0) + view[0].numel() * 4
@@ -89,6 +91,13 @@ def test_layouts_that_differ_are_described_differently():
         "head,layer,kv,token: 1 x (2 layers x 2 heads x 8), "
         "1 x (2 layers x 2 heads x 8 of 40 tokens)"
     )
+
+
+def test_of_a_latent_one_vector_is_kept_whatever_the_number_of_heads():
+    layout = KVLayout.of([PagedLatent(576)] * 61, 64, BF16)  # DeepSeek-V3
+    assert layout.token_bytes == 61 * 576 * 2 and layout.padding == 0
+    assert layout.page_bytes == 64 * layout.token_bytes
+    assert layout.describe() == "head,layer,kv,token: 1 x (61 layers x a latent of 576)"
 
 
 KV = PagedKV(2, 8)

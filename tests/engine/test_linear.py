@@ -18,7 +18,12 @@ from common.errors import ConfigError
 from kernels import device as devices
 from kernels.experts.routing import Routing, route
 from tests.support import compiled
-from tests.support.checkpoints import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
+from tests.support.checkpoints import (
+    ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
+    LATENT_ARCHITECTURES,
+    make_checkpoint,
+)
 from tests.support.compiled import operators_here
 
 CPU = torch.device("cpu")
@@ -261,7 +266,9 @@ def nbytes(part):
 )
 @pytest.mark.parametrize("products", ["torch", "compiled"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES])
+@pytest.mark.parametrize(
+    "architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES]
+)
 def test_weights_take_what_is_said_before_they_are_loaded(
     tmp_path, monkeypatch, architecture, tied, products, dtype, quantize
 ):

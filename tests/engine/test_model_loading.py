@@ -221,6 +221,36 @@ def test_a_wrong_configuration_of_gemma_is_named(tmp_path, changes, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    "architecture, changes, words",
+    [
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method", "group_limited_greedy"]),
+        ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob", "false"]),
+        ("deepseek_v2", {"n_group": 5}, ["n_group", "12 experts"]),
+        ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "1"]),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, ["qk_rope_head_dim", "even"]),
+        ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, ["attention_bias"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_configuration_of_deepseek_is_named(tmp_path, architecture, changes, words):
+    directory = make_checkpoint(tmp_path, architecture)
+    edit(directory, **changes)
+    message = load_error(directory)
+    assert all(word in message for word in words), message
+
+
+def test_the_layer_of_deepseek_v3_that_guesses_tokens_ahead_is_left_out(tmp_path):
+    directory = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    edit_tensors(
+        directory, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(2)})
+    )
+    edit(directory, num_nextn_predict_layers=1)
+    assert len(load(directory, CPU, torch.float32).layers) == 2
+    edit(directory, num_nextn_predict_layers=0)
+    assert "model.layers.2.eh_proj.weight" in load_error(directory)
+
+
 def test_yarn_extends_the_context_from_its_original_length(directory):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     edit(directory, rope_parameters=rope)

@@ -17,6 +17,7 @@ from tests.support import compiled
 from tests.support.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
+    LATENT_ARCHITECTURES,
     VOCABULARY_SIZE,
     greedy_tokens,
     make_checkpoint,
@@ -44,7 +45,13 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text")  # with experts and without
 VARIANTS = {
     **{
         name: (name, {})
-        for name in (*ARCHITECTURES, *EXPERT_ARCHITECTURES, "gemma3_text", *HYBRIDS)
+        for name in (
+            *ARCHITECTURES,
+            *EXPERT_ARCHITECTURES,
+            *LATENT_ARCHITECTURES,
+            "gemma3_text",
+            *HYBRIDS,
+        )
     },
     "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -112,6 +119,21 @@ VARIANTS = {
     "dots1 window, not normalised": (
         "dots1",
         {"sliding_window": 17, "max_window_layers": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v2 greedy, no latents of queries": (
+        "deepseek_v2",
+        {"topk_method": "greedy", "q_lora_rank": None},
+    ),
+    "deepseek_v3 yarn, biased": (
+        "deepseek_v3",
+        {
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v3 halves rotated, one group, not normalised": (
+        "deepseek_v3",
+        {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
     "qwen3_next all heads rotated, a value head each, wide convolution": (
         "qwen3_next",
@@ -203,7 +225,9 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, v
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, "gemma3_text"])
+@pytest.mark.parametrize(
+    "architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES, "gemma3_text"]
+)
 def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size, operations):
     directory = make_checkpoint(tmp_path, architecture)
     lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
@@ -247,6 +271,7 @@ def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):
     [
         *("llama llama3", "qwen2 yarn", "mistral window", "qwen3", "gemma2", "gemma3_text"),
         *EXPERT_ARCHITECTURES,
+        "deepseek_v3 yarn, biased",
     ],
 )
 def test_a_transformers_4_config_gives_the_same_model(tmp_path, variant):

@@ -53,7 +53,7 @@ def test_a_quantised_checkpoint_computes_what_its_numbers_stand_for(
     assert not torch.allclose(found, logits(source), atol=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("name", ["fp8 by block", INT8, "awq", "gptq int4"])
 def test_experts_may_be_quantised_too(tmp_path, architecture, name, dequantised):
     source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
@@ -105,7 +105,7 @@ def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
 
 
 @pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_take_what_is_said_before_they_are_loaded(tmp_path, architecture, name, dtype):
     source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)

@@ -13,7 +13,10 @@ SCALE = 0.3
 
 
 class Case:
-    """A batch of (queries, length) rows, of which the last with one query each are decodes."""
+    """A batch of (queries, length) rows, of which the last with one query each are decodes.
+
+    With `value_dim` what is kept of a token is one latent, whose first numbers are the value.
+    """
 
     def __init__(
         self,
@@ -25,10 +28,13 @@ class Case:
         head_dim=8,
         dtype=torch.float32,
         enveloped=True,
+        value_dim=None,
     ):
-        self.rows = rows
+        self.rows, self.value_dim = rows, value_dim
+        vectors = 2 if value_dim is None else 1
         needed = [-(-length // page_size) for _, length in rows]
-        self.kv = _layer(sum(needed) + 3, kv_heads, page_size, head_dim, dtype, enveloped)
+        shape = (kv_heads, page_size, head_dim)
+        self.kv = _layer(sum(needed) + 3, *shape, dtype, enveloped, vectors)
         order = random.Random(0).sample(range(sum(needed) + 3), sum(needed))
         # Entries between the rows' pages are noise that nobody may follow.
         noise = [10**9]
@@ -38,13 +44,13 @@ class Case:
             pages = [order.pop() for _ in range(num_pages)]
             self.page_starts.append(len(entries))
             entries += pages + noise
-            k, v = torch.randn(2, length, kv_heads, head_dim, device=DEVICE).to(dtype)
+            kept = torch.randn(vectors, length, kv_heads, head_dim, device=DEVICE).to(dtype)
             places = torch.arange(length)
             where = torch.tensor(pages, dtype=torch.int64)[places // page_size].to(DEVICE)
-            self.kv[where, :, 0, places.to(DEVICE) % page_size] = k
-            self.kv[where, :, 1, places.to(DEVICE) % page_size] = v
-            self.keys.append(k)
-            self.values.append(v)
+            for vector, numbers in enumerate(kept):
+                self.kv[where, :, vector, places.to(DEVICE) % page_size] = numbers
+            self.keys.append(kept[0])
+            self.values.append(kept[-1, ..., :value_dim])
         counts = [queries for queries, _ in rows]
         self.num_decodes = 0
         while self.num_decodes < len(rows) and counts[-1 - self.num_decodes] == 1:
@@ -66,6 +72,7 @@ class Case:
             "num_heads": self.q.shape[1],
             "num_tokens": self.q.shape[0],
             "num_decodes": self.num_decodes,
+            "value_dim": self.value_dim,
         }
         window = changes.get("window")
         if window:
@@ -114,12 +121,12 @@ class Case:
         torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=rtol)
 
 
-def _layer(num_pages, kv_heads, page_size, head_dim, dtype, enveloped):
+def _layer(num_pages, kv_heads, page_size, head_dim, dtype, enveloped, vectors):
     """One layer of a pool of page envelopes, or of one that keeps every layer, K and V apart."""
     if enveloped:
-        shape = (num_pages, kv_heads, NUM_LAYERS, 2, page_size, head_dim)
+        shape = (num_pages, kv_heads, NUM_LAYERS, vectors, page_size, head_dim)
         return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)[:, :, 1]
-    shape = (NUM_LAYERS, 2, num_pages, page_size, kv_heads, head_dim)
+    shape = (NUM_LAYERS, vectors, num_pages, page_size, kv_heads, head_dim)
     return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)[1].permute(1, 3, 0, 2, 4)
 
 

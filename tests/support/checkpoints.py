@@ -12,6 +12,8 @@ import transformers.utils.logging
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -36,6 +38,7 @@ transformers.utils.logging.disable_progress_bar()
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 HYBRID_ARCHITECTURES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 EXPERT_ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "dots1", "gpt_oss")
+LATENT_ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
 GEMMA_3_LAYERS = [*("sliding_attention",) * 2, "full_attention", "sliding_attention"]
 SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 END_TOKEN_ID = 256  # after the 256 bytes
@@ -57,6 +60,8 @@ _CONFIGS = {
     "qwen2_moe": Qwen2MoeConfig,
     "mixtral": MixtralConfig,
     "dots1": Dots1Config,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
     "gpt_oss": GptOssConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
@@ -86,6 +91,14 @@ _DEEPSEEK_EXPERTS = {
     "routed_scaling_factor": 1.5,
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
+}
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 _SIZES = {
     "vocab_size": VOCABULARY_SIZE,
@@ -135,8 +148,12 @@ def make_checkpoint(
     if architecture == "gpt_oss":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}
         sizes["head_dim"] = 32
-    if architecture == "dots1":
+    if architecture in ("dots1", *LATENT_ARCHITECTURES):
         sizes |= _DEEPSEEK_EXPERTS
+    if architecture in LATENT_ARCHITECTURES:
+        sizes |= _LATENTS
+    if architecture == "deepseek_v2":
+        sizes |= {"topk_method": "group_limited_greedy", "norm_topk_prob": False}
     if architecture == "mixtral":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if architecture == "gemma2":
@@ -153,7 +170,7 @@ def make_checkpoint(
                 parameter.mul_(2.0)
             else:  # norms of exactly 1 and biases of exactly 0 would hide that they are not used
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if "q_proj" in name or "k_proj" in name:
+            if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj")):
                 parameter.mul_(4.0)
             if ".experts." in name or name.endswith("mlp.gate.weight"):
                 parameter.mul_(4.0)  # the wrong expert shows, and so does the wrong weight

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-MODULES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+MODULES = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 GROUP = 32
 BLOCK = (48, 40)  # neither divides the matrices it is used for
 Tensors = dict[str, Tensor]

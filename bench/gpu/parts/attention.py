@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.clock import Work
 from bench.gpu.frame import Row, Tables, note
+from bench.gpu.operations import latents
 from bench.gpu.operations.paged import Heads, Paged, Rows, envelope, num_pages_of, paged
 from bench.gpu.ops import COLUMNS, Op
 from bench.gpu.ops import measure as measure_ops
@@ -21,6 +22,7 @@ TABLES: Tables = {
     "decode": COLUMNS,
     "extend": COLUMNS,
     "plan": COLUMNS,
+    "latents": COLUMNS,
     "skew": {
         "rows": "{shape}",
         "share of the read bandwidth": "{share:.0%}",
@@ -40,6 +42,8 @@ def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     for heads in setting.sized((LARGE, SMALL), (DRY,)):
         for rows in (Rows.decode([64]), Rows.extend(64, 64)):
             yield partial(_call_once, setting, rows, heads)
+    for make in latents.ops(setting):
+        yield partial(_make_and_call, make)
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -48,6 +52,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     yield from _skew(setting)
     yield from measure_ops(setting, _extends(setting), "extend")
     yield from measure_ops(setting, _plans(setting), "plan")
+    yield from measure_ops(setting, latents.ops(setting), "latents")
 
 
 def _decodes(setting: Setting) -> Iterator[Callable[[], Op]]:
@@ -164,6 +169,10 @@ def _plan(setting: Setting, rows: Rows, heads: Heads) -> Op:
 
 def _call_once(setting: Setting, rows: Rows, heads: Heads) -> None:
     make_data(setting, rows, heads).attention()()
+
+
+def _make_and_call(make: Callable[[], Op]) -> None:
+    make().call()
 
 
 def make_data(setting: Setting, rows: Rows, heads: Heads) -> Paged:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 from unittest import mock
 
 from bench.gpu.frame import Row, Tables, note
 from bench.gpu.operations.paged import Paged, Rows
 from bench.gpu.parts.attention import DRY, LARGE, TOLERANCE, make_data
 from bench.gpu.setting import Setting
-from kernels.attention import decode as decode_attention
 from kernels.attention import decode_plan
 from kernels.attention import extend as extend_attention
+from kernels.attention.decode_plan import DecodeTile
 from kernels.attention.extend import Tile
 
 TABLES: Tables = {
@@ -46,12 +45,10 @@ class DecodeLaunch:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        kernel = decode_attention._decode_kernel
-        kernel = _With(kernel, num_warps=self.warps, num_stages=self.stages)
+        tile = DecodeTile(self.block, self.warps, self.stages, decode_plan.MAX_REGISTERS)
         with (
             mock.patch.object(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", self.programs),
-            mock.patch.object(decode_plan, "_block", return_value=self.block),
-            mock.patch.object(decode_attention, "_decode_kernel", kernel),
+            mock.patch.object(decode_plan, "_tile", return_value=tile),
         ):
             yield
 
@@ -71,18 +68,6 @@ class ExtendLaunch:
         tile = Tile(self.rows, self.block, self.warps, self.stages, self.slack)
         with mock.patch.object(extend_attention, "_tile", return_value=tile):
             yield
-
-
-class _With:
-    """A kernel whose launches have these options, whatever they ask for."""
-
-    def __init__(self, kernel: Any, **options: int) -> None:
-        self._kernel = kernel
-        self._options = options
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        launch = self._kernel[grid]
-        return lambda *arguments, **options: launch(*arguments, **{**options, **self._options})
 
 
 Launch = DecodeLaunch | ExtendLaunch

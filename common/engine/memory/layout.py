@@ -54,7 +54,11 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """places: by layer. dtype: of all keys and values. state_pages: of one request's state."""
+    """
+    places: by layer.
+    dtype: of all that is kept of tokens.
+    state_pages: of one request's state.
+    """
 
     page_size: int
     dtype: torch.dtype
@@ -147,11 +151,8 @@ class KVLayout:
         states: dict[str, None] = {}
         for place in self.places:
             window = "" if place.state.window is None else f" of {place.state.window} tokens"
-            kv_heads, head_dim = place.state.heads
             if place.table != NO_TABLE:
-                tables[place.table] = (
-                    f"{place.num_layers} layers x {kv_heads} heads x {head_dim}{window}"
-                )
+                tables[place.table] = f"{place.num_layers} layers x {place.state.words}{window}"
             states |= dict.fromkeys(_described(each, self.dtype) for each in place.cells)
         kinds = dict.fromkeys(tables.values())
         counts = [(list(tables.values()).count(kind), kind) for kind in kinds]
@@ -160,22 +161,23 @@ class KVLayout:
         return f"{described}; head,layer: {', '.join(states)}" if states else described
 
     def view(self, pages: Tensor, layer: int) -> Tensor:
-        """A layer's keys and values in pages, uint8 [num_pages, page_bytes]: [num_pages, kv_heads,
-        2, page_size, head_dim], K at index 0 of the third, V at 1; no heads where it has none."""
+        """What a layer keeps of tokens, in pages, uint8 [num_pages, page_bytes]: [num_pages, heads,
+        vectors, page_size, size]. Of keys and values K is the first vector, V the second. No heads
+        where it keeps nothing."""
         place = self.places[layer]
-        kv_heads, head_dim = place.state.heads
-        part = self.page_size * head_dim
+        heads, vectors, size = place.state.shape
+        part = self.page_size * size
         numbers = pages.view(self.dtype)
         return numbers.as_strided(
-            (len(pages), kv_heads, 2, self.page_size, head_dim),
+            (len(pages), heads, vectors, self.page_size, size),
             (
                 self.page_bytes // self.dtype.itemsize,
-                place.num_layers * 2 * part,
+                place.num_layers * vectors * part,
                 part,
-                head_dim,
+                size,
                 1,
             ),
-            numbers.storage_offset() + place.index * 2 * part,
+            numbers.storage_offset() + place.index * vectors * part,
         )
 
     def cells(self, pages: Tensor, layer: int) -> dict[str, CellView]:

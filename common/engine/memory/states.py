@@ -43,8 +43,13 @@ class State(Protocol):
         ...
 
     @property
-    def heads(self) -> tuple[int, int]:
-        """Those of keys and values, and the size of one."""
+    def shape(self) -> tuple[int, int, int]:
+        """Of what is kept of a token: heads, vectors of each, and numbers of a vector."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """That shape, as nodes compare it."""
         ...
 
 
@@ -68,8 +73,39 @@ class PagedKV:
         return ()
 
     @property
-    def heads(self) -> tuple[int, int]:
-        return self.kv_heads, self.head_dim
+    def shape(self) -> tuple[int, int, int]:
+        return self.kv_heads, 2, self.head_dim
+
+    @property
+    def words(self) -> str:
+        return f"{self.kv_heads} heads x {self.head_dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatent:
+    """One vector for each token, from which every head makes its key and its value."""
+
+    size: int
+
+    @property
+    def window(self) -> None:
+        return None
+
+    @property
+    def token_numbers(self) -> int:
+        return self.size
+
+    @property
+    def cells(self) -> tuple[Cells, ...]:
+        return ()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 1, 1, self.size
+
+    @property
+    def words(self) -> str:
+        return f"a latent of {self.size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +123,9 @@ class Recurrent:
         return 0
 
     @property
-    def heads(self) -> tuple[int, int]:
-        return 0, 0
+    def shape(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    @property
+    def words(self) -> str:
+        return "nothing"

@@ -83,6 +83,15 @@ def extended_context(config: Fields, context_length: int) -> int:
     return max(context_length, int(original * rope.number("factor")))
 
 
+def score_scale(config: Fields) -> float:
+    """By how much scores grow with the length that yarn's factor makes room for, where
+    `mscale_all_dim` says so, as in DeepSeek-V2 and later."""
+    rope = config.nested("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    if rope.text("rope_type", rope.text("type", "default")) != "yarn":
+        return 1.0
+    return _magnitude(rope.number("factor"), rope.number("mscale_all_dim", 0.0)) ** 2
+
+
 def _llama3(frequencies: Tensor, rope: Fields, context_length: int) -> Tensor:
     """Long wavelengths are divided by the factor, short ones kept, a smooth step between.
 
@@ -120,8 +129,11 @@ def _yarn_scale(factor: float, rope: Fields) -> float:
     if "attention_factor" in rope:
         return rope.number("attention_factor")
 
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     mscale, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-    return magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
+    if mscale and all_dim:
+        return _magnitude(factor, mscale) / _magnitude(factor, all_dim)
+    return _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

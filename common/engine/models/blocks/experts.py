@@ -19,8 +19,8 @@ from kernels.experts.routing import Routing, route
 class Experts:
     """
     intermediate_size: of each expert.
-    exact_router: logits are computed in float32, and a stored bias is added where experts are
-        chosen.
+    exact_router: logits are computed in float32.
+    choice_bias: a stored one is added to scores where experts are chosen by them.
     shared: that all tokens go through; shared_gate: as much as a number of each token's own says.
     module, router, storage: what the checkpoint calls them, and how it has the experts.
     router_bias: added to logits.
@@ -31,6 +31,7 @@ class Experts:
     gate: Gate
     routing: Routing
     exact_router: bool = False
+    choice_bias: bool = False
     shared: Dense | None = None
     shared_gate: bool = False
     module: str = "mlp"
@@ -50,8 +51,9 @@ class Experts:
         exact = torch.float32 if self.exact_router else None
         if self.router_bias:
             bias = source.tensor(f"{self.router}.bias", (self.count,), dtype=exact)
-        if self.exact_router:
-            choice_bias = source.tensor("gate.e_score_correction_bias", (self.count,), dtype=exact)
+        if self.choice_bias:
+            name = f"{self.router}.e_score_correction_bias"
+            choice_bias = source.tensor(name, (self.count,), dtype=torch.float32)
         if self.shared_gate:
             gate = source.tensor("shared_expert_gate.weight", (1, hidden))
         return ExpertsBlock(

@@ -31,6 +31,11 @@ class Source(Protocol):
         """
         ...
 
+    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
+        """A module's matrix, [rows, columns] in the dtype that the model computes in, for who
+        multiplies by parts of it."""
+        ...
+
     def experts(self, shape: ExpertShape) -> ExpertNet:
         """Those stored under the module `experts`."""
         ...

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from common.engine.models.decoder import DecoderSpec
+from common.engine.models.families.deepseek import deepseek_v2, deepseek_v3
 from common.engine.models.families.dots1 import dots1
 from common.engine.models.families.gemma2 import gemma2
 from common.engine.models.families.gemma3 import gemma3
@@ -38,6 +39,8 @@ FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
     "qwen3": qwen3,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
     "dots1": dots1,
     "gpt_oss": gpt_oss,
     "qwen3_moe": qwen3_moe,

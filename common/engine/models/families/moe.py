@@ -1,6 +1,8 @@
 """What families with experts say in the same words."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from common.engine.models.blocks.dense import Dense
 from common.engine.models.blocks.experts import Experts
@@ -38,30 +40,72 @@ def shared_expert(config: Fields) -> Dense:
     )
 
 
-def deepseek_experts(config: Fields) -> Experts:
-    """Of DeepSeek-V3, and of those that copy its names: by sigmoids, out of a few groups."""
-    count, inner = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
-    activation, shared = common.activation(config), config.count("n_shared_experts", 0)
-    groups, chosen = config.integer("n_group", 1), config.integer("topk_group", 1)
-    if count % groups or count // groups < 2:
-        raise config.wrong("n_group", f"a number of groups, of two at least, of {count} experts")
-    if chosen > groups:
-        raise config.wrong("topk_group", f"at most {groups} groups")
+def deepseek_experts(
+    config: Fields,
+    *,
+    groups: int = 1,
+    chosen: int = 1,
+    shared: int = 0,
+    scale: float = 1.0,
+    normalise: bool = False,
+) -> Experts:
+    """Of DeepSeek-V3, and of those that copy its names: by sigmoids, out of a few groups.
+
+    Args: what holds where the configuration does not say.
+    """
+    groups, chosen = config.integer("n_group", groups), config.integer("topk_group", chosen)
+    routing = replace(
+        _grouped(config, groups, chosen, 2),
+        scores="sigmoid",
+        scale=config.number("routed_scaling_factor", scale),
+        normalise=config.flag("norm_topk_prob", normalise),
+    )
+    return replace(_deepseek(config, routing, shared), choice_bias=True)
+
+
+def deepseek_v2_experts(config: Fields) -> Experts:
+    """Of DeepSeek-V2: by a softmax over all of them, out of a few groups if it says so."""
+    method, groups, chosen = config.text("topk_method", "greedy"), 1, 1
+    if method == "group_limited_greedy":
+        groups, chosen = config.integer("n_group"), config.integer("topk_group")
+    elif method != "greedy":
+        raise config.wrong("topk_method", "greedy or group_limited_greedy")
+    if config.flag("norm_topk_prob", False):
+        raise config.wrong("norm_topk_prob", "false")
+    scale = config.number("routed_scaling_factor", 1.0)
+    return _deepseek(config, replace(_grouped(config, groups, chosen, 1), scale=scale), 2)
+
+
+def _deepseek(config: Fields, routing: Routing, shared: int) -> Experts:
+    inner, shared = (
+        config.integer("moe_intermediate_size"),
+        config.count("n_shared_experts", shared),
+    )
+    activation = common.activation(config)
     return Experts(
-        count=count,
+        count=config.integer("n_routed_experts"),
         intermediate_size=inner,
         gate=activation,
-        routing=Routing(
-            per_token(config, chosen * (count // groups)),
-            config.flag("norm_topk_prob", False),
-            scores="sigmoid",
-            scale=config.number("routed_scaling_factor", 1.0),
-            groups=groups,
-            chosen_groups=chosen,
-            group_top=2,
-        ),
+        routing=routing,
         exact_router=True,
         shared=Dense(shared * inner, activation, module="mlp.shared_experts") if shared else None,
+    )
+
+
+def _grouped(config: Fields, groups: int, chosen: int, top: Literal[1, 2]) -> Routing:
+    """By a softmax, whose shares are weights; a group by so many of its likeliest."""
+    count = config.integer("n_routed_experts")
+    size, odd = divmod(count, groups)
+    if odd or size < top:
+        raise config.wrong("n_group", f"a number of groups, of {top} at least, of {count} experts")
+    if chosen > groups:
+        raise config.wrong("topk_group", f"at most {groups} groups")
+    return Routing(
+        per_token(config, chosen * size),
+        normalise=False,
+        groups=groups,
+        chosen_groups=chosen,
+        group_top=top,
     )
 
 

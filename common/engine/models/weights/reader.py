@@ -38,6 +38,9 @@ class Reader:
         matrices = [self._matrix(module, outputs, columns) for module, outputs in rows.items()]
         return held(self.form, joined(matrices), added)
 
+    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
+        return own_copy(self._matrix(module, rows, columns).floats(), self.device, self.dtype)
+
     def experts(self, shape: ExpertShape) -> ExpertNet:
         place = Place(self.checkpoint, self.scheme, f"{self.prefix}experts.")
 

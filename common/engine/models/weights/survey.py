@@ -57,6 +57,11 @@ class Survey:
         self.needs.num_bytes += self._matrix_bytes(rows, total, columns)
         return Dense(_nothing((total, columns), self.dtype))
 
+    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
+        self._note_matrix(module, rows, columns)
+        self.needs.num_bytes += rows * columns * self.dtype.itemsize
+        return _nothing((rows, columns), self.dtype)
+
     def experts(self, shape: ExpertShape) -> ExpertNet:
         place = Place(self.checkpoint, self.scheme, f"{self.prefix}experts.")
         self.needs.stored.update(shape.storage.wanted(shape, place))
