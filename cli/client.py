@@ -34,14 +34,15 @@ _ANSWER_S = 5.0
 def add_router_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router",
-        type=_address,
+        type=address,
         default=f"{plan.HOST}:{plan.ROUTER_PORT}",
         metavar="HOST:PORT",
         help="its gRPC port (%(default)s)",
     )
 
 
-def _address(text: str) -> str:
+def address(text: str) -> str:
+    """For argparse."""
     try:
         return check_address(text)
     except InvalidRequest as error:

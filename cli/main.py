@@ -28,6 +28,8 @@ COMMANDS = {
     ),
     "top": Command("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
     "explain": Command("cli.explain", "what happened to one request, on every program"),
+    "drain": Command("cli.drain", "end a program, once its requests have ended or moved"),
+    "roll": Command("cli.roll", "restart all programs, one after the other, unnoticed"),
     "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),
     "secret": Command("cli.secret", "print a new cluster secret, or what is made of one"),
     "check": Command(

@@ -268,7 +268,7 @@ class GetClusterResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., router: _Optional[_Union[RouterState, _Mapping]] = ...) -> None: ...
 
 class RouterState(_message.Message):
-    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes")
+    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +280,7 @@ class RouterState(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     SILENT_PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROCESS_S_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     version: str
@@ -291,7 +292,18 @@ class RouterState(_message.Message):
     has_chat_template: bool
     processes: int
     silent_processes: int
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ...) -> None: ...
+    oldest_process_s: float
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ..., oldest_process_s: _Optional[float] = ...) -> None: ...
+
+class DrainRouterRequest(_message.Message):
+    __slots__ = ("in_turn",)
+    IN_TURN_FIELD_NUMBER: _ClassVar[int]
+    in_turn: bool
+    def __init__(self, in_turn: _Optional[bool] = ...) -> None: ...
+
+class DrainRouterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ClusterNode(_message.Message):
     __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "seen_s")

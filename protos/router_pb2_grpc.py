@@ -79,6 +79,11 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Router/Drain',
+                request_serializer=protos_dot_router__pb2.DrainRouterRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.DrainRouterResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -147,6 +152,14 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes no new request, finishes those that it has, then ends. For operators; returns once that
+        has begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -194,6 +207,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=protos_dot_router__pb2.ExplainRequest.FromString,
                     response_serializer=protos_dot_router__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_router__pb2.DrainRouterRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.DrainRouterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -439,6 +457,33 @@ class Router:
             '/baton.v1.Router/Explain',
             protos_dot_router__pb2.ExplainRequest.SerializeToString,
             protos_dot_router__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Drain',
+            protos_dot_router__pb2.DrainRouterRequest.SerializeToString,
+            protos_dot_router__pb2.DrainRouterResponse.FromString,
             options,
             channel_credentials,
             insecure,

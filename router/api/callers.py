@@ -11,6 +11,7 @@ from router.clients.guard import Guard
 
 _HEADER = "authorization"
 _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Explain"})
+_COMMANDS = frozenset({"/baton.v1.Router/Drain"})
 
 
 class Callers:
@@ -20,7 +21,10 @@ class Callers:
         self._guard = guard
 
     def of(self, method: str) -> rpc.Admit:
-        ask = self._guard.operator if method in _FOR_OPERATORS else self._guard.client
+        if method in _COMMANDS:
+            ask = self._guard.commander
+        else:
+            ask = self._guard.operator if method in _FOR_OPERATORS else self._guard.client
 
         async def admit(context: Any) -> Client:
             return ask(authorization(context.invocation_metadata()), address(context.peer()))

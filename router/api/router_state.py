@@ -7,7 +7,7 @@ from protos.router_pb2 import RouterState
 from router.requests.admission import Admission
 from router.siblings.asking import Siblings
 
-_STATE = "/state"  # as processes ask each other
+STATE = "/state"  # as processes ask each other
 _BY_WEIGHT = ("ready", "not ready", "draining")
 
 
@@ -23,16 +23,18 @@ class OwnState:
             why_not_ready: a sentence, or None when a request could be placed now.
         """
         self._admission = admission
+        self._began = time.monotonic()
         self._constant = constant
         self._why_not_ready = why_not_ready
 
     def now(self) -> RouterState:
         reason = self._why_not_ready()
         state = RouterState(
-            state=_state(reason, self._admission.closed),
+            state=_state(reason, self._admission.leaving),
             reason=reason or "",
             live_requests=self._admission.num_live,
             max_requests=self._admission.max_requests,
+            oldest_process_s=time.monotonic() - self._began,
         )
         state.MergeFrom(self._constant)
         return state
@@ -44,7 +46,7 @@ class OwnState:
         async def tell(_: Mapping[str, str]) -> bytes:
             return self.now().SerializeToString()
 
-        return {_STATE: tell}
+        return {STATE: tell}
 
 
 class WholeState:
@@ -60,7 +62,7 @@ class WholeState:
         self.began = began
 
     async def now(self) -> RouterState:
-        told = await self._siblings.ask(_STATE)
+        told = await self._siblings.ask(STATE)
         own = self._own.now()
         whole = together([own, *map(RouterState.FromString, told.bodies.values())])
         whole.uptime_s = time.monotonic() - self.began
@@ -79,10 +81,11 @@ def together(states: Sequence[RouterState]) -> RouterState:
         whole.reason = f"{alike} of {len(states)} processes: {worst.reason}"
     whole.live_requests = sum(one.live_requests for one in states)
     whole.max_requests = sum(one.max_requests for one in states)
+    whole.oldest_process_s = max(one.oldest_process_s for one in states)
     return whole
 
 
-def _state(reason: str | None, closed: bool) -> str:
-    if closed:
+def _state(reason: str | None, leaving: bool) -> str:
+    if leaving:
         return "draining"
     return "ready" if reason is None else "not ready"

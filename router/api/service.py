@@ -27,6 +27,7 @@ from router.requests.served_model import ServedModel
 from router.requests.told_tokens import ToldToken
 from router.requests.wanted import Messages, SharedPrompt
 from router.requests.within import Within
+from router.siblings.ends import Ends
 from router.text.limits import check_context, check_vocabulary
 
 Context: TypeAlias = Any  # rpc.Admitted, whose caller is a Client
@@ -43,6 +44,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         report: ClusterReport,
         explainer: Explainer,
         model: ServedModel,
+        ends: Ends,
         *,
         budget_s: float,
     ) -> None:
@@ -56,6 +58,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._report = report
         self._explainer = explainer
         self._model = model
+        self._ends = ends
         self._budget_s = budget_s
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
@@ -169,6 +172,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if not request.name:
             raise InvalidRequest("name is empty")
         return await self._explainer.explain(request.name)
+
+    async def Drain(
+        self, request: router_pb2.DrainRouterRequest, context: Context
+    ) -> router_pb2.DrainRouterResponse:
+        await self._ends.drain(in_turn=request.in_turn)
+        return router_pb2.DrainRouterResponse()
 
     def _voice(self, prompt: SharedPrompt, tools: Sequence[Any]) -> GrpcVoice:
         """

@@ -2,13 +2,12 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.config import RouterConfig
 from common.identity.exposure import is_loopback
 from common.identity.operator import OperatorCheck
 from common.identity.refusals import Refused
-from common.identity.secret import keyrings
+from common.identity.secret import Keyrings, keyrings
 from common.logs import kv
 from common.metrics import RouterMetrics
 from router.clients.cors import Cors
@@ -45,12 +44,14 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
         metrics.keys_from(keyring.usage)
     elif not here_only:
         log.warning("clients are not asked for a key: --api-keys is not set %s", kv(host=host))
+    held = keyrings(config.front.secret_file, "router")
     return Clients(
         guard=Guard(
             keyring,
-            _is_operator(config.front.secret_file),
+            _is_operator(held),
             metrics,
             operators_prove=not (here_only or config.front.insecure),
+            has_secret=held is not None,
         ),
         keyring=keyring,
         hosts=HostCheck(host, config.clients.allowed_hosts),
@@ -58,8 +59,7 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     )
 
 
-def _is_operator(secret_file: Path | None) -> IsOperator:
-    held = keyrings(secret_file, "router")
+def _is_operator(held: Keyrings | None) -> IsOperator:
     if held is None:
         return lambda shown: False
     operator = OperatorCheck(held)

@@ -1,9 +1,9 @@
 """Who may ask what, whichever protocol the question comes by.
 
-Three kinds of questions: of anybody (health), of clients, and of operators. With a file of API keys
-clients must have one, and operators an operator's; the cluster's own operator's key is as good as
-any. Without the file clients are known by their address, and operators are asked for that key where
-others than this host can reach the router.
+Four kinds of calls: of anybody (health), of clients, of operators who ask and who command. With
+a file of API keys clients must have one, and operators an operator's; the cluster's own operator's
+key is as good as any. Without the file clients are known by their address, and operators are asked
+for that key where others than this host can reach the router; to command, wherever there is one.
 """
 
 import logging
@@ -36,17 +36,20 @@ class Guard:
         metrics: RouterMetrics,
         *,
         operators_prove: bool,
+        has_secret: bool,
     ) -> None:
         """
         Args:
             keyring: None: clients need no key.
             is_operator: whether what was sent is the cluster's own operator's key.
             operators_prove: whether they need a key where there is no keyring.
+            has_secret: whether there is an operator's key at all; if so, nobody commands without.
         """
         self._keyring = keyring
         self._is_operator = is_operator
         self._metrics = metrics
         self._operators_prove = operators_prove or keyring is not None
+        self._commanders_prove = self._operators_prove or has_secret
         self._operator = Client("the cluster's operator", Usage(KeyLimits()), operator=True)
         self._log = ThrottledLog(log, Throttle())
 
@@ -74,7 +77,14 @@ class Guard:
             Unauthenticated: as for `client`.
             Forbidden: with a key that is a client's.
         """
-        if not self._operators_prove:
+        return self._one_of_the_operators(authorization, address, prove=self._operators_prove)
+
+    def commander(self, authorization: str, address: str) -> Client:
+        """Who changes what operators may merely ask about. Raises as `operator` does."""
+        return self._one_of_the_operators(authorization, address, prove=self._commanders_prove)
+
+    def _one_of_the_operators(self, authorization: str, address: str, *, prove: bool) -> Client:
+        if not prove:
             return by_address(address)
         client = self._known(authorization, address)
         if not client.operator:

@@ -56,6 +56,7 @@ from router.requests.record import Records
 from router.requests.served_model import served_model
 from router.requests.timelines import Timelines
 from router.siblings.asking import siblings
+from router.siblings.ends import KeptEnd, OwnEnd
 from router.siblings.place import Place, alone
 from router.siblings.telling import told
 from router.text.limits import MAX_FIELDS
@@ -73,6 +74,8 @@ class Running:
     port: int
     http_port: int
     http: HttpServer
+    server: grpc.aio.Server
+    shares_port: bool
     health: rpc.Health
     admission: Admission
     cluster: Cluster
@@ -82,26 +85,46 @@ class Running:
 
     async def drain(self, longest_s: float, hurry: asyncio.Event) -> None:
         """Takes no new request and lets the live ones finish; those that have not after
-        `longest_s`, or when `hurry` is set, end with UNAVAILABLE."""
+        `longest_s`, or when `hurry` is set, end with UNAVAILABLE.
+
+        Where other processes listen on the same ports, whoever connects from now on is theirs, and
+        what has come over a connection of this one is served; else what comes is refused."""
         self.readiness.cancel()
         await self.health.tell(False)
+        log.info("draining %s", kv(live=self.admission.num_live, longest_s=longest_s))
+        if self.shares_port:
+            self.admission.leave()
+            self.http.stop_listening()
+            stopping = asyncio.create_task(rpc.stop(self.server, longest_s))
+            await _first_of(self._all_is_served(), hurry.wait(), longest_s)
+            stopping.cancel()
         self.admission.close()
         self.http.drain()
-        log.info("draining %s", kv(live=self.admission.num_live, longest_s=longest_s))
         await _first_of(self.admission.wait_until_none_live(), hurry.wait(), longest_s)
         self.nodes.cancel()  # the end of its node's stream is the end of a request
         await _first_of(self.admission.wait_until_none_live(), hurry.wait(), _LAST_WORDS_S)
 
+    async def _all_is_served(self) -> None:
+        """A request whose client still sends it is not live yet, but has a connection."""
+        self.http.drain()
+        await self.admission.wait_until_none_live()
+        await self.http.wait_until_all_gone(_LAST_WORDS_S)
+        await self.admission.wait_until_none_live()
+
 
 @asynccontextmanager
 async def running(
-    config: RouterConfig, model: ModelFiles, place: Place | None = None
+    config: RouterConfig,
+    model: ModelFiles,
+    place: Place | None = None,
+    on_drain: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Running]:
     """Serves while inside. It listens at once, and is healthy once a request could be placed.
 
     Args:
         place: of this process among those of its router, see router/process/processes.py; they
             share its ports. None: it is the whole router.
+        on_drain: called when an operator wants it to drain, where it is the whole router.
     Raises:
         ConfigError: a port is taken, an entry of --prefill or --decode is wrong, or the tokenizer
             or chat template cannot be used.
@@ -179,6 +202,7 @@ async def running(
             report,
             explainer,
             served,
+            KeptEnd(keeper) if place.is_shared else OwnEnd(on_drain),
             budget_s=config.budget_s,
         )
         callers = Callers(clients.guard)
@@ -253,7 +277,17 @@ async def running(
             trimming = tasks.create_task(allocator.keep_trimming())
             try:
                 yield Running(
-                    port, http_port, http, health, admission, cluster, counts, nodes, readiness
+                    port,
+                    http_port,
+                    http,
+                    server,
+                    place.is_shared,
+                    health,
+                    admission,
+                    cluster,
+                    counts,
+                    nodes,
+                    readiness,
                 )
             finally:
                 for task in (readiness, nodes, keys, trimming):
@@ -327,7 +361,7 @@ def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterStat
 
 
 def _why_not_ready(admission: Admission, serves: Callable[[], bool], unready: str) -> str | None:
-    if admission.closed:
+    if admission.leaving:
         return SHUTTING_DOWN
     return None if serves() else unready
 

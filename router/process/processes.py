@@ -25,6 +25,7 @@ from common.errors import ConfigError
 from common.logs import kv
 from common.metrics import served
 from common.process.children import Child
+from router.process.renewal import Renewal
 from router.process.whole_metrics import WholeMetrics
 from router.siblings.asking import siblings
 from router.siblings.place import Place
@@ -48,26 +49,44 @@ async def keep(config: RouterConfig) -> int:
     Raises:
         ConfigError: a port is taken, or there is no directory for their sockets.
     """
-    async with _kept(config) as processes:
-        stop = asyncio.Event()
-
-        def on_signal(number: signal.Signals) -> None:
-            stop.set()
-            for process in processes:
-                process.send(number)
-
+    async with _kept(config) as (processes, end):
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+            asyncio.get_running_loop().add_signal_handler(number, end.signalled, number)
         try:
-            up = await _started(processes, stop)
+            up = await _started(processes, end.wanted)
             if up:
                 log.info("all processes are up %s", kv(processes=len(processes)))
-                await asyncio.gather(*(process.keep(stop) for process in processes))
+                await asyncio.gather(*(process.keep(end.wanted) for process in processes))
         finally:
             codes = await asyncio.gather(
                 *(process.end(config.front.drain_s + _END_S) for process in processes)
             )
         return max(codes) if up else max(codes) or 1
+
+
+class _End:
+    """Of all processes: wanted by a signal, which is passed on, or by a call. A signal after a call
+    is the first one, as Kubernetes has it: preStop calls, then it sends SIGTERM."""
+
+    def __init__(self, processes: "list[_Process]") -> None:
+        self._processes = processes
+        self._heeds_signals = True
+        self.wanted = asyncio.Event()
+
+    def signalled(self, number: signal.Signals) -> None:
+        if self._heeds_signals:
+            self._send(number)
+        self._heeds_signals = True
+
+    def called(self) -> None:
+        if not self.wanted.is_set():
+            self._heeds_signals = False
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
+        self.wanted.set()
+        for process in self._processes:
+            process.send(number)
 
 
 async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
@@ -86,6 +105,7 @@ class _Process:
         self._arguments = [msgspec.json.encode(place).decode(), config.model_dump_json()]
         self._child: Child | None = None
         self._told = False
+        self._renewing: asyncio.Event | None = None  # set when the successor listens
 
     async def start(self) -> bool:
         """Returns whether it listens; it has ended otherwise."""
@@ -106,18 +126,28 @@ class _Process:
             code = await _unless(stop, self._child.ended())
             if code is None:
                 return
-            if time.monotonic() - started_at > _MAX_BACKOFF_S:
-                backoff_s = _MIN_BACKOFF_S
-            fields = kv(process=self._number, code=code, restart_in_s=backoff_s)
-            log.error("a router process has ended %s", fields)
-            await _unless(stop, asyncio.sleep(backoff_s))
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-            if not stop.is_set():
-                await self.start()
+            renewing, self._renewing = self._renewing, None
+            if renewing is None:
+                if time.monotonic() - started_at > _MAX_BACKOFF_S:
+                    backoff_s = _MIN_BACKOFF_S
+                fields = kv(process=self._number, code=code, restart_in_s=backoff_s)
+                log.error("a router process has ended %s", fields)
+                await _unless(stop, asyncio.sleep(backoff_s))
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            if not stop.is_set() and await self.start() and renewing is not None:
+                renewing.set()
+
+    async def renew(self) -> None:
+        """Drains it; returns once its successor listens, which `keep` starts."""
+        if self._child is not None:
+            renewed = self._renewing = asyncio.Event()
+            self._child.send(signal.SIGTERM)
+            await renewed.wait()
 
     def send(self, number: signal.Signals) -> None:
+        drains, self._renewing = self._renewing is not None, None
         self._told = True
-        if self._child is not None:
+        if self._child is not None and not drains:  # a second signal would cut that short
             self._child.send(number)
 
     async def end(self, patience_s: float) -> int:
@@ -141,21 +171,27 @@ class _Process:
 
 
 @contextlib.asynccontextmanager
-async def _kept(config: RouterConfig) -> AsyncIterator[list[_Process]]:
+async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _End]]":
     """Processes that are yet to be started, and what they need of the one that keeps them."""
     with _reserved(config) as shared, _directory() as directory:
         keeper = Place(config.processes, config.processes, directory, time.monotonic())
         places = [replace(keeper, number=number) for number in range(config.processes)]
         async with siblings(keeper.others) as routers:
             metrics = WholeMetrics(routers)
+            processes = [_Process(place, shared) for place in places]
+            end = _End(processes)
+            renewal = Renewal(processes, routers, end.called)
             front = config.front
             with served(metrics.registry, front.host, front.metrics_port) as metrics_port:
-                async with told(keeper, metrics.tells):
+                async with told(keeper, {**metrics.tells, **renewal.tells}):
                     log.info(
                         "keeping %s",
                         kv(processes=len(places), sockets=directory, metrics_port=metrics_port),
                     )
-                    yield [_Process(place, shared) for place in places]
+                    try:
+                        yield processes, end
+                    finally:
+                        renewal.close()
 
 
 @contextlib.contextmanager

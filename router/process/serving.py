@@ -22,7 +22,8 @@ _COLLECT_EVERY = 50_000
 async def serve(
     config: RouterConfig, place: Place | None = None, *, on_up: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs a router until SIGTERM or SIGINT, then drains it; a second signal cuts that short.
+    """Runs a router until SIGTERM, SIGINT or an operator's Drain, then drains it; a second signal
+    cuts that short.
 
     Args:
         place: of this process among those of its router; None: there is no other.
@@ -30,14 +31,17 @@ async def serve(
     """
     allocator.hold_little()
     stop, hurry = asyncio.Event(), asyncio.Event()
+    signals = 0
 
     def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+        nonlocal signals
+        signals += 1
+        (hurry if signals > 1 else stop).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     model = await asyncio.to_thread(model_files.load, config.model)
-    async with running(config, model, place) as router:
+    async with running(config, model, place, on_drain=stop.set) as router:
         allocator.stay()
         gc.set_threshold(_COLLECT_EVERY)
         on_up()

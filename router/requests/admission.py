@@ -23,7 +23,8 @@ class Admission:
         self.max_requests = max_requests
         self._slots = FairSlots(max_requests, longest_wait_s=longest_wait_s)
         self._num_here = 0  # requests that are live, or wait
-        self.closed = False  # no request is admitted any more
+        self.leaving = False  # this router ends
+        self._closed = False  # no request is admitted any more
         self._none_left = asyncio.Event()
         self._none_left.set()
 
@@ -44,7 +45,7 @@ class Admission:
             RateLimited: the client has as many requests as its key may.
             Overloaded: as many requests are live as the client can have now.
         """
-        if self.closed:
+        if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
         allowed = client.limits.concurrent
         if allowed is not None and self._slots.num_of(client) >= allowed:
@@ -63,9 +64,13 @@ class Admission:
             if not self._num_here:
                 self._none_left.set()
 
+    def leave(self) -> None:
+        """This router ends, and says so, but serves what still reaches it."""
+        self.leaving = True
+
     def close(self) -> None:
         """Refuses every request from now on, and those that wait."""
-        self.closed = True
+        self.leaving = self._closed = True
         self._slots.close(NodeUnavailable(SHUTTING_DOWN))
 
     async def wait_until_none_live(self) -> None:

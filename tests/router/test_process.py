@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from grpc import StatusCode
 
 from common import rpc
+from common.identity.secret import new_secret, operator_keys, parse
 from protos.decode_pb2 import FINISH_REASON_STOP
+from protos.router_pb2 import DrainRouterRequest, GetClusterRequest
+from protos.router_pb2_grpc import RouterStub
 from tests.router.rig import Client, collect, failure
 from tests.support.cluster import free_ports
 from tests.support.http_client import connected, post, request
@@ -48,6 +52,29 @@ async def test_a_router_serves_and_ends_with_exit_code_0(
         router.send(number)
         assert router.exit_code() == 0
         assert " label=named outcome=stop tokens=1" in router.output
+
+
+async def test_an_operator_ends_a_router_which_is_then_waited_for_as_after_a_signal(
+    model: Path, programs: list[Program], tmp_path: Path
+) -> None:
+    """With the operators' key, though others on this host may ask what it knows without."""
+    secret = tmp_path / "secret"
+    secret.write_text(new_secret())
+    (key,) = operator_keys(parse(secret.read_text(), "the test", "operator"))
+    shown = (("authorization", f"Bearer {key}"),)
+    arguments = ("--model", str(model), "--decode", ABSENT, *ANY_PORTS)
+    router = Program("router", *arguments, f"--secret-file={secret}")
+    programs.append(router)
+    async with rpc.make_channel(router.address()) as channel:
+        stub = RouterStub(channel)
+        await stub.GetCluster(GetClusterRequest(), timeout=60)
+        refused = await failure(stub.Drain(DrainRouterRequest(), timeout=60))
+        assert refused.code() is StatusCode.UNAUTHENTICATED
+        in_turn = DrainRouterRequest(in_turn=True)
+        refused = await failure(stub.Drain(in_turn, timeout=60, metadata=shown))
+        assert refused.code() is StatusCode.FAILED_PRECONDITION
+        await stub.Drain(DrainRouterRequest(), timeout=60, metadata=shown)
+    assert router.exit_code() == 0
 
 
 def mappings(pid: int) -> str:

@@ -6,12 +6,15 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common import rpc
 from common.errors import ConfigError
 from protos.decode_pb2 import FINISH_REASON_STOP, Submit
+from protos.router_pb2 import DrainRouterRequest, GetClusterRequest
+from protos.router_pb2_grpc import RouterStub
 from tests.router.rig import Client, collect, eventually
 from tests.support.http_client import post
 from tests.support.programs import Program
@@ -101,6 +104,38 @@ async def test_a_process_that_is_killed_is_started_again(
                 await asyncio.sleep(0.02)
         assert other in pids and victim not in pids
         rig.program.send(signal.SIGTERM)
+        assert await asyncio.to_thread(rig.program.exit_code) == 0
+
+
+async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all(
+    model: Path, programs: list[Program]
+) -> None:
+    async with StubDecodeNode() as node:
+        rig = Rig(model, node.address)
+        programs.append(rig.program)
+        await asyncio.to_thread(rig.wait_until_up)
+        before = rig.pids()
+        address = f"127.0.0.1:{rig.port('address')}"
+        async with rpc.make_channel(address) as channel:
+            client = Client(channel)
+            await client.wait_until_serving()
+            call = client.generate("x")
+            submit = await node.submitted()
+            await client.stub.Drain(DrainRouterRequest(in_turn=True), timeout=START_S)
+            # Of a process that drains, or its successor: none of the requests.
+            await asyncio.to_thread(rig.program.line_with, "a router process is renewed process=0")
+            await asyncio.to_thread(rig.program.line_with, " draining ", START_S)
+            node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+            assert (await collect(call))[0] == "a"
+        await asyncio.to_thread(rig.program.line_with, "all router processes are renewed", START_S)
+        after = rig.pids()
+        assert len(after) == 2 and not set(before) & set(after)
+        assert "a router process has ended" not in rig.program.output
+        async with rpc.make_channel(address) as channel:
+            stub: Any = RouterStub(channel)
+            state = (await stub.GetCluster(GetClusterRequest(), timeout=START_S)).router
+            assert state.processes == 2 and state.oldest_process_s < state.uptime_s
+            await stub.Drain(DrainRouterRequest(), timeout=START_S)
         assert await asyncio.to_thread(rig.program.exit_code) == 0
 
 

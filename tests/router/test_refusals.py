@@ -23,6 +23,7 @@ from router.requests.kept_answers import KeptAnswers
 from router.requests.prompts import Prompts
 from router.requests.served_model import ServedModel
 from router.requests.wanted import Prompt
+from router.siblings.ends import OwnEnd
 from router.text.limits import MAX_FIELDS, Limits
 from router.text.model_files import ModelFiles
 from router.text.tokenizer import RouterTokenizer
@@ -127,7 +128,9 @@ class Busy:
 
 async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
     busy = Busy()
-    guard = Guard(None, lambda shown: False, RouterMetrics(), operators_prove=False)
+    guard = Guard(
+        None, lambda shown: False, RouterMetrics(), operators_prove=False, has_secret=False
+    )
     service = RouterService(
         guard,
         cast(KeptAnswers, None),
@@ -141,6 +144,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
             cast(Prompts, busy),
             Speech(),
         ),
+        OwnEnd(lambda: None),
         budget_s=10.0,
     )
     server = rpc.make_server()

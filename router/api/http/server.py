@@ -1,6 +1,7 @@
 """Listens, looks after the connections' deadlines, and ends them in order."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -63,23 +64,30 @@ class HttpServer:
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 
+    def stop_listening(self) -> None:
+        """Takes no new connection."""
+        if self._listener is not None:
+            self._listener.close()
+
     def drain(self) -> None:
         """From now on every answer ends its connection; those that wait for a request end now."""
         self._shared.draining = True
         for member in list(self._shared.members):
             member.drain()
 
+    async def wait_until_all_gone(self, longest_s: float) -> None:
+        """All connections; or returns after so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._shared.all_gone.wait()
+
     async def stop(self, grace_s: float) -> None:
         """Takes no new connection, gives answers under way `grace_s` and ends the rest."""
-        if self._listener is not None:
-            self._listener.close()
+        self.stop_listening()
         self.drain()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._shared.all_gone.wait()
-        except TimeoutError:
-            for member in list(self._shared.members):
-                member.abort()
+        await self.wait_until_all_gone(grace_s)
+        for member in list(self._shared.members):
+            member.abort()
         if self._next_tick is not None:
             self._next_tick.cancel()
 

@@ -1,0 +1,75 @@
+"""What commands that end programs have in common: their flags, what they heed, how they end."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+
+from cli import client
+from cli.operating.fleet import Fleet, Undone
+from common import settings
+from common.errors import ConfigError
+from common.identity.secret import operator_keys
+from common.process.standard_output import say
+
+EXIT_UNDONE = 1
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and what speaks against it"
+    )
+    parser.add_argument("--force", action="store_true", help="whatever speaks against it")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=900.0,
+        metavar="S",
+        help="for each program to end, and to be back (900)",
+    )
+    client.add_secret_flag(parser)
+    client.add_key_flag(parser)
+    client.add_tls_flags(parser)
+
+
+def heed(objections: Iterable[str], options: argparse.Namespace) -> None:
+    """Says what speaks against it. Raises Undone where anything does, but for --force."""
+    found = list(objections)
+    for sentence in found:
+        say(f"but: {sentence}")
+    if found and not options.force:
+        raise Undone("nothing is drained; --force does it all the same")
+
+
+def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> int:
+    """The exit code."""
+    try:
+        asyncio.run(_with_fleet(options, work))
+    except ConfigError as error:
+        settings.wrong(program, str(error))
+    except Undone as undone:
+        print(f"{program}: {undone}", file=sys.stderr)
+        return EXIT_UNDONE
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; what drains goes on draining", file=sys.stderr)
+        return EXIT_UNDONE
+    return 0
+
+
+async def _with_fleet(
+    options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]
+) -> None:
+    """Routers are shown the API key that is given, else the operators' key of the secret."""
+    identity = client.identity(options)
+    metadata = client.credentials(options)
+    if not metadata and identity is not None:
+        key = operator_keys(identity.keyrings.current())[0]
+        metadata = (("authorization", f"Bearer {key}"),)
+    await work(Fleet(metadata, client.certificates(options), identity))
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"a time is above 0 s, got {text!r}")
+    return seconds

@@ -1,0 +1,200 @@
+"""The programs that a router knows, asked and told by an operator: what they are, that one is to
+drain, when it is gone, when it is back."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from cli import client
+from common import tls
+from common.identity.identity import Identity
+from common.rpc import make_channel, raise_if_cancelled
+from protos.node_pb2 import DrainRequest
+from protos.node_pb2_grpc import NodeStub
+from protos.router_pb2 import (
+    ClusterNode,
+    DrainRouterRequest,
+    GetClusterRequest,
+    GetClusterResponse,
+)
+from protos.router_pb2_grpc import RouterStub
+
+_ANSWER_S = 10.0
+_LOOK_S = 0.2
+
+Pairs = frozenset[tuple[str, str]]
+
+
+class Undone(Exception):
+    """It has not come to what was wanted; the message says where it stands."""
+
+
+class Fleet:
+    """For one event loop.
+
+    Args:
+        metadata: for routers, `identity` for nodes.
+    """
+
+    def __init__(
+        self,
+        metadata: client.Metadata,
+        certificates: tls.Certificates | None,
+        identity: Identity | None,
+    ) -> None:
+        self._metadata = metadata
+        self._certificates = certificates
+        self._identity = identity
+
+    async def look(self, router: str) -> GetClusterResponse:
+        """The cluster, as this router knows it. Raises Undone where it does not answer."""
+        async with self._router(router) as ask:
+            answer: GetClusterResponse = await ask("GetCluster", GetClusterRequest())
+            return answer
+
+    async def drain_router(self, address: str, *, in_turn: bool) -> None:
+        """Raises Undone where it does not answer, or refuses."""
+        async with self._router(address) as ask:
+            await ask("Drain", DrainRouterRequest(in_turn=in_turn))
+
+    async def drain_node(self, address: str) -> None:
+        """Raises Undone where it does not answer, or refuses."""
+        async with make_channel(address, self._certificates, self._identity) as channel:
+            stub = NodeStub(channel)  # type: ignore[no-untyped-call]
+            await _answer(address, stub.Drain(DrainRequest(), timeout=_ANSWER_S))
+
+    async def until_ended(self, router: str, node: ClusterNode, longest_s: float) -> None:
+        """Waits until nobody by this instance id answers at the node's address.
+
+        Raises:
+            Undone: not after `longest_s`.
+        """
+
+        async def ended() -> bool:
+            now = of_address(await self.look(router), node.address)
+            return now is None or now.instance_id != node.instance_id
+
+        await until(ended, longest_s, f"{node.role} {node.address} still drains")
+
+    async def until_router_ended(self, address: str, since: float, longest_s: float) -> None:
+        """Waits until none of the router's processes is older than `since`.
+
+        Args:
+            since: by time.monotonic().
+        Raises:
+            Undone: not after `longest_s`.
+        """
+
+        async def ended() -> bool:
+            try:
+                return (await self.look(address)).router.oldest_process_s < _passed(since)
+            except Undone:
+                return True
+
+        await until(ended, longest_s, f"router {address} still drains")
+
+    async def until_back(
+        self, routers: Sequence[str], node: ClusterNode, pairs: Pairs, longest_s: float
+    ) -> None:
+        """Waits until every one of the routers finds a successor of the node ready, and all of
+        these pairs.
+
+        Raises:
+            Undone: not after `longest_s`.
+        """
+
+        async def back() -> bool:
+            for router in routers:
+                cluster = await self.look(router)
+                now = of_address(cluster, node.address)
+                if now is None or now.state != "ready" or now.instance_id == node.instance_id:
+                    return False
+                if not pairs <= paired(cluster):
+                    return False
+            return True
+
+        await until(
+            back,
+            longest_s,
+            f"{node.role} {node.address} has ended, and is not back: whoever keeps it (`baton up`, "
+            "a Kubernetes pod, a service manager) is to start it again; or it does not pair, and "
+            "its log says why",
+        )
+
+    async def until_router_back(self, address: str, since: float, longest_s: float) -> None:
+        """Waits until all of its processes have been started since then and it is ready. Raises
+        Undone as `until_router_ended`."""
+
+        async def back() -> bool:
+            now = (await self.look(address)).router
+            young = now.oldest_process_s < _passed(since) and not now.silent_processes
+            return young and now.state == "ready"
+
+        await until(back, longest_s, f"router {address} has ended, and is not ready again")
+
+    @asynccontextmanager
+    async def _router(self, address: str) -> AsyncIterator[Callable[[str, Any], Awaitable[Any]]]:
+        async with make_channel(address, self._certificates) as channel:
+            stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+
+            async def ask(method: str, request: Any) -> Any:
+                call = getattr(stub, method)
+                return await _answer(
+                    address, call(request, timeout=_ANSWER_S, metadata=self._metadata)
+                )
+
+            yield ask
+
+
+def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
+    """The node there, as it describes itself; None where there is none, or it does not answer."""
+    for node in cluster.nodes:
+        if node.address == address and node.state != "unreachable":
+            return node
+    return None
+
+
+def paired(cluster: GetClusterResponse) -> Pairs:
+    """Each decode node with each prefill node that it can read from."""
+    owners = {node.address for node in cluster.nodes if node.role == "prefill"}
+    return frozenset(
+        (node.address, link.peer)
+        for node in cluster.nodes
+        for link in node.links
+        if link.peer in owners
+    )
+
+
+async def until(condition: Callable[[], Awaitable[bool]], longest_s: float, sentence: str) -> None:
+    """Looks again and again; who does not answer meanwhile is asked again.
+
+    Raises:
+        Undone: with the sentence, if the condition does not hold after `longest_s`.
+    """
+    end = time.monotonic() + longest_s
+    while True:
+        reason = ""
+        try:
+            if await condition():
+                return
+        except Undone as silent:
+            reason = f" ({silent})"
+        if time.monotonic() > end:
+            raise Undone(f"{sentence} after {longest_s:g} s{reason}")
+        await asyncio.sleep(_LOOK_S)
+
+
+def _passed(since: float) -> float:
+    return time.monotonic() - since
+
+
+async def _answer(address: str, call: Any) -> Any:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise_if_cancelled()
+        raise Undone(f"{address}: {error.code().name}: {error.details()}") from None

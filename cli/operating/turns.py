@@ -1,0 +1,82 @@
+"""Which programs of a cluster are restarted in which order, and what speaks against it. Pure."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
+
+ROLES = ("prefill", "decode", "router")  # in this order
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One program, which ends and is to come back before the next one ends."""
+
+    role: str
+    address: str
+    remark: str  # what becomes of its requests
+    node: ClusterNode | None = None  # None: it is a router
+    processes: int = 1  # that a router has, and that end one after the other
+
+    @property
+    def reachable(self) -> bool:
+        return self.node is None or self.node.state != "unreachable"
+
+    @property
+    def sentence(self) -> str:
+        in_turn = f"; {self.processes} processes, in turn" if self.processes > 1 else ""
+        return f"{self.role} {self.address}: {self.remark}{in_turn}"
+
+
+def turns(cluster: GetClusterResponse, routers: Mapping[str, RouterState]) -> list[Turn]:
+    """
+    Args:
+        routers: by address.
+    """
+    nodes = sorted(cluster.nodes, key=lambda node: (ROLES.index(node.role), node.address))
+    found = [Turn(node.role, node.address, _of_node(node, cluster), node) for node in nodes]
+    for address, state in routers.items():
+        found.append(Turn("router", address, _of_router(state), processes=max(1, state.processes)))
+    return found
+
+
+def objections(
+    all_turns: list[Turn],
+    wanted: list[Turn],
+    routers: Mapping[str, RouterState],
+) -> Iterator[str]:
+    """Why requests would fail, one sentence each.
+
+    Args:
+        all_turns: of every program that there is; `wanted` are those to be drained.
+    """
+    for turn in all_turns:
+        state = turn.node.state if turn.node is not None else routers[turn.address].state
+        if state != "ready":
+            yield f"{turn.role} {turn.address} is {state or 'silent'}"
+    for role in dict.fromkeys(turn.role for turn in wanted):
+        alike = [turn for turn in all_turns if turn.role == role]
+        if len(alike) == 1 and alike[0].processes == 1:
+            yield f"{role} {alike[0].address} is the only one: requests fail while it is away"
+
+
+def _of_node(node: ClusterNode, cluster: GetClusterResponse) -> str:
+    count = sum(node.queues.values())
+    requests = f"{count} request{'' if count == 1 else 's'}"
+    others = [
+        each
+        for each in cluster.nodes
+        if each.role == node.role and each.state == "ready" and each.address != node.address
+    ]
+    if node.role == "prefill" or not others:
+        return f"{requests} here, which it finishes"
+    held = node.pages.get("request", 0)
+    room = sum(each.pages.get("free", 0) + each.pages.get("cache", 0) for each in others)
+    if held <= room:
+        return f"{requests} here, which go on elsewhere"
+    return f"{requests} here; {held} pages do not fit elsewhere ({room}): some are computed anew"
+
+
+def _of_router(state: RouterState) -> str:
+    count = state.live_requests
+    return f"{count} request{'' if count == 1 else 's'} here, which it finishes"

@@ -1,0 +1,158 @@
+"""`baton drain` and `baton roll` beside real programs that serve meanwhile."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from cli.demo_model import write
+from protos.router_pb2 import GenerateRequest
+from protos.router_pb2_grpc import RouterStub
+from protos.sampling_pb2 import Sampling
+from tests.support.cluster import Cluster, free_ports
+from tests.support.http_client import get
+from tests.support.programs import ROOT, Program
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+START_S = 300.0
+NUM_CLIENTS = 4
+NUM_TOKENS = 200
+# As docs/clients.md has it: what was refused before a word of it was said is asked again.
+RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": "baton.v1.Router"}],
+            "waitForReady": True,
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+
+def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"cli.{command}", f"--secret-file={secret}", *arguments],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=START_S * 2,
+    )
+
+
+async def test_a_node_is_drained_by_who_has_the_secret_and_not_without_need(
+    make: Callable[..., Cluster], tmp_path: Path
+):
+    async with make() as cluster:
+        (prefill,), (decode,) = cluster.prefill, cluster.decode
+        router = f"--router={cluster.address}"
+        secret = cluster.secret_file
+        assert secret is not None
+        stranger = tmp_path / "stranger"
+        stranger.write_text("x" * 40)
+
+        async def drain(address: str, *flags: str, shown: Path = secret) -> tuple[int, str]:
+            said = await asyncio.to_thread(_baton, "drain", address, router, *flags, secret=shown)
+            return said.returncode, said.stdout + said.stderr
+
+        code, words = await drain(decode.address)
+        assert code == 1 and "is the only one" in words and "--force" in words
+        code, words = await drain("127.0.0.1:1", "--force")
+        assert code == 1 and f"it knows prefill {prefill.address}, decode" in words
+        code, words = await drain(decode.address, "--force", shown=stranger)
+        assert code == 1 and "UNAUTHENTICATED" in words
+        code, words = await drain(cluster.address, "--force", shown=stranger)
+        assert code == 1 and "UNAUTHENTICATED" in words
+        code, words = await drain(decode.address, "--force", "--dry-run")
+        assert code == 0 and "0 requests here" in words
+        assert decode.child.code is None
+        decode.killed = True
+        code, words = await drain(decode.address, "--force")
+        assert code == 0 and f"decode {decode.address} has ended after" in words
+        assert await decode.child.ended() == 0
+
+
+@asynccontextmanager
+async def _up(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Program, str, int]]:
+    """`baton up`, its router's address and HTTP port."""
+    write(tmp_path / "model")
+    port, http, prefill, decode = free_ports(4)
+    up = Program(
+        "cli.up",
+        f"--model={tmp_path / 'model'}",
+        f"--var={tmp_path}",
+        f"--port={port}",
+        f"--http-port={http}",
+        f"--prefill-port={prefill}",
+        f"--decode-port={decode}",
+        "--device=cpu",
+        "--engine.cache.num-pages=256",
+        *flags,
+    )
+    try:
+        await asyncio.to_thread(up.line_with, "Ready.", START_S)
+        yield up, f"127.0.0.1:{port}", http
+        up.send(signal.SIGINT)
+        assert await asyncio.to_thread(up.exit_code) == 0, up.output
+    finally:
+        up.close()
+
+
+@pytest.mark.long
+async def test_every_program_is_restarted_under_load_and_nobody_can_tell(tmp_path: Path):
+    """Long: four nodes are started anew, and nothing may be computed anew, which asks for a machine
+    on which a move comes to something in two seconds."""
+    how = ("--prefill=2", "--decode=2", "--router-flags=--processes 2 --policy round_robin")
+    over = asyncio.Event()
+    answers: list[tuple[int, str]] = []
+
+    async def ask(stub: RouterStub, number: int) -> str:
+        sampling = Sampling(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        request = GenerateRequest(text=f"Once upon {number}", sampling=sampling)
+        return "".join([piece.text async for piece in stub.Generate(request)])
+
+    async with _up(tmp_path, *how) as (_, router, http_port):
+        options = [("grpc.service_config", json.dumps(RETRIES))]
+
+        async def client(number: int) -> None:
+            async with grpc.aio.insecure_channel(router, options=options) as channel:
+                stub = RouterStub(channel)
+                while not over.is_set():
+                    answers.append((number, await ask(stub, number)))
+
+        async with grpc.aio.insecure_channel(router) as channel:
+            stub = RouterStub(channel)
+            expected = [await ask(stub, number) for number in range(NUM_CLIENTS)]
+        clients = [asyncio.create_task(client(number)) for number in range(NUM_CLIENTS)]
+        secret = tmp_path / "secret"
+
+        async def roll(*roles: str) -> str:
+            flags = (f"--router={router}", *(f"--only={role}" for role in roles))
+            said = await asyncio.to_thread(_baton, "roll", *flags, secret=secret)
+            assert said.returncode == 0, said.stdout + said.stderr
+            return said.stdout
+
+        assert (await roll("prefill", "decode")).count("is back after") == 4
+        # Before the processes that count this are new ones.
+        metrics = (await get(http_port, "/metrics")).body.decode().splitlines()
+        assert (await roll("router")).count("is back after") == 1
+        over.set()
+        await asyncio.gather(*clients)
+    assert len(answers) >= NUM_CLIENTS
+    assert [text for number, text in answers if text != expected[number]] == []
+    assert "baton_replays_total 0.0" in metrics
