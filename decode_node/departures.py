@@ -33,7 +33,12 @@ from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, Owner
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0  # longest pause, before the bytes to be read are counted
-SLOWEST_BYTES_S = 100 << 20  # of a link that a move is worth while over
+# What a read may take is counted at a tenth of its link's rate, which the reader tells. One that
+# tells nothing, or says that it is slower than this, is not waited for any longer.
+_GIB = 1 << 30
+_SLOWEST_GIB_S = 0.1
+_UNKNOWN_GIB_S = 1.0
+_SHARE = 0.1
 # From the last move on: who reads the last answer is given time before the streams end.
 LINGER_S = 1.0
 
@@ -61,6 +66,7 @@ class _Departure:
     state: State = State.RUNNING
     prefix_tokens: int = 0  # the reader has them
     room_tokens: int = 0
+    gib_per_s: float = _UNKNOWN_GIB_S
     paused_until: float = math.inf
     lent: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     over: bool = False  # the request has ended, or the hand-off is given up
@@ -151,6 +157,8 @@ class Departures:
         if departure is None or departure.over:
             return  # refused, or given up; HandoffDropped is under way
         departure.prefix_tokens, departure.room_tokens = event.prefix_tokens, event.room_tokens
+        if event.gib_per_s:
+            departure.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
         if not self._scheduler.stop(departure.request):
             self._give_up(departure, "the request is not running")
             return
@@ -213,7 +221,8 @@ class Departures:
         lent = stopped.holding.take(self._tables.handed_over(num_kv, prefix))
         self._pages.hold(lent, Holder.PUBLICATION)
         departure.lent = lent
-        departure.paused_until = now + PAUSE_S + len(lent) * self._page_bytes / SLOWEST_BYTES_S
+        read_s = len(lent) * self._page_bytes / (_SHARE * departure.gib_per_s * _GIB)
+        departure.paused_until = now + PAUSE_S + read_s
         departure.to(State.PAUSED)
         self._port.post(
             Publish(

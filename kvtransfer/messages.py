@@ -56,6 +56,7 @@ class Grant(Message, frozen=True, tag=True):
     id: HandoffId
     prefix_tokens: int
     room_tokens: int = 0  # LIVE: the reader has room for the KV of so many
+    gib_per_s: float = 0.0  # LIVE: over its link, as that was proved; 0.0: not known
 
 
 class Admitted(Message, frozen=True, tag=True):

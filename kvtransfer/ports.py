@@ -185,6 +185,7 @@ class Granted(msgspec.Struct, frozen=True):
     serial: int
     prefix_tokens: int
     room_tokens: int = 0  # LIVE: what is published may have so many tokens
+    gib_per_s: float = 0.0  # LIVE: of the reader's link, as it says; 0.0: not known
 
 
 class HandoffDropped(msgspec.Struct, frozen=True):

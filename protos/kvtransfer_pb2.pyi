@@ -130,14 +130,16 @@ class Open(_message.Message):
     def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., kind: _Optional[_Union[HandoffKind, str]] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("id", "prefix_tokens", "room_tokens")
+    __slots__ = ("id", "prefix_tokens", "room_tokens", "gib_per_s")
     ID_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROOM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GIB_PER_S_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     prefix_tokens: int
     room_tokens: int
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., room_tokens: _Optional[int] = ...) -> None: ...
+    gib_per_s: float
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., room_tokens: _Optional[int] = ..., gib_per_s: _Optional[float] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("id", "compute_tokens", "queued_tokens")

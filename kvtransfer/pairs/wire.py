@@ -59,7 +59,9 @@ def parse(message: Proto) -> Hello | AnyMessage:
         case pb.Open():
             return _open(body)
         case pb.Grant():
-            return Grant(id_of(body), body.prefix_tokens, body.room_tokens)
+            if not 0.0 <= body.gib_per_s < math.inf:
+                raise ProtocolViolation(f"a link of {body.gib_per_s} GiB/s")
+            return Grant(id_of(body), body.prefix_tokens, body.room_tokens, body.gib_per_s)
         case pb.Done():
             return Done(id_of(body))
         case pb.Cancel():
@@ -87,8 +89,13 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
             return wrap(hello=_hello_proto(record))
         case Open():
             return pb.FromReader(open=_open_proto(record))
-        case Grant(id, prefix_tokens, room_tokens):
-            grant = pb.Grant(id=_id_proto(id), prefix_tokens=prefix_tokens, room_tokens=room_tokens)
+        case Grant(id, prefix_tokens, room_tokens, gib_per_s):
+            grant = pb.Grant(
+                id=_id_proto(id),
+                prefix_tokens=prefix_tokens,
+                room_tokens=room_tokens,
+                gib_per_s=gib_per_s,
+            )
             return pb.FromReader(grant=grant)
         case Done(id):
             return pb.FromReader(done=pb.Done(id=_id_proto(id)))

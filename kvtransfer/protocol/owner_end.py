@@ -231,7 +231,9 @@ class OwnerEnd:
             check_room(prefix, num_tokens, room, self._tables.page_size)
         handoff.ranges = Ranges(self._tables, num_tokens, prefix, prefix, room=room)
         handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
-        self._actions.append(Granted(handoff.serial, prefix, message.room_tokens))
+        self._actions.append(
+            Granted(handoff.serial, prefix, message.room_tokens, message.gib_per_s)
+        )
         for command in handoff.ungranted:
             self._tell(handoff, handoff.ranges, command)
         handoff.ungranted.clear()

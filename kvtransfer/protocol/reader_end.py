@@ -66,6 +66,7 @@ class _Stream:
     num_pages: int  # of the owner's pool
     pace: Pace
     announced: bool = False  # OwnerUp has been told
+    gib_per_s: float = 0.0  # of its link, once that is proved
 
 
 class ReaderEnd:
@@ -137,6 +138,7 @@ class ReaderEnd:
         """The link of this stream is proved."""
         peer = self._streams.get(stream)
         if peer is not None and self._links.proved(stream):
+            peer.gib_per_s = gib_per_s
             self._beat(stream)
             if not peer.announced:
                 peer.announced = True
@@ -368,7 +370,8 @@ class ReaderEnd:
             self._settle(command.id)
             return
         attempt.grant(command)
-        grant = Grant(command.id, command.prefix_tokens, command.room_tokens)
+        rate = self._streams[attempt.stream].gib_per_s if command.room_tokens else 0.0
+        grant = Grant(command.id, command.prefix_tokens, command.room_tokens, rate)
         self._actions.append(Send(attempt.stream, grant))
 
     def _expire(self, attempt: Attempt, wait: _Wait) -> None:

@@ -212,6 +212,10 @@ def test_times_before_the_last_range_are_ignored() -> None:
     assert isinstance(record, Ready) and record.times is None
 
 
+def _grant(gib_per_s: float) -> pb.FromReader:
+    return pb.FromReader(grant=pb.Grant(id=_open().open.id, gib_per_s=gib_per_s))
+
+
 def _hello(**changes: Any) -> pb.FromReader:
     hello = Hello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (Region(0, 1, 1),), "here:1")
     message = wire.to_proto(hello, as_reader=True)
@@ -238,6 +242,9 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (pb.FromReader(), "without content"),
         (pb.FromOwner(), "without content"),
         (pb.FromReader(grant=pb.Grant(prefix_tokens=1)), "attempt"),
+        (_grant(gib_per_s=math.nan), "GiB/s"),
+        (_grant(gib_per_s=math.inf), "GiB/s"),
+        (_grant(gib_per_s=-1.0), "GiB/s"),
         (pb.FromReader(done=pb.Done(id=pb.HandoffId(instance=1, request=1))), "attempt"),
         (pb.FromReader(cancel=pb.Cancel(id=_open().open.id, reason="x" * 5000)), "reason"),
         (_open(token_ids=[]), "without tokens"),

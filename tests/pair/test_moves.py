@@ -130,6 +130,7 @@ def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
         rig.run()
         (grant,) = [g for g in rig.wires.seen if isinstance(g, Grant) and g.room_tokens]
         assert grant.prefix_tokens == 32
+        assert grant.gib_per_s > 0.0  # by which the source bounds its pause
 
 
 # What comes to nothing ------------------------------------------------------------------------
