@@ -11,13 +11,14 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help up test test-long attack check lint docs format proto clean
+.PHONY: help up test test-long attack chaos check lint docs format proto clean
 
 help:
 	@echo "make up [MODEL=dir or hub id] [ARGS='--prefill 2 ...']   serve on this machine"
 	@echo "make test [ARGS='-k name ...']                           run the tests"
 	@echo "make test-long                                           the tests that take minutes"
 	@echo "make attack [MINUTES=n] [SEED=k]                         attack a system that serves meanwhile"
+	@echo "make chaos [MINUTES=n] [SEED=k]                          end and stop programs of one that serves"
 	@echo "make check                                               lint, docs, then test"
 	@echo "make docs                                                the site, in build/site"
 	@echo "make lint | format | proto | clean"
@@ -33,6 +34,9 @@ test-long: $(TESTS)
 
 attack: $(TESTS)
 	@$(BIN)/python -m tests.attack $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)')
+
+chaos: $(TESTS)
+	@$(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)')
 
 check: lint docs test
 

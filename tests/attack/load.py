@@ -2,12 +2,14 @@
 the same question had before.
 
 Questions go over both protocols, whole and streamed, greedy, so that there is one right answer.
+Where routers are ended too, a client asks again what broke, as docs/clients.md has it, and the load
+says when that was.
 """
 
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Self
@@ -23,6 +25,7 @@ from tests.support.http_client import connected, sse_events
 _NUM_QUESTIONS = 24
 _MAX_TOKENS = 12
 _PATIENCE_S = 150.0
+_AGAIN_S = 0.2
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class Served:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of right answers
+    broken: list[tuple[float, str]] = field(default_factory=list)  # asked again; time.monotonic()
 
     def also(self, more: "Served") -> None:
         """Adds what came of another part of the load."""
@@ -40,6 +44,7 @@ class Served:
         self.wrong += more.wrong
         self.failed += more.failed
         self.seconds += more.seconds
+        self.broken += more.broken
 
     def percentile(self, percent: int) -> float:
         """Seconds of the whole answer."""
@@ -51,13 +56,29 @@ class Served:
 class Load:
     """Asks one router as a client who has a key. Use as an async context manager."""
 
-    def __init__(self, router: str, http_port: int, draw: Random, api_key: str) -> None:
+    def __init__(
+        self,
+        router: str,
+        http_port: int,
+        draw: Random,
+        api_key: str,
+        *,
+        num_tokens: Sequence[int] = (_MAX_TOKENS,),
+        asks_again: bool = False,
+    ) -> None:
+        """
+        Args:
+            num_tokens: lengths of answers; one that is longer than what there is to say goes on.
+            asks_again: what has broken.
+        """
+        self._num_tokens = num_tokens
+        self._asks_again = asks_again
         self._http_port = http_port
         self._authorization = f"Bearer {api_key}"
         self._channel = grpc.aio.insecure_channel(router)
         self._stub: Any = RouterStub(self._channel)  # type: ignore[no-untyped-call]
         self._questions = [_question(draw) for _ in range(_NUM_QUESTIONS)]
-        self._answers: dict[str, str] = {}
+        self._answers: dict[tuple[str, int], str] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,18 +90,24 @@ class Load:
         """Asks everything once, undisturbed. The demo model must be right about most of it, or a
         wrong answer could not be told from a right one."""
         for question in self._questions:
-            self._answers[question.prompt] = await self._over_grpc(question.prompt)
-        true = sum(self._answers[q.prompt].strip() == q.answer for q in self._questions)
+            for count in self._num_tokens:
+                answer = await self._over_grpc(question.prompt, count)
+                self._answers[question.prompt, count] = answer
+        shortest = min(self._num_tokens)
+        true = sum(self._answers[q.prompt, shortest].strip() == q.answer for q in self._questions)
         assert true >= 0.9 * len(self._questions), f"{true} of {len(self._questions)} are true"
 
     async def ask_for(self, seconds: float, num_clients: int) -> Served:
         """Keeps so many clients asking."""
-        served = Served()
         until = time.monotonic() + seconds
+        return await self.ask_while(lambda: time.monotonic() < until, num_clients)
+
+    async def ask_while(self, going: Callable[[], bool], num_clients: int) -> Served:
+        served = Served()
 
         async def client(number: int) -> None:
             draw = Random(number)
-            while time.monotonic() < until:
+            while going():
                 await self._ask(draw.choice(self._questions), draw, served)
 
         async with asyncio.TaskGroup() as clients:
@@ -91,37 +118,57 @@ class Load:
     async def _ask(self, question: Exchange, draw: Random, served: Served) -> None:
         ways = (self._over_grpc, self._over_http, self._streamed_over_http)
         way = draw.choice(ways)
+        count = draw.choice(self._num_tokens)
         started = time.monotonic()
+
+        async def answered() -> str:
+            while True:
+                try:
+                    return await way(question.prompt, count)
+                except Exception as error:
+                    if not self._asks_again:
+                        raise
+                    broken = f"{way.__name__}: {type(error).__name__}: {error}"[:300]
+                    served.broken.append((time.monotonic(), broken))
+                await asyncio.sleep(_AGAIN_S)
+
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                answer = await way(question.prompt)
+                answer = await answered()
         except Exception as error:  # noqa: BLE001 whatever it is, the verdict tells it
             served.failed.append(f"{way.__name__}: {type(error).__name__}: {error}"[:300])
             return
-        if answer == self._answers[question.prompt]:
+        if answer == self._answers[question.prompt, count]:
             served.num_right += 1
             served.seconds.append(time.monotonic() - started)
         else:
             served.wrong.append(f"{question.prompt[-60:]!r}: {answer!r}")
 
-    async def _over_grpc(self, prompt: str) -> str:
-        request = GenerateRequest(
-            text=prompt, sampling=Sampling(max_tokens=_MAX_TOKENS, temperature=0.0)
+    async def _over_grpc(self, prompt: str, count: int) -> str:
+        sampling = Sampling(
+            max_tokens=count, temperature=0.0, ignore_eos=count > min(self._num_tokens)
         )
+        request = GenerateRequest(text=prompt, sampling=sampling)
         shown = (("authorization", self._authorization),)
         return "".join([piece.text async for piece in self._stub.Generate(request, metadata=shown)])
 
-    async def _over_http(self, prompt: str) -> str:
-        (choice,) = (await self._posted(prompt, stream=False))["choices"]
+    async def _over_http(self, prompt: str, count: int) -> str:
+        (choice,) = (await self._posted(prompt, count, stream=False))["choices"]
         text: str = choice["text"]
         return text
 
-    async def _streamed_over_http(self, prompt: str) -> str:
-        events: Sequence[Any] = await self._posted(prompt, stream=True)
+    async def _streamed_over_http(self, prompt: str, count: int) -> str:
+        events: Sequence[Any] = await self._posted(prompt, count, stream=True)
         return "".join(choice["text"] for event in events for choice in event["choices"])
 
-    async def _posted(self, prompt: str, *, stream: bool) -> Any:
-        body = {"prompt": prompt, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": stream}
+    async def _posted(self, prompt: str, count: int, *, stream: bool) -> Any:
+        body = {
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": count > min(self._num_tokens),
+            "stream": stream,
+        }
         async with connected(self._http_port) as wire:
             await wire.post("/v1/completions", body, authorization=self._authorization)
             response = await wire.response(_PATIENCE_S)

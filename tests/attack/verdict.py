@@ -73,17 +73,21 @@ def complaints(
     for arm in arms:
         if arm.exit_code:
             yield f"the arm {arm.name} itself has failed:\n{arm.output[-3000:]}"
+    yield from of_answers(served)
+    if served.percentile(99) > MAX_P99_S:
+        yield f"the 99th percentile of answers is {served.percentile(99):.1f} s"
+    for name, log in logs.items():
+        yield from of_log(name, log, seconds)
+
+
+def of_answers(served: Served) -> Iterator[str]:
     for answer in served.wrong:
         yield f"a wrong answer: {answer}"
     for failure in served.failed:
         yield f"a question was not answered: {failure}"
-    if served.percentile(99) > MAX_P99_S:
-        yield f"the 99th percentile of answers is {served.percentile(99):.1f} s"
-    for name, log in logs.items():
-        yield from _of_log(name, log, seconds)
 
 
-def _of_log(name: str, log: Path, seconds: float) -> Iterator[str]:
+def of_log(name: str, log: Path, seconds: float) -> Iterator[str]:
     text = log.read_text(errors="replace")
     faults = [line for line in text.splitlines() if _FAULT.search(line)]
     if faults:

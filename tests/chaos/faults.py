@@ -1,0 +1,99 @@
+"""What can happen to a program, and the order in which it does: drawn from a seed alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+STOPS_S = (3.0, 8.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault of one program.
+
+    Attributes:
+        what: see KINDS.
+        role: "prefill" | "decode" | "router" | "all".
+        number: which of its role.
+        seconds: of a stop.
+    """
+
+    what: str
+    role: str
+    number: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the program ends, and another is to come."""
+        return KINDS[self.what]
+
+    @property
+    def name(self) -> str:
+        """Alike for faults that are compared with each other."""
+        length = f" {self.seconds:g} s" if self.seconds else ""
+        return f"{self.what}{length}, {self.role}"
+
+    def __str__(self) -> str:
+        length = f" for {self.seconds:g} s" if self.seconds else ""
+        return f"{self.what}{length} of {self.role} {self.number}"
+
+
+# Kind: whether the program ends.
+KINDS = {
+    "SIGKILL of the front": True,
+    "SIGKILL of the engine": True,
+    "SIGSTOP of the front": False,
+    "SIGSTOP of the engine": False,
+    "SIGTERM": True,
+    "drain": True,
+    "SIGKILL of a process": False,  # of a router, whose keeper starts it again
+    "renewal of the processes": False,
+    "rolling restart": True,
+}
+_OF_NODES = tuple(KINDS)[:6]
+_OF_ROUTERS = tuple(KINDS)[6:8]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Faults that come together, one of a role at most: who is left can serve. Then everything has
+    to be as it was."""
+
+    pause_s: float  # before it
+    faults: tuple[Fault, ...]
+
+    @property
+    def breaks(self) -> bool:
+        """Whether clients lose connections: their router's process has ended."""
+        return any(fault.role in ("router", "all") for fault in self.faults)
+
+
+def rounds(seed: int, num_nodes: int) -> Iterator[Round]:
+    """The same ones for the same seed, without end.
+
+    Args:
+        num_nodes: of each role.
+    """
+    draw = Random(f"chaos {seed}")
+    while True:
+        yield Round(draw.uniform(0.5, 3.0), tuple(_faults(draw, num_nodes)))
+
+
+def _faults(draw: Random, num_nodes: int) -> Iterator[Fault]:
+    match draw.randrange(10):
+        case 0:
+            yield Fault("rolling restart", "all")
+        case 1:
+            yield Fault(draw.choice(_OF_ROUTERS), "router")
+        case 2 | 3:
+            for role in ("prefill", "decode"):
+                yield _of_a_node(draw, role, num_nodes)
+        case _:
+            yield _of_a_node(draw, draw.choice(("prefill", "decode", "decode")), num_nodes)
+
+
+def _of_a_node(draw: Random, role: str, num_nodes: int) -> Fault:
+    what = draw.choice(_OF_NODES)
+    seconds = draw.choice(STOPS_S) if what.startswith("SIGSTOP") else 0.0
+    return Fault(what, role, draw.randrange(num_nodes), seconds)

@@ -1,0 +1,187 @@
+"""The system that a storm is over: what befalls its programs, and whether everything is well."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import grpc.aio
+import msgspec
+
+from cli.operating.fleet import Fleet, paired
+from common.identity.secret import operator_keys, parse
+from protos.node_pb2 import DrainRequest
+from protos.router_pb2 import GetClusterResponse
+from tests.attack.verdict import resident_bytes
+from tests.chaos.faults import Fault
+from tests.chaos.keeper import Keeper
+from tests.support.cluster import Cluster, Node, children_of
+from tests.support.http_client import get
+from tests.support.programs import ROOT
+
+NUM_NODES = 2  # of each role
+NUM_PROCESSES = 2  # of the router
+_RECOVERY_S = 300.0  # a machine may be busy with something else
+_LOOK_S = 0.2
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Of all processes together, when everything was well."""
+
+    at_s: float
+    memory_bytes: int
+    descriptors: int
+    threads: int
+
+
+class Site:
+    """For one event loop.
+
+    Attributes:
+        complaints: about commands that have failed.
+    """
+
+    def __init__(self, cluster: Cluster, keeper: Keeper) -> None:
+        self._cluster = cluster
+        self._keeper = keeper
+        self.complaints: list[str] = []
+
+    async def befall(self, fault: Fault) -> None:
+        """Returns when it is over; what ends then is not yet back."""
+        nodes = self._nodes(fault)
+        if fault.ends:
+            for node in nodes:
+                self._keeper.doom(node)
+        match fault.what:
+            case "SIGKILL of the front":
+                nodes[0].child.send(signal.SIGKILL)
+            case "SIGKILL of the engine":
+                os.kill(_engine(nodes[0]), signal.SIGKILL)
+            case "SIGSTOP of the front":
+                await _stopped(nodes[0].child.pid, fault.seconds)
+            case "SIGSTOP of the engine":
+                await _stopped(_engine(nodes[0]), fault.seconds)
+            case "SIGTERM":
+                nodes[0].child.send(signal.SIGTERM)
+            case "drain":
+                await nodes[0].stub.Drain(DrainRequest(), timeout=60)
+            case "SIGKILL of a process":
+                os.kill(children_of(self._cluster.router_pid)[0], signal.SIGKILL)
+            case "renewal of the processes":
+                await self._renew()
+            case "rolling restart":
+                await self._roll()
+
+    async def instances(self, faults: tuple[Fault, ...]) -> dict[str, int]:
+        """Of the nodes that these end, by address."""
+        ending = {node.address for each in faults if each.ends for node in self._nodes(each)}
+        nodes = (await self._look()).nodes
+        return {node.address: node.instance_id for node in nodes if node.address in ending}
+
+    async def until_well(self, ended: dict[str, int]) -> None:
+        """Until every node is ready and paired with all others, and every process of the router
+        answers.
+
+        Args:
+            ended: nodes that are to be others than these instances.
+        """
+        cluster = self._cluster
+        wanted = {(d.address, p.address) for d in cluster.decode for p in cluster.prefill}
+
+        async def well() -> bool:
+            look = await self._look()
+            states = {node.state for node in look.nodes} | {look.router.state}
+            whole = look.router.processes == NUM_PROCESSES and not look.router.silent_processes
+            renewed = all(
+                node.instance_id and node.instance_id != ended.get(node.address)
+                for node in look.nodes
+            )
+            return whole and states == {"ready"} and renewed and paired(look) >= wanted
+
+        await cluster.wait_until(well, "everything is well again", _RECOVERY_S)
+
+    def sample(self, began: float) -> Sample:
+        """
+        Args:
+            began: by time.monotonic().
+        """
+        fronts = [self._cluster.router_pid, *(node.child.pid for node in self._cluster.nodes)]
+        pids = [*fronts, *(child for pid in fronts for child in children_of(pid))]
+        return Sample(
+            time.monotonic() - began,
+            sum(map(resident_bytes, pids)),
+            sum(_entries(pid, "fd") for pid in pids),
+            sum(_entries(pid, "task") for pid in pids),
+        )
+
+    async def counted(self, *names: str) -> dict[str, float]:
+        """The router's metrics whose names begin so."""
+        text = (await get(self._cluster.http_port, "/metrics")).body.decode()
+        lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith(names))
+        return {what: float(value) for what, _, value in lines}
+
+    def _nodes(self, fault: Fault) -> list[Node]:
+        match fault.role:
+            case "prefill":
+                return [self._cluster.prefill[fault.number]]
+            case "decode":
+                return [self._cluster.decode[fault.number]]
+            case "all":
+                return self._cluster.nodes
+            case _:
+                return []
+
+    async def _renew(self) -> None:
+        """Returns when all of the router's processes are new."""
+        file = self._cluster.secret_file
+        assert file is not None
+        (key,) = operator_keys(parse(file.read_text(), "the secret", "operator"))
+        fleet = Fleet((("authorization", f"Bearer {key}"),), None, None)
+        since = time.monotonic()
+        await fleet.drain_router(self._cluster.address, in_turn=True)
+        await fleet.until_router_back(self._cluster.address, since, _RECOVERY_S)
+
+    async def _roll(self) -> None:
+        """`baton roll`, as an operator calls it."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cli.roll", f"--router={self._cluster.address}"),
+            *(f"--secret-file={self._cluster.secret_file}", f"--timeout={_RECOVERY_S}"),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        if process.returncode:
+            self.complaints.append(f"baton roll has failed: {output.decode()}")
+
+    async def _look(self) -> GetClusterResponse:
+        """Of a router one of whose processes may have ended just now."""
+        async with asyncio.timeout(_RECOVERY_S):
+            while True:
+                try:
+                    return await self._cluster.describe()
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(_LOOK_S)
+
+
+def _entries(pid: int, kind: str) -> int:
+    """0 of a process that has ended just now."""
+    with contextlib.suppress(FileNotFoundError):
+        return len(os.listdir(f"/proc/{pid}/{kind}"))
+    return 0
+
+
+def _engine(node: Node) -> int:
+    (engine,) = children_of(node.child.pid)
+    return engine
+
+
+async def _stopped(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)  # this is what happens, not a wait for something
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,187 @@
+"""A system of real processes under a checked load, while one fault after the other befalls it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from random import Random
+
+import grpc.aio
+import msgspec
+
+from cli.demo import DIRECTORY
+from cli.operating.fleet import Undone
+from tests.attack.load import Load, Served
+from tests.attack.verdict import of_answers, of_log
+from tests.chaos.faults import Round
+from tests.chaos.keeper import Keeper
+from tests.chaos.site import NUM_NODES, NUM_PROCESSES, Sample, Site
+from tests.support.cluster import Cluster
+
+_NUM_CLIENTS = 4
+_NUM_TOKENS = (12, 200)  # questions, and answers that are under way when something happens
+_CALM_S = 5.0
+_AFTER_S = 5.0  # what broke in a round may be noticed so much later
+_COUNTED = ("baton_moves_total", "baton_replays_total")
+
+
+class Passed(msgspec.Struct, frozen=True):
+    """One round that is over. Moments are since the start."""
+
+    at_s: float
+    faults: list[str]
+    names: list[str]  # of the faults, without numbers
+    done_s: float  # the last fault's end; of one that is no stop, its beginning
+    until_s: float  # everything was as before
+    breaks: bool  # its faults may break connections
+
+    def saw(self, at_s: float) -> bool:
+        """Whether what was noticed then may have happened in it."""
+        return self.at_s <= at_s <= self.until_s + _AFTER_S
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one storm has shown."""
+
+    seed: int
+    seconds: float
+    num_right: int
+    p50_s: float
+    p99_s: float
+    slowest_s: float
+    calm_p99_s: float  # of the same load, undisturbed
+    broken: list[str]  # when and why answers were asked for again
+    rounds: list[Passed]
+    samples: list[Sample]
+    counters: dict[str, float]  # the router's, of moves and replays
+    complaints: list[str]
+
+
+async def storm(
+    seed: int, plan: Iterable[Round], going: Callable[[], bool], directory: Path
+) -> Report:
+    """Starts a system, and has one round of the plan after the other while `going`.
+
+    Args:
+        directory: for logs.
+    """
+    storm = _Storm()
+    end = ""
+    try:
+        async with Cluster(
+            DIRECTORY,
+            directory,
+            path="tcp",
+            num_prefill=NUM_NODES,
+            num_decode=NUM_NODES,
+            router_flags=(f"--processes={NUM_PROCESSES}", "--policy=round_robin"),
+        ) as cluster:
+            await storm.hold(cluster, seed, plan, going)
+    except* (AssertionError, grpc.aio.AioRpcError, TimeoutError, Undone) as errors:
+        end = "; ".join(f"{type(error).__name__}: {error}" for error in errors.exceptions)
+    return storm.report(seed, end)
+
+
+class _Storm:
+    """One of them, from its start to its report."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._calm, self._served = Served(), Served()
+        self._passed: list[Passed] = []
+        self._samples: list[Sample] = []
+        self._counters: dict[str, float] = {}
+        self._logs: dict[str, Path] = {}
+        self._complaints: list[str] = []
+
+    async def hold(
+        self, cluster: Cluster, seed: int, plan: Iterable[Round], going: Callable[[], bool]
+    ) -> None:
+        """Raises whatever the system does wrong in a way that ends the storm."""
+        keeper = Keeper(cluster)
+        site = Site(cluster, keeper)
+        self._logs = keeper.logs
+        load = Load(
+            cluster.address,
+            cluster.http_port,
+            Random(seed),
+            "",
+            num_tokens=_NUM_TOKENS,
+            asks_again=True,
+        )
+        async with load:
+            await load.learn()
+            self._calm = await load.ask_for(_CALM_S, _NUM_CLIENTS)
+            over = False
+            asking = asyncio.ensure_future(load.ask_while(lambda: not over, _NUM_CLIENTS))
+            keeping = asyncio.ensure_future(keeper.run())
+            try:
+                await self._rounds(site, iter(plan), going)
+            finally:
+                over = True
+                self._served = await asking
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+                self._complaints += [*site.complaints, *keeper.complaints]
+
+    async def _rounds(self, site: Site, plan: Iterator[Round], going: Callable[[], bool]) -> None:
+        await site.until_well({})
+        self._samples.append(site.sample(self._began))
+        while going():
+            each = next(plan)
+            await asyncio.sleep(each.pause_s)
+            before = await site.instances(each.faults)
+            at_s = self._now()
+            print(f"{at_s:6.1f} s: {', '.join(map(str, each.faults))}", flush=True)
+            await asyncio.gather(*(site.befall(fault) for fault in each.faults))
+            done_s = self._now()
+            await site.until_well(before)
+            self._passed.append(
+                Passed(
+                    at_s,
+                    [str(fault) for fault in each.faults],
+                    [fault.name for fault in each.faults],
+                    done_s,
+                    self._now(),
+                    each.breaks,
+                )
+            )
+            self._samples.append(site.sample(self._began))
+            self._counters |= await site.counted(*_COUNTED)
+
+    def report(self, seed: int, end: str) -> Report:
+        """
+        Args:
+            end: what ended the storm before its time, or came of ending the system.
+        """
+        seconds = self._now()
+        return Report(
+            seed,
+            seconds,
+            self._served.num_right,
+            self._served.percentile(50),
+            self._served.percentile(99),
+            max(self._served.seconds, default=0.0),
+            self._calm.percentile(99),
+            [f"{at - self._began:.1f} s: {what}" for at, what in self._served.broken],
+            self._passed,
+            self._samples,
+            self._counters,
+            [*self._complaints, *self._found(seconds), *([end] if end else [])],
+        )
+
+    def _found(self, seconds: float) -> Iterator[str]:
+        """What answers and logs show."""
+        yield from of_answers(self._served)
+        for at, what in self._served.broken:
+            at_s = at - self._began
+            if not any(each.breaks and each.saw(at_s) for each in self._passed):
+                yield f"at {at_s:.1f} s an answer broke though no router ended: {what}"
+        for name, log in self._logs.items():
+            with contextlib.suppress(FileNotFoundError):
+                yield from of_log(name, log, seconds)
+
+    def _now(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began

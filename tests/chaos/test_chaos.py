@@ -1,0 +1,80 @@
+"""`make chaos`: its plan comes from its seed alone; a few rounds of it leave nothing lost."""
+
+import itertools
+import secrets
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import KINDS, rounds
+from tests.chaos.page import page, write_page
+from tests.chaos.site import Sample
+from tests.chaos.storm import Passed, Report, storm
+
+NUM_NODES = 2
+
+
+def first(seed: int, count: int):
+    return list(itertools.islice(rounds(seed, NUM_NODES), count))
+
+
+def test_a_seed_is_a_plan():
+    assert first(5, 50) == first(5, 50)
+    assert first(5, 50) != first(6, 50)
+
+
+def test_every_kind_of_fault_comes_and_one_of_each_role_is_left():
+    plan = first(1, 400)
+    assert {fault.what for each in plan for fault in each.faults} == set(KINDS)
+    for each in plan:
+        roles = [fault.role for fault in each.faults]
+        assert len(roles) == len(set(roles))
+        assert all(fault.number < NUM_NODES for fault in each.faults)
+
+
+def _report(*complaints: str) -> Report:
+    return Report(
+        seed=1,
+        seconds=60.0,
+        num_right=10,
+        p50_s=0.5,
+        p99_s=1.0,
+        slowest_s=2.0,
+        calm_p99_s=0.4,
+        broken=["2.0 s: it broke"],
+        rounds=[Passed(1.0, ["SIGTERM of decode 1"], ["SIGTERM, decode"], 1.1, 9.0, False)],
+        samples=[Sample(0.5, 1 << 30, 100, 50), Sample(9.0, 1 << 30, 100, 50)],
+        counters={"baton_replays_total": 0.0},
+        complaints=list(complaints),
+    )
+
+
+def test_the_page_says_what_was_lost_first(tmp_path: Path):
+    assert "Nothing was lost" in page(_report()).lead[0]
+    assert page(_report("a wrong answer")).warnings == ["a wrong answer"]
+    write_page(_report("<wrong>"), tmp_path / "chaos.html")
+    text = (tmp_path / "chaos.html").read_text()
+    assert "&lt;wrong&gt;" in text and "SIGTERM of decode 1" in text
+
+
+def test_what_breaks_in_a_round_is_noticed_a_little_later():
+    (passed,) = _report().rounds
+    assert [passed.saw(at) for at in (0.9, 1.0, 9.0, 13.9, 14.1)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+async def test_whatever_happens_to_programs_nothing_is_lost(tmp_path: Path):
+    seed, left = secrets.randbits(32), iter(range(5))
+    report = await storm(
+        seed, rounds(seed, NUM_NODES), lambda: next(left, None) is not None, tmp_path
+    )
+    assert report.complaints == [], f"seed {seed}"
+    assert len(report.rounds) == 5
+    assert report.num_right > 0
