@@ -384,7 +384,7 @@ async def test_draining_lets_live_requests_finish_and_takes_no_new_one(model: Pa
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).request
         draining = asyncio.create_task(api.router.drain(WAIT_S, asyncio.Event()))
-        await eventually(lambda: api.router.admission.closed)
+        await eventually(lambda: api.router.admission.leaving)
         assert (await api.get("/ready")).json["reason"] == "the router is shutting down"
         assert (await api.get("/health")).status == 200
         assert (await api.post(COMPLETIONS, prompt="x")).status == 503
