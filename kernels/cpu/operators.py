@@ -5,12 +5,15 @@ what they mean. Results are memory of torch's.
 """
 
 import ctypes
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.cpu.memory import HUGE_PAGE_BYTES, empty_in_huge_pages
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` has them
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -285,7 +288,9 @@ class Operators:
         matrix = matrix.contiguous()
         (outputs, inputs), group = matrix.shape, WORD_BYTES // matrix.itemsize
         shape = (-(-outputs // _PANEL), -(-inputs // group), _PANEL, group)
-        panels = matrix.new_empty(shape)
+        # Smaller ones, as of experts there are many, would be too many mappings of one process.
+        large = math.prod(shape) * matrix.itemsize >= HUGE_PAGE_BYTES
+        panels = (empty_in_huge_pages if large else torch.empty)(shape, dtype=matrix.dtype)
         self._library.pack_panels(
             matrix.itemsize, matrix.data_ptr(), outputs, inputs, panels.data_ptr(), self._team
         )

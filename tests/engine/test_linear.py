@@ -226,6 +226,16 @@ def test_a_row_in_int8_that_is_not_finite_gives_nothing_finite(wrong):
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
+@in_panels(F32)
+def test_large_matrices_start_on_a_huge_page_and_small_ones_where_there_is_room():
+    form = PanelForm(F32, COMPILED)
+    large, small = (form.hold(torch.ones(rows, 1024), None) for rows in (1000, 64))
+    assert large.weight.data_ptr() % (2 << 20) == 0
+    for linear in (large, small):
+        sums = linear.apply(torch.ones(1, 1024))
+        assert torch.equal(sums, torch.full_like(sums, 1024))
+
+
 def test_products_compiled_for_this_cpu_go_before_all_others(monkeypatch):
     class Everything:
         def multiplies(self, dtype):

@@ -5,8 +5,6 @@ zeroed: an attention that let a stale key through would be wrong by whatever the
 and zeros would hide it.
 """
 
-import math
-import mmap
 from collections.abc import Mapping
 
 import torch
@@ -16,10 +14,9 @@ from common.engine.memory.layout import KVLayout
 from common.engine.memory.pinned import pin
 from common.engine.rows.batch import PageCopies
 from common.errors import ConfigError
+from kernels.cpu.memory import empty_in_huge_pages
 from kernels.linear_attention.state_cells import CellView
 from kernels.pages.copy import copy_pages
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class KVPool:
@@ -38,8 +35,8 @@ class KVPool:
         self.num_pages = num_pages
         shape = (num_pages, layout.page_bytes)
         try:
-            if device.type == "cpu":
-                self.tensor = _host_memory(shape)
+            if device.type == "cpu":  # huge pages: other processes read them a third faster
+                self.tensor = empty_in_huge_pages(shape, torch.uint8)
             else:
                 self.tensor = torch.empty(shape, dtype=torch.uint8, device=device)
         except (torch.OutOfMemoryError, OSError) as error:
@@ -76,7 +73,7 @@ class HostPool:
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
         self.num_pages = num_pages
         try:
-            self.tensor = _host_memory((num_pages, layout.page_bytes))
+            self.tensor = empty_in_huge_pages((num_pages, layout.page_bytes), torch.uint8)
         except OSError as error:
             gib = num_pages * layout.page_bytes / 2**30
             raise ConfigError(f"no room for {gib:.1f} GiB of host pages") from error
@@ -98,18 +95,3 @@ def swap_in(pool: KVPool, host_pool: HostPool, copies: PageCopies) -> None:
 
 def _page_ids(copies: PageCopies) -> tuple[Tensor, Tensor]:
     return torch.tensor(copies.device_pages), torch.tensor(copies.host_pages)
-
-
-def _host_memory(shape: tuple[int, int]) -> Tensor:
-    """Untouched memory of this process, in huge pages where the system has them: reads from
-    another process's pool into such memory are a third faster."""
-    num_bytes = math.prod(shape)
-    if not num_bytes:
-        return torch.empty(shape, dtype=torch.uint8)
-    memory = mmap.mmap(
-        -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    offset = -whole.data_ptr() % _HUGE_PAGE_BYTES
-    return whole[offset : offset + num_bytes].view(shape)

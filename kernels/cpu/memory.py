@@ -1,0 +1,30 @@
+"""Host memory in huge pages, where the system has them.
+
+A processor finds the address of a page again for every 4 KiB that it reads, or for every 2 MiB: one
+core reads matrices of many MiB twice as fast by the latter.
+"""
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Untouched memory of this process; what is left of a huge page at the end is in small ones.
+
+    Raises:
+        OSError: there is not so much.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -whole.data_ptr() % HUGE_PAGE_BYTES
+    # No further than what is asked for: a huge page that lies in it in part is made of small ones.
+    memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)
+    return whole[offset : offset + num_bytes].view(dtype).view(shape)
