@@ -4,6 +4,7 @@ A processor finds the address of a page again for every 4 KiB that it reads, or 
 core reads matrices of many MiB twice as fast by the latter.
 """
 
+import contextlib
 import math
 import mmap
 
@@ -26,5 +27,6 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     offset = -whole.data_ptr() % HUGE_PAGE_BYTES
     # No further than what is asked for: a huge page that lies in it in part is made of small ones.
-    memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)
+    with contextlib.suppress(OSError):  # of a system that has none
+        memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)
     return whole[offset : offset + num_bytes].view(dtype).view(shape)
