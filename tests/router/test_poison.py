@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from grpc import StatusCode
 
 from common.requests.trial import GUILTY, TRIAL_TOKENS
