@@ -7,10 +7,11 @@ from torch import Tensor
 
 from common.engine.memory.states import PagedKV
 from common.engine.models.blocks.norm import Norm, RmsNorm
+from common.engine.models.blocks.plans import attention_plan
 from common.engine.models.blocks.protocol import Kept, Site, Step
 from common.engine.models.blocks.rotation import Rope, Rotation
 from common.engine.models.linear import Linear
-from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
+from kernels.attention.paged import paged_attention
 from kernels.pages.rope_and_store import rope_and_store
 
 
@@ -89,7 +90,7 @@ class AttentionBlock:
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
         )
-        plan = self._plan(step, kept)
+        plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
         x = paged_attention(
             q, kept.view, plan, scale=spec.scale, soft_cap=spec.soft_cap, sinks=self.sinks
         )
@@ -104,21 +105,3 @@ class AttentionBlock:
         by_head = x[:, :both].view(len(x), spec.heads, 2, spec.head_dim)
         q, gate = by_head[:, :, 0].flatten(1), by_head[:, :, 1].flatten(1)
         return torch.cat((q, x[:, both:]), dim=1), gate
-
-    def _plan(self, step: Step, kept: Kept) -> AttentionPlan:
-        """One for all layers of a table: they see the same tokens, with heads of the same shape."""
-        spec, batch = self.spec, step.batch
-        return step.shared.get(
-            (kept.table, spec.heads, spec.window),
-            lambda: plan_attention(
-                batch.page_ids,
-                batch.page_starts[kept.table],
-                batch.query_starts,
-                batch.lengths,
-                kept.view,
-                num_heads=spec.heads,
-                num_tokens=batch.token_ids.shape[0],
-                num_decodes=batch.num_decodes,
-                window=spec.window,
-            ),
-        )

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from common.engine.memory.states import PagedLatent
 from common.engine.models.blocks.norm import Norm, RmsNorm
+from common.engine.models.blocks.plans import attention_plan
 from common.engine.models.blocks.protocol import Kept, Site, Step
 from common.engine.models.blocks.rotation import Rope, Rotation
 from common.engine.models.linear import Linear
-from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
+from kernels.attention.paged import paged_attention
 from kernels.pages.store_latents import rope_and_store_latents
 
 
@@ -115,7 +116,8 @@ class LatentAttentionBlock:
             interleaved=spec.interleaved,
         )
         _by_head(queries[..., : spec.key_dim], self.keys, q[..., : spec.rank])
-        seen = paged_attention(q, kept.view, self._plan(step, kept), scale=spec.scale)
+        plan = attention_plan(step, kept, heads=spec.heads, value_dim=spec.rank)
+        seen = paged_attention(q, kept.view, plan, scale=spec.scale)
         out = x.new_empty(len(x), spec.heads, spec.value_dim)
         _by_head(seen.view(len(x), spec.heads, spec.rank), self.values, out)
         return self.output.apply(out.flatten(1))
@@ -128,24 +130,6 @@ class LatentAttentionBlock:
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up.apply(self.query_norm.forward(queries)[0])
         return queries.view(len(x), spec.heads, spec.query_dim), latents
-
-    def _plan(self, step: Step, kept: Kept) -> AttentionPlan:
-        """One for all layers of a table."""
-        spec, batch = self.spec, step.batch
-        return step.shared.get(
-            (kept.table, spec.heads, spec.rank),
-            lambda: plan_attention(
-                batch.page_ids,
-                batch.page_starts[kept.table],
-                batch.query_starts,
-                batch.lengths,
-                kept.view,
-                num_heads=spec.heads,
-                num_tokens=batch.token_ids.shape[0],
-                num_decodes=batch.num_decodes,
-                value_dim=spec.rank,
-            ),
-        )
 
 
 def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
