@@ -4,7 +4,7 @@ ServingError                      status sent to the peer
 ├── InvalidRequest                INVALID_ARGUMENT     the caller's fault, never retried
 ├── Unauthenticated               UNAUTHENTICATED      the caller has not proved who it is
 ├── Forbidden                     PERMISSION_DENIED    it has, and may not call this
-├── NotIdle                       FAILED_PRECONDITION
+├── WrongState                    FAILED_PRECONDITION  not as things stand
 ├── NotKnown                      NOT_FOUND            nothing is known by that name
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
 │   ├── QueueTooLong                                   the same, and when: what waits takes too long
@@ -58,7 +58,7 @@ class Forbidden(ServingError):
     status = StatusCode.PERMISSION_DENIED
 
 
-class NotIdle(ServingError):
+class WrongState(ServingError):
     status = StatusCode.FAILED_PRECONDITION
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from common.distribution import Counted
-from common.errors import NotIdle
+from common.errors import WrongState
 from common.logs import kv
 from common.node.cache_reports import CacheReports, CacheSource
 from common.node.messages import (
@@ -193,7 +193,7 @@ class Desk:
             case "flush_cache":
                 try:
                     return Answer(ask.number, integer=inside.flush_cache())
-                except NotIdle as error:
+                except WrongState as error:
                     return Answer(ask.number, error=str(error))
             case "abort":
                 return Answer(ask.number, integer=inside.abort(ask.argument))

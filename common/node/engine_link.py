@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from common.errors import DeadlineExceeded, NodeUnavailable, NotIdle, Overloaded
+from common.errors import DeadlineExceeded, NodeUnavailable, Overloaded, WrongState
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
 from common.node.lanes import Lane
 from common.node.messages import (
@@ -119,7 +119,7 @@ class EngineLink:
             NodeUnavailable: the engine is not there, or ended before it answered.
             Overloaded: too many questions wait already.
             DeadlineExceeded: it is in a step that takes longer.
-            NotIdle: what it answered instead.
+            WrongState: what it answered instead.
         """
         self.check_ready()
         if len(self._questions) >= _MAX_QUESTIONS:
@@ -134,7 +134,7 @@ class EngineLink:
         finally:
             del self._questions[number]
         if answer.error:
-            raise NotIdle(answer.error)
+            raise WrongState(answer.error)
         return answer
 
     def close(self) -> None:

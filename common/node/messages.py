@@ -176,7 +176,7 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
-    error: str = ""  # NotIdle and the like; empty on success
+    error: str = ""  # WrongState and the like; empty on success
     integer: int = 0  # pages freed, requests aborted
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: Flights | None = None

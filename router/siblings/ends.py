@@ -4,7 +4,7 @@ that keeps the several that it is."""
 from collections.abc import Callable
 from typing import Protocol
 
-from common.errors import NodeUnavailable, NotIdle
+from common.errors import NodeUnavailable, WrongState
 from router.siblings.asking import Siblings
 
 PATH = "/drain"  # as the keeper is asked
@@ -24,7 +24,7 @@ class OwnEnd:
 
     async def drain(self, *, in_turn: bool) -> None:
         if in_turn:
-            raise NotIdle("this router is one process: there is no turn to take")
+            raise WrongState("this router is one process: there is no turn to take")
         self._begin()
 
 

@@ -8,7 +8,7 @@ from common.engine.rows.batch import BatchResult, ForwardMode
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.schedule.admission import DEFAULT_CHUNK_TOKENS
-from common.errors import EngineFault, InvalidRequest, NotIdle
+from common.errors import EngineFault, InvalidRequest, WrongState
 from tests.support.engine_rig import Rig, ints
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -590,7 +590,7 @@ def test_results_are_taken_in_the_order_of_launches():
 def test_the_cache_is_flushed_only_when_idle():
     rig = Rig()
     rig.add(range(40), max_tokens=2)
-    with pytest.raises(NotIdle):
+    with pytest.raises(WrongState):
         rig.scheduler.flush_cache()
     rig.run()
     assert rig.scheduler.flush_cache() == 2

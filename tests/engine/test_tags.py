@@ -205,6 +205,7 @@ def test_a_tag_is_written_in_either_form(
         ),
         ({"type": "json_schema", "json_schema": {}, "style": "yaml"}, "format.style is none of"),
         ({"type": "sequence", "elements": 5}, "format.elements is no list"),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": 5}, "format.tags is no list"),
         ({"type": "tag", "begin": "a", "content": {"type": "any_text"}}, "end"),
     ],
     ids=lambda value: str(value)[:40],
@@ -215,6 +216,12 @@ def test_what_is_no_tag_is_refused_with_its_place(
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: ") as caught:
         made.compiled(_guide(wanted))
     assert said in str(caught.value)
+
+
+def test_a_structure_that_is_none_is_refused_and_not_left_out(made: Compilers) -> None:
+    text = '{"structures": [5], "triggers": ["<"]}'
+    with pytest.raises(InvalidRequest, match=r"structures\[0\] is no object"):
+        made.compiled(Guide("structural_tag", text))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": {}, "tags": []}', "[" * 100_000])

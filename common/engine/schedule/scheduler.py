@@ -38,7 +38,7 @@ from common.engine.schedule.retracted import RetractedRequests, Swaps
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
 from common.engine.schedule.stopped import Stopped
-from common.errors import EngineFault, InvalidRequest, NotIdle
+from common.errors import EngineFault, InvalidRequest, WrongState
 
 __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
 
@@ -294,10 +294,10 @@ class Scheduler:
         """Empties the prefix cache; returns how many pages that freed.
 
         Raises:
-            NotIdle: there are requests here.
+            WrongState: there are requests here.
         """
         if self.has_work:
-            raise NotIdle("the prefix cache can only be flushed while no request is here")
+            raise WrongState("the prefix cache can only be flushed while no request is here")
         return self._cache.flush()
 
     # The next forward ---------------------------------------------------------------------------

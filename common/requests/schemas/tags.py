@@ -41,19 +41,21 @@ def _wanted(said: Mapping[str, Any]) -> Any:
         case {"format": wanted, **others} if not others.keys() - {"type"}:
             return wanted
         case {"structures": [*structures], "triggers": triggers}:
-            tags = [
-                {
-                    "type": "tag",
-                    "begin": each.get("begin"),
-                    "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
-                    "end": each.get("end"),
-                }
-                for each in structures
-                if isinstance(each, Mapping)
-            ]
+            tags = [_structure(each, f"structures[{n}]") for n, each in enumerate(structures)]
             return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
         case _:
             raise InvalidRequest("it has neither a format nor structures with their triggers")
+
+
+def _structure(said: Any, place: str) -> dict[str, Any]:
+    if not isinstance(said, Mapping):
+        raise InvalidRequest(f"{place} is no object")
+    return {
+        "type": "tag",
+        "begin": said.get("begin"),
+        "content": {"type": "json_schema", "json_schema": said.get("schema") or {}},
+        "end": said.get("end"),
+    }
 
 
 def _format(wanted: Any, place: str, depth: int) -> dict[str, Any]:
@@ -83,7 +85,9 @@ def _formats(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
 
 def _tags(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
     """Those that need not say that they are tags."""
-    said = [{"type": "tag"} | each if isinstance(each, dict) else each for each in wanted or ()]
+    if not isinstance(wanted, list):
+        raise InvalidRequest(f"{place} is no list")
+    said = [{"type": "tag"} | each if isinstance(each, dict) else each for each in wanted]
     return _formats(said, place, depth)
 
 
