@@ -75,6 +75,7 @@ class Door:
         self._thread.join(_END_S)
         if self._thread.is_alive():
             raise EngineFault("the thread of a tcp owner's door does not end")
+        self._listener.close()  # not by its thread, which may end before the shutdown above
 
     # On the door's thread ------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class Door:
                 else:
                     self._hear(key.fileobj)  # type: ignore[arg-type]
             self._turn_out_late()
-        for connection in (*self._strangers, self._listener):
+        for connection in self._strangers:
             connection.close()
         self._selector.close()
 

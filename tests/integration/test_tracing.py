@@ -153,7 +153,10 @@ def _check_trace(collector: Collector, request_id: str, trace_id: str, above: st
     assert router.parent_id == above
     assert (decode.parent_id, prefill.parent_id) == (router.span_id, decode.span_id)
     assert router.encloses(decode, SLACK_NS)
-    assert decode.encloses(prefill, SLACK_NS)
+    # A prefill node ends its part when it hears that the pages were read; nobody waits for that.
+    assert decode.start - SLACK_NS <= prefill.start
+    computed = _inside(collector, prefill)
+    assert all(decode.encloses(computed[phase], SLACK_NS) for phase in PREFILL_PHASES)
     assert not any(span.failed for span in spans.values())
     for span, phases in (
         (router, ROUTER_PHASES),
