@@ -21,7 +21,7 @@ from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 
-REQUEST_S = 120.0  # longest wait for a whole answer
+REQUEST_S = 600.0  # longest wait for a whole answer
 
 
 @dataclass(slots=True)

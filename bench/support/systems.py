@@ -79,7 +79,8 @@ async def serving(
 @contextlib.asynccontextmanager
 async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> AsyncIterator[System]:
     """What `baton up --device cpu` starts with the flags that it chooses: one decode node and, if
-    disaggregated, one prefill node. Raises SystemExit as `serving` does."""
+    disaggregated, one prefill node; but nobody is refused for a long queue, which benches want.
+    Raises SystemExit as `serving` does."""
     router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
     wish = plan.Wish(
         model=str(model),
@@ -93,6 +94,7 @@ async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> Asyn
         metrics_port=None,
         device="cpu",
         node_flags=tuple(node_flags),
+        router_flags=("--queue-share=1",),
     )
     programs = plan.programs(wish)
     async with _running(programs) as children:
