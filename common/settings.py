@@ -13,9 +13,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin
+from typing import Any, NoReturn, TypeVar, cast, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -202,21 +202,50 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        self._given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    @property
+    def flags(self) -> Collection[str]:
+        return self._option_string_actions.keys()
 
     def error(self, message: str) -> NoReturn:
-        wrong(self.prog, f"{message} ({self._meant(message)}--help lists what there is)")
+        self._refuse(message, self.flags)
 
-    def _meant(self, message: str) -> str:
-        """The flag that is nearest to the first one that there is not, if one is near."""
-        words = [word.partition("=")[0] for word in message.split()]
-        for word in words:
-            if word.startswith("--") and word not in self._option_string_actions:
-                near = difflib.get_close_matches(word, self._option_string_actions, 1, _NEAR)
-                return f"did you mean {near[0]}? " if near else ""
-        return ""
+    def refuse_strangers(self, left: Sequence[str], *records: type[BaseModel]) -> None:
+        """Ends this process where one of the flags that `parse_known_args` has left is none of
+        these records' either."""
+        theirs = [flag for record in records for flag in _flags_of(record)]
+        strangers = [flag for flag in map(_flag, left) if flag and flag not in theirs]
+        if strangers or (left and not records):
+            what = f"unrecognized arguments: {' '.join(strangers or left)}"
+            self._refuse(what, [*self.flags, *theirs])
+
+    def _refuse(self, message: str, flags: Collection[str]) -> NoReturn:
+        """With the flag that is nearest to the first one that there is not, if one is near."""
+        stranger = next(
+            (flag for flag in map(_flag, self._given) if flag and flag not in flags), ""
+        )
+        near = difflib.get_close_matches(stranger, flags, 1, _NEAR)
+        meant = f"did you mean {near[0]}? " if near else ""
+        wrong(self.prog, f"{message} ({meant}--help lists what there is)")
 
     def print_help(self, file: Any = None) -> None:
         say(self.format_help())
+
+
+def _flag(word: str) -> str:
+    """Without its value; "" of what is none."""
+    return word.partition("=")[0] if word.startswith("--") else ""
+
+
+def _flags_of(record: type[BaseModel]) -> Collection[str]:
+    """All that a program which reads this record takes."""
+    source = _flags_source(_settings_class(record, "", "", [], {}), "", "", [])
+    return ["--config", *cast(Parser, source.root_parser).flags]
 
 
 class _Help(argparse.HelpFormatter):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import uvloop
 
 from common import settings
+from common.config import DecodeConfig, PrefillConfig
 from loadtest import break_even_command, compare_command, load_command
 from loadtest.command import Command, run
 from loadtest.errors import WrongInput
@@ -15,28 +16,27 @@ from loadtest.errors import WrongInput
 PROGRAM = "baton bench"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+    """Ends this process where a flag is wrong."""
     parser = settings.Parser(
         prog=PROGRAM,
         description="Measures, and writes a report: one HTML file that needs nothing else. "
         "The last line on standard output is JSON; progress goes to standard error.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {}
     for name, module, summary in (
         ("load", load_command, "what clients of a running server see under load"),
         ("compare", compare_command, "the same nodes colocated and disaggregated, started here"),
         ("break-even", break_even_command, "the prompt length from which disaggregation pays"),
     ):
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_flags(command)
-    return parser
-
-
-def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
-    """Ends this process where a flag is wrong."""
-    parser = _parser()
+        parsers[name] = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_flags(parsers[name])
     options, rest = parser.parse_known_args(arguments)
     options.node_flags = rest
+    starts_nodes = options.command != "load"
+    records = (PrefillConfig, DecodeConfig) if starts_nodes else ()
+    parsers[options.command].refuse_strangers(rest, *records)
     prog = f"{PROGRAM} {options.command}"
     try:
         command: Command
@@ -45,8 +45,6 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
                 command = compare_command.CompareCommand(options, rest)
             case "break-even":
                 command = break_even_command.BreakEvenCommand(options, rest)
-            case _ if rest:
-                raise WrongInput(f"unknown: {' '.join(rest)} (--help lists what there is)")
             case _:
                 command = load_command.LoadCommand(options)
     except WrongInput as error:

@@ -91,6 +91,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--stop-timeout", type=float, default=60.0, metavar="S", help="for each to end (60)"
     )
     options, node_flags = parser.parse_known_args(arguments)
+    parser.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
     if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
         settings.wrong(PROGRAM, "--prefill and --decode must be at least 0, and one of them 1")
     return options, node_flags

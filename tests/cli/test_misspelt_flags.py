@@ -1,0 +1,58 @@
+"""What the commands that start nodes say of a flag that is neither theirs nor the nodes'."""
+
+import pytest
+
+from cli.up import options as up
+from loadtest import __main__ as bench
+
+COMPARE = ["compare", "--model=m"]
+
+
+def _complaint(capsys: pytest.CaptureFixture[str], parse, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    "parse, arguments, program, meant",
+    [
+        (up.parse, ["--decod", "2"], "baton up", "--decode"),
+        (up.parse, ["--http-prot=81"], "baton up", "--http-port"),
+        (up.parse, ["--engine.cache.page-sise=32"], "baton up", "--engine.cache.page-size"),
+        (bench.parse, ["load", "--urll", "x"], "baton bench load", "--url"),
+        (bench.parse, ["load", "--url=x", "--reqests=3"], "baton bench load", "--requests"),
+        (bench.parse, [*COMPARE, "--repeat=3"], "baton bench compare", "--repeats"),
+        (
+            bench.parse,
+            ["break-even", "--model=m", "--engine.cache.page-sise=32"],
+            "baton bench break-even",
+            "--engine.cache.page-size",
+        ),
+    ],
+)
+def test_the_nearest_flag_is_named_whosever_it_is(capsys, parse, arguments, program, meant):
+    complaint = _complaint(capsys, parse, *arguments)
+    assert complaint.startswith(f"{program}: ")
+    assert f"did you mean {meant}?" in complaint
+
+
+@pytest.mark.parametrize(
+    "parse, arguments", [(up.parse, ["--seldom"]), (bench.parse, [*COMPARE, "--seldom"])]
+)
+def test_nothing_is_guessed_where_nothing_is_near(capsys, parse, arguments):
+    complaint = _complaint(capsys, parse, *arguments)
+    assert "unrecognized arguments: --seldom (--help lists what there is)" in complaint
+
+
+def test_flags_of_nodes_are_left_for_them():
+    flags = ["--engine.cache.page-size", "32", "--config=nodes.yaml", "--log-level=warning"]
+    options, left = up.parse(["--decode=2", *flags])
+    assert (options.decode, left) == (2, flags)
+
+
+def test_a_word_that_is_no_flag_is_refused_by_a_command_that_starts_no_node(capsys):
+    complaint = _complaint(capsys, bench.parse, "load", "--url=x", "8000")
+    assert "unrecognized arguments: 8000" in complaint
