@@ -111,11 +111,10 @@ class Generator:
 
     async def _count(self, together: Together, client: Client) -> None:
         """Raises RateLimited, InvalidRequest: as Usage.prompts."""
-        async with together.turn:
-            if not together.counted:
-                checked = [await self._model.prompts.checked(each) for each in together.prompts]
-                client.usage.prompts(sum(map(len, checked)), together.num_answers)
-                together.counted = True
+        checked = [await self._model.prompts.checked(each) for each in together.prompts]
+        if not together.counted:
+            client.usage.prompts(sum(map(len, checked)), together.num_answers)
+            together.counted = True
 
     async def _stream(
         self, job: Job, due: Due, write: Write, offer: Offer, record: RequestRecord

@@ -11,7 +11,6 @@ skipped. So main may be left as soon as the successor has said something, and no
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -43,9 +42,8 @@ class Stay:
         self.submission = submission
         self.job = job
         self.here = submitted.here
-        self._left = ExitStack()
-        self._left.enter_context(chosen.charge)
-        self.tokens = self._left.enter_context(submitted)
+        self._submitted = submitted
+        self.tokens = submitted.tokens
 
     @property
     def address(self) -> str:
@@ -64,7 +62,8 @@ class Stay:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        self._left.close()
+        self._submitted.leave()
+        self.chosen.charge.close()
 
 
 class Moving:

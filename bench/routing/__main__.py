@@ -130,9 +130,7 @@ class Simulation:
 
     def _arrive(self, arrival: Arrival) -> None:
         choices = [
-            DecodeChoice(
-                address, self._links, node.num_live, node.num_pages, self._told_free[address]
-            )
+            DecodeChoice(address, self._links, node.num_pages, self._told_free[address])
             for address, node in self._decode.items()
         ]
         prompt = PlacementKey(arrival.token_ids.tolist(), arrival.session)  # new, as of a tokenizer

@@ -111,7 +111,6 @@ class DecodeNode:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.used = 0
-        self.num_live = 0
         self._area = 0.0
         self._since = 0.0
 
@@ -119,7 +118,6 @@ class DecodeNode:
         self._area += self.used * (now - self._since)
         self._since = now
         self.used += num_pages
-        self.num_live += 1 if num_pages > 0 else -1
 
     def mean_used(self, now: float) -> float:
         return (self._area + self.used * (now - self._since)) / now

@@ -1,6 +1,7 @@
 """How a request's tokens are chosen: one immutable record from the router to the sampler."""
 
 from collections.abc import Sequence, Sized
+from operator import attrgetter, le
 from typing import Any
 
 import msgspec
@@ -42,6 +43,9 @@ _RANGES = (
     ("prompt_logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
     ("thinking_budget", -1, _LARGEST, "at least 0"),
 )
+
+_NAMES, _LOWEST, _HIGHEST, _ = zip(*_RANGES, strict=True)
+_ranged = attrgetter(*_NAMES)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,10 +159,9 @@ def to_proto(params: SamplingParams) -> Sampling:
 
 def check(params: SamplingParams) -> None:
     """Raises InvalidRequest with a sentence that names the field."""
-    for name, lowest, highest, rule in _RANGES:
-        value = getattr(params, name)
-        if not lowest <= value <= highest:  # nor is NaN
-            raise InvalidRequest(f"sampling.{name} must be {rule}, got {value}")
+    values = _ranged(params)
+    if not (all(map(le, _LOWEST, values)) and all(map(le, values, _HIGHEST))):  # nor is NaN
+        raise _out_of_range(values)
     if params.top_k < 1 and params.top_k != -1:
         raise InvalidRequest(f"sampling.top_k must be -1 or at least 1, got {params.top_k}")
     check_counts(params.stop_token_ids, ())
@@ -179,6 +182,16 @@ def check(params: SamplingParams) -> None:
             raise InvalidRequest(
                 f"sampling.logit_bias must be in [-100, 100], got {bias} for token {token}"
             )
+
+
+def _out_of_range(values: Sequence[float]) -> InvalidRequest:
+    """
+    Args:
+        values: in the order of `_RANGES`; one is out of its range.
+    """
+    rows = zip(_RANGES, values, strict=True)
+    name, rule, value = next((n, r, v) for (n, low, high, r), v in rows if not low <= v <= high)
+    return InvalidRequest(f"sampling.{name} must be {rule}, got {value}")
 
 
 def check_lengths(

@@ -64,8 +64,7 @@ class HttpChecks:
         return Refusal(421, sentence).response()
 
     def _preflight(self, request: Request) -> web.Response | None:
-        asked = request.header("access-control-request-method")
-        if request.method != "OPTIONS" or not asked:
+        if request.method != "OPTIONS" or not request.header("access-control-request-method"):
             return None
         wanted = request.header("access-control-request-headers")
         headers = self._cors.preflight(request.route, request.header("origin"), wanted)

@@ -51,9 +51,10 @@ class Cluster:
         self.backlogs = Backlogs(load)
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
-        # What each decode node that takes requests can read from; and of those the ones in use.
+        # What each decode node that takes requests can read from; and of those the ones in use,
+        # made when a node says something: requests come more often.
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
-        self._prefill_of: dict[str, tuple[PrefillChoice, ...]] = {}
+        self._choices: Sequence[DecodeChoice] = ()
         self._lost_at = -math.inf  # time.monotonic() when `ready` last ended
         self._closed = False
         self._news = asyncio.Event()  # set: a node can be chosen, or none ever will
@@ -61,7 +62,7 @@ class Cluster:
     @property
     def ready(self) -> bool:
         """Whether a request could be placed."""
-        return bool(self._prefill_of)
+        return bool(self._choices)
 
     def add(self, client: DecodeClient) -> None:
         """Its requests may go there as soon as it is usable."""
@@ -121,23 +122,9 @@ class Cluster:
         self.refresh()
         self._news.set()
 
-    def usable(self) -> list[DecodeChoice]:
+    def usable(self) -> Sequence[DecodeChoice]:
         """The decode nodes that a request could go to now."""
-        choices = []
-        for address, prefill in self._prefill_of.items():
-            client = self._clients[address]
-            if (status := client.status) is not None:
-                choices.append(
-                    DecodeChoice(
-                        address,
-                        prefill,
-                        client.num_live,
-                        status.pages_total,
-                        status.pages_free,
-                        status.page_size,
-                    )
-                )
-        return choices
+        return self._choices
 
     async def until_ready(self) -> None:
         """Returns once a request can be placed: at once if one can.
@@ -167,7 +154,7 @@ class Cluster:
             NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
             QueueTooLong: none of them can begin with the prompt in time.
         """
-        choices: Sequence[DecodeChoice] = self.usable()
+        choices = self.usable()
         if not choices:
             raise NodeUnavailable(NOT_READY)
         choices = self.backlogs.in_time(choices, len(key.token_ids), due)
@@ -215,7 +202,7 @@ class Cluster:
 
     def _use(self) -> None:
         was_ready = self.ready
-        self._prefill_of = self._usable(lambda status: status.serves_alone) or self._usable(
+        self._choices = self._usable(lambda status: status.serves_alone) or self._usable(
             lambda status: status.falls_back
         )
         if self.ready:
@@ -225,19 +212,18 @@ class Cluster:
             self._news.clear()
         self._on_change()
 
-    def _usable(
-        self, alone: Callable[[decode_pb2.Status], bool]
-    ) -> dict[str, tuple[PrefillChoice, ...]]:
+    def _usable(self, alone: Callable[[decode_pb2.Status], bool]) -> Sequence[DecodeChoice]:
         """The decode nodes that can take a request, with the prefill nodes they can read from.
 
         Args:
             alone: whether a node may be used without any.
         """
-        usable = {}
+        usable = []
         for address, client in self._clients.items():
-            prefill = self._readable.get(address)
-            if prefill is None or client.status is None:
+            prefill, status = self._readable.get(address), client.status
+            if prefill is None or status is None:
                 continue
-            if prefill or alone(client.status):
-                usable[address] = prefill
+            if prefill or alone(status):
+                pages = status.pages_total, status.pages_free, status.page_size
+                usable.append(DecodeChoice(address, prefill, *pages))
         return usable

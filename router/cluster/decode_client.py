@@ -144,8 +144,7 @@ class DecodeClient:
         move_from: MoveFrom | None = None,
         submission: Submission | None = None,
     ) -> "Submitted":
-        """Submits `job`. What this returns must be entered at once; leaving it before the
-        request's end cancels the request on the node.
+        """Submits `job`. Whoever gets what this returns must leave it.
 
         Args:
             prefill: candidate prefill nodes in order of preference.
@@ -371,20 +370,23 @@ class DecodeClient:
 
 
 class Submitted:
-    """One request on a decode node, from entering to leaving; gives what the node says of it."""
+    """One request on a decode node, until it is left.
 
-    __slots__ = ("_buffer", "_client", "_number", "here")
+    Attributes:
+        tokens: what the node says of it.
+        here: as it is named to a decode node that is to go on with it.
+    """
+
+    __slots__ = ("_client", "_number", "here", "tokens")
 
     def __init__(
-        self, buffer: TokenBuffer, client: DecodeClient, number: int, here: MoveFrom
+        self, tokens: TokenBuffer, client: DecodeClient, number: int, here: MoveFrom
     ) -> None:
-        self._buffer = buffer
+        self.tokens = tokens
+        self.here = here
         self._client = client
         self._number = number
-        self.here = here  # as it is named to a decode node that is to go on with it
 
-    def __enter__(self) -> TokenBuffer:
-        return self._buffer
-
-    def __exit__(self, *_: object) -> None:
+    def leave(self) -> None:
+        """Cancels it on the node, unless it has ended."""
         self._client.leave(self._number)

@@ -159,7 +159,7 @@ class PoolingNodes:
         nodes = [each for each in self._nodes if each not in avoid and self._fit(each)]
         if not nodes:
             raise NodeUnavailable(NO_PREFILL_NODE)
-        anywhere = DecodeChoice(_NOBODY, tuple(map(PrefillChoice, nodes)), num_live=0)
+        anywhere = DecodeChoice(_NOBODY, tuple(map(PrefillChoice, nodes)))
         choices = self._backlogs.in_time([anywhere], len(key.token_ids), due)
         placement = self._policy.pick(key, choices)
         address = placement.prefill[0]

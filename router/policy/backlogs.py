@@ -122,7 +122,7 @@ class Backlogs:
         all are in time, or nothing waits."""
         told, now = self._told.get(address, _NOTHING), self._now()
         line = self._load.queued.at(address)
-        waits = bool(line) and told.token_s > 0.0
+        waits = told.token_s > 0.0 and bool(line)
         others_s, pages_s = told.others_s - (now - told.at), told.pages_s - (now - told.at)
         if not waits and others_s <= 0.0 and pages_s <= 0.0:
             return 0.0

@@ -28,7 +28,6 @@ class DecodeChoice(msgspec.Struct, frozen=True):
 
     address: str
     prefill: tuple[PrefillChoice, ...]  # empty where it prefills itself
-    num_live: int  # requests of this router on it
     pages_total: int = 0  # 0: not told
     pages_free: int = 0  # those that the prefix cache alone holds are free
     page_size: int = 16

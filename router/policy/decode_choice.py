@@ -42,7 +42,7 @@ class LeastFull:
             # Whole halvings: two measurements of one kind of link differ by less.
             halvings = min(_MOST_HALVINGS, int(fastest - speeds[at]))
             fullness = self._fullness(choices[at]) + _SHARE_PER_HALVING * halvings
-            key = fullness, choices[at].num_live
+            key = fullness, self._load.decode.requests(choices[at].address)
             if key < best_key:
                 best, best_key = choices[at], key
         return best

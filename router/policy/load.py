@@ -34,13 +34,15 @@ class Tally:
     def empty(self) -> bool:
         return not self._tokens and not self._requests
 
-    def add_tokens(self, address: str, num_tokens: int) -> None:
+    def add(self, address: str, *, num_tokens: int = 0, num_requests: int = 0) -> None:
         """Negative to take away."""
-        _add(self._tokens, address, num_tokens)
+        if num_tokens:
+            _add(self._tokens, address, num_tokens)
+        if num_requests:
+            _add(self._requests, address, num_requests)
 
-    def add_requests(self, address: str, num_requests: int) -> None:
-        """Negative to take away."""
-        _add(self._requests, address, num_requests)
+
+_NOBODY = WaitingLine()  # waits
 
 
 class Queued:
@@ -55,7 +57,7 @@ class Queued:
 
     def at(self, address: str) -> WaitingLine:
         """To be looked at only."""
-        return self._lines.get(address) or WaitingLine()
+        return self._lines.get(address, _NOBODY)
 
     def tokens(self, address: str) -> int:
         return self.at(address).units
@@ -124,11 +126,9 @@ class Charge(AbstractContextManager["Charge"]):
         self._computing = True
         self._live = True
         if self._prefill:
-            load.prefill.add_tokens(self._prefill, self._uncached)
-            load.prefill.add_requests(self._prefill, 1)
+            load.prefill.add(self._prefill, num_tokens=self._uncached, num_requests=1)
         load.queued.add(self._prefill or self._decode, self, place)
-        load.decode.add_tokens(self._decode, place.units)
-        load.decode.add_requests(self._decode, 1)
+        load.decode.add(self._decode, num_tokens=place.units, num_requests=1)
 
     def first_token(self) -> None:
         """The prompt is computed, and its pages are taken on the decode node."""
@@ -137,13 +137,12 @@ class Charge(AbstractContextManager["Charge"]):
         self._computing = False
         self._load.queued.remove(self._prefill or self._decode, self)
         if self._prefill:
-            self._load.prefill.add_tokens(self._prefill, -self._uncached)
-            self._load.prefill.add_requests(self._prefill, -1)
+            self._load.prefill.add(self._prefill, num_tokens=-self._uncached, num_requests=-1)
         self._load.wait_for_status(self._decode, self)
 
     def shown(self) -> None:
         """The decode node has said what it has left since the first token."""
-        self._load.decode.add_tokens(self._decode, -self._tokens)
+        self._load.decode.add(self._decode, num_tokens=-self._tokens)
         self._tokens = 0
 
     def close(self) -> None:
@@ -154,7 +153,7 @@ class Charge(AbstractContextManager["Charge"]):
         self.first_token()
         self._load.forget(self._decode, self)
         self.shown()
-        self._load.decode.add_requests(self._decode, -1)
+        self._load.decode.add(self._decode, num_requests=-1)
 
     def __exit__(
         self,

@@ -54,9 +54,10 @@ class Prompts:
         """
         match prompt:
             case SharedPrompt():
-                async with prompt.turn:
-                    if prompt.token_ids is None:
-                        prompt.token_ids = await self._shared(prompt)
+                if prompt.token_ids is None:
+                    async with prompt.turn:
+                        if prompt.token_ids is None:
+                            prompt.token_ids = await self._shared(prompt)
                 return prompt.token_ids
             case _:
                 token_ids = await self.encode(prompt)

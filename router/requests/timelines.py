@@ -8,7 +8,8 @@ told its timeline; what the node says then is still taken.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from common.metrics import RouterMetrics
 from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
@@ -21,8 +22,7 @@ NUM_FAILED_KEPT = 64  # of those before them, that failed or were replayed
 MAX_BYTES = 32 << 10  # of a timeline; a longer one is none of ours
 
 
-@dataclass(slots=True, eq=False)
-class Submission:
+class Submission(msgspec.Struct, eq=False):
     """One decode node's part in a request. Moments are time.monotonic(); 0.0 is "not yet"."""
 
     decode: str  # address
@@ -61,8 +61,7 @@ class Submission:
         return self.submitted + slack / 2
 
 
-@dataclass(slots=True, eq=False)
-class RequestTimeline:
+class RequestTimeline(msgspec.Struct, eq=False):
     """One request, as this router sees it. Written by the request's own record."""
 
     request_id: str
@@ -70,6 +69,7 @@ class RequestTimeline:
     trace: Trace
     arrived_unix: float
     arrived: float
+    on_told: "Callable[[RequestTimeline], None]"  # a decode node's part came after the end
     tokenised: float = 0.0
     first_token: float = 0.0  # written
     last_token: float = 0.0
@@ -79,8 +79,7 @@ class RequestTimeline:
     completion_tokens: int = 0
     outcome: str = "live"
     error: str = ""
-    submissions: list[Submission] = field(default_factory=list)
-    on_told: "Callable[[RequestTimeline], None]" = field(kw_only=True)
+    submissions: list[Submission] = []
 
     def told(self, one: Submission, message: decode_pb2.Timeline) -> None:
         """The decode node of this submission has said where the time went."""
@@ -188,9 +187,7 @@ class Timelines:
             trace = self._tracer.enter(parent, root=True)
         elif parent:
             trace = Trace(parent)
-        return RequestTimeline(
-            request_id, label, trace, time.time(), time.monotonic(), on_told=self._count
-        )
+        return RequestTimeline(request_id, label, trace, time.time(), time.monotonic(), self._count)
 
     def accept(self, timeline: RequestTimeline) -> None:
         """It is listed from now on."""

@@ -100,7 +100,6 @@ class Together(msgspec.Struct):
     prompts: Sequence[SharedPrompt]
     num_answers: int
     counted: bool = False
-    turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], answers_to_each: int = 1) -> Self:

@@ -11,8 +11,8 @@ from router.policy.load import Load
 from router.policy.pressure import LASTING_S
 
 TOKEN_S = 0.01
-CHOICES = [DecodeChoice("d0", (PrefillChoice("p0"), PrefillChoice("p1")), num_live=0)]
-ALONE = [DecodeChoice("d0", (), num_live=0)]
+CHOICES = [DecodeChoice("d0", (PrefillChoice("p0"), PrefillChoice("p1")))]
+ALONE = [DecodeChoice("d0", ())]
 
 
 class Clock:

@@ -87,7 +87,8 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
         for token in range(21, 60):
             node.say({submit.request: [token]})
         node.say(ended={submit.request: FINISH_REASON_LENGTH})
-        await eventually(lambda: cluster.usable()[0].num_live == 0)
+        node.change_status(pages_total=9)  # behind all of that, on one stream
+        await eventually(lambda: cluster.usable()[0].pages_total == 9)
         may_write.set()
         await generating
         nodes.cancel()

@@ -46,12 +46,12 @@ class Rig:
 
 
 def choice(address: str, *prefill: str, **fields: int) -> DecodeChoice:
-    return DecodeChoice(address, tuple(map(PrefillChoice, prefill)), num_live=0, **fields)
+    return DecodeChoice(address, tuple(map(PrefillChoice, prefill)), **fields)
 
 
 def linked(address: str, *links: tuple[str, float]) -> DecodeChoice:
     prefill = tuple(PrefillChoice(f"p{i}", *link) for i, link in enumerate(links))
-    return DecodeChoice(address, prefill, 0, pages_total=1000, pages_free=1000)
+    return DecodeChoice(address, prefill, pages_total=1000, pages_free=1000)
 
 
 _prefill = st.lists(
@@ -69,7 +69,6 @@ _choices = st.lists(
         DecodeChoice,
         st.sampled_from([f"d{number}" for number in range(6)]),
         _prefill,
-        st.integers(0, 100),
         st.integers(0, 2**32 - 1),
         st.integers(0, 2**32 - 1),
         st.integers(0, 2**32 - 1),
@@ -291,6 +290,15 @@ def test_what_was_placed_counts_before_a_status_shows_it(rig: Rig) -> None:
     ]
     picked = Counter(rig.place([number] * 160).decode for number in range(40))
     assert picked == {"d0": 20, "d1": 20}
+
+
+def test_of_decode_nodes_equally_full_the_one_with_fewer_requests_is_taken(rig: Rig) -> None:
+    for each in rig.choices:  # whose pages a Status has shown since: what is left is their number
+        num_live = 2 if each.address == "d0" else 3
+        for _ in range(num_live):
+            rig.load.charge(Placement(each.address, (), 5), 5).first_token()
+        rig.load.shown(each.address)
+    assert {rig.pick([1]).decode for _ in range(5)} == {"d0"}
 
 
 def test_decode_nodes_alike_in_all_take_turns(rig: Rig) -> None:

@@ -198,7 +198,7 @@ async def test_many_inputs_go_to_all_nodes_in_calls_of_some(model):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_orders_prefill_nodes_where_no_decode_node_takes_part(name):
-    nobody = DecodeChoice("", (PrefillChoice("a"), PrefillChoice("b")), num_live=0)
+    nobody = DecodeChoice("", (PrefillChoice("a"), PrefillChoice("b")))
     policy = make_policy(name, Load(), PrefixIndex())
     for tokens in ([1], list(range(100))):
         assert set(policy.pick(PlacementKey(tokens), [nobody]).prefill) == {"a", "b"}

@@ -60,7 +60,7 @@ class AnthropicMessages:
         budget = asked_for.thinking_budget(fields)
         sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
         per_prompt = guided(sampled, offer, self._speech)
-        wanted = choices(common, [messages], per_prompt, self._shown(bool(offer.tools)))
+        wanted = choices(common, [messages], per_prompt, shown=self._shown(bool(offer.tools)))
         prompt = wanted[0].prompt
         reasons = fields.thinking is None or fields.thinking.type != "disabled"
         listener = listening(self._speech, prompt, offer, reasons=reasons)

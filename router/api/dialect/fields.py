@@ -122,13 +122,16 @@ def choices(
     fields: Fields,
     prompts: Sequence[Prompt],
     per_prompt: Sequence[SamplingParams],
+    *,
     shown: frozenset[int] = frozenset(),
+    echo: bool = False,
+    silent: bool = False,
 ) -> Sequence[Wanted]:
     """What one request asks for, unchecked: of each prompt one choice for each of `per_prompt`,
     which stand together.
 
     Args:
-        shown: special tokens that are not left out of the text.
+        shown, echo, silent: as of Wanted.
     """
     together = Together.of(prompts, len(per_prompt))
     stop, stop_regex = _texts(fields.stop), _texts(fields.stop_regex)
@@ -142,6 +145,8 @@ def choices(
             bad_words=tuple(fields.bad_words or ()),
             cache_salt=fields.cache_salt,
             shown=shown,
+            echo=echo,
+            silent=silent,
         )
         for prompt in together.prompts
         for sampling in per_prompt

@@ -1,5 +1,6 @@
 """The form that an answer is to have, in the words of OpenAI, vLLM and SGLang: one Guide."""
 
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -54,11 +55,17 @@ class GuideFields(msgspec.Struct, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
 
 
+_given = attrgetter(*GuideFields.__struct_fields__)
+_NOTHING_GIVEN = (None,) * len(GuideFields.__struct_fields__)
+
+
 def guide_of(fields: GuideFields) -> Guide | None:
     """
     Raises:
         Refusal: there are two, or one that cannot be.
     """
+    if _given(fields) == _NOTHING_GIVEN:
+        return None
     nested = fields.structured_outputs or StructuredOutputs()
     said = {
         "response_format": _of_format(fields.response_format),

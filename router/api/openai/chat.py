@@ -82,7 +82,7 @@ class Chat:
         )
         per_prompt = guided(sampled, offer, self._speech)
         prompt = conversation(fields, fields.messages, offer.shown)
-        wanted = choices(fields, [prompt], per_prompt, self._shown(bool(offer.tools)))
+        wanted = choices(fields, [prompt], per_prompt, shown=self._shown(bool(offer.tools)))
         reasons = fields.include_reasoning is not False
         listener = listening(self._speech, wanted[0].prompt, offer, reasons=reasons)
         told = Choices(

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Annotated, cast
 
 import msgspec
-from msgspec.structs import replace
 
 from common.requests.sampling import MAX_LOGPROBS
 from router.api.dialect.asked import Asked
@@ -120,9 +119,7 @@ class Completions:
                 f"{MAX_CHOICES} choices",
                 param="prompt",
             )
-        wanted = [
-            replace(each, echo=echo, silent=silent) for each in choices(fields, prompts, per_prompt)
-        ]
+        wanted = choices(fields, prompts, per_prompt, echo=echo, silent=silent)
         told = Choices(
             whole_object="text_completion",
             chunk_object="text_completion",
