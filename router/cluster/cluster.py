@@ -19,8 +19,8 @@ from router.policy.load import Charge, Load
 from router.requests.admission import SHUTTING_DOWN
 
 NOT_READY = "no decode node with a usable prefill node is ready"
-# From the moment the last usable node was lost. Longer than a reconnect takes, shorter than a
-# client's patience.
+# From the moment the last usable node was lost, or that it would come back. Longer than a reconnect
+# takes, shorter than a client's patience.
 GRACE_S = 2.0
 _MAX_CANDIDATES = 8  # prefill nodes named to a decode node, which tries a few of them
 
@@ -55,9 +55,10 @@ class Cluster:
         # made when a node says something: requests come more often.
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
         self._choices: Sequence[DecodeChoice] = ()
-        self._lost_at = -math.inf  # time.monotonic() when `ready` last ended
+        self._hopes = False  # ready, or was, and one of its nodes may wake
+        self._lost_at = -math.inf  # time.monotonic() when hope last ended
         self._closed = False
-        self._news = asyncio.Event()  # set: a node can be chosen, or none ever will
+        self._news = asyncio.Event()  # of those who wait for a node
 
     @property
     def ready(self) -> bool:
@@ -90,7 +91,7 @@ class Cluster:
         self.heard(client)
 
     def heard(self, client: DecodeClient) -> None:
-        """Whether its engine moves has changed."""
+        """What its engine's pulse says has changed."""
         if self._clients.get(client.address) is client:
             self._read(client)
             self._use()
@@ -120,7 +121,6 @@ class Cluster:
         self._closed = True
         self._clients.clear()
         self.refresh()
-        self._news.set()
 
     def usable(self) -> Sequence[DecodeChoice]:
         """The decode nodes that a request could go to now."""
@@ -129,16 +129,19 @@ class Cluster:
     async def until_ready(self) -> None:
         """Returns once a request can be placed: at once if one can.
 
+        A node whose engine falls silent is not lost before that counts as dead.
+
         Raises:
             NodeUnavailable: none can, and the last usable node was lost `GRACE_S` ago, or never
                 was; or the router ends.
         """
-        try:
-            async with asyncio.timeout(self._lost_at + GRACE_S - time.monotonic()):
-                while not self.ready and not self._closed:
+        while not (self.ready or self._closed):
+            until = None if self._hopes else self._lost_at + GRACE_S - time.monotonic()
+            try:
+                async with asyncio.timeout(until):
                     await self._news.wait()
-        except TimeoutError:
-            raise NodeUnavailable(NOT_READY) from None
+            except TimeoutError:
+                raise NodeUnavailable(NOT_READY) from None
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
 
@@ -201,16 +204,24 @@ class Cluster:
         )
 
     def _use(self) -> None:
-        was_ready = self.ready
+        hoped = self._hopes
         self._choices = self._usable(lambda status: status.serves_alone) or self._usable(
             lambda status: status.falls_back
         )
-        if self.ready:
-            self._news.set()
-        elif was_ready:
+        self._hopes = self.ready or (hoped and any(map(self._may_wake, self._clients.values())))
+        if hoped and not self._hopes:
             self._lost_at = time.monotonic()
-            self._news.clear()
+        if self.ready or not self._hopes:
+            self._news.set()
+            self._news = asyncio.Event()
         self._on_change()
+
+    def _may_wake(self, client: DecodeClient) -> bool:
+        """Whether all that keeps a node from requests is a silence of its engine that may end."""
+        status = client.status
+        if status is None or status.state != "ready" or client.dead:
+            return False
+        return not client.moves or self._survey.silent(client.address)
 
     def _usable(self, alone: Callable[[decode_pb2.Status], bool]) -> Sequence[DecodeChoice]:
         """The decode nodes that can take a request, with the prefill nodes they can read from.

@@ -71,7 +71,7 @@ class DecodeClient:
             peers: addresses of all prefill nodes, which the node is told first.
             others: of all decode nodes, likewise.
             on_move: called with the address when `status` has changed.
-            on_pulse: called when `moves` has, on a stream that is open.
+            on_pulse: called when `moves` or `dead` has, on a stream that is open.
             refused_s: between two tries at a node that cannot be spoken with.
         """
         self.address = address
@@ -101,6 +101,11 @@ class DecodeClient:
     def moves(self) -> bool:
         """Whether its engine does, as far as it has said on the stream that is open."""
         return self._pulse is not None and self._pulse.moves
+
+    @property
+    def dead(self) -> bool:
+        """Whether its engine has been silent for so long that nothing is waited for any more."""
+        return self._pulse is None or self._pulse.dead
 
     async def run(self) -> None:
         """Serves until cancelled; requests still live then fail with NodeUnavailable."""
@@ -248,11 +253,11 @@ class DecodeClient:
     def _pulse_changed(self) -> None:
         if self.status is None:
             return
-        write = log.info if self.moves else log.warning
-        words = (
-            "engine of a decode node moves" if self.moves else "engine of a decode node is silent"
-        )
-        write(f"{words} %s", kv(node=self.address))
+        if self.moves:
+            log.info("engine of a decode node moves %s", kv(node=self.address))
+        else:
+            words = "counts as dead" if self.dead else "is silent"
+            log.warning("engine of a decode node %s %s", words, kv(node=self.address))
         self._on_pulse()
 
     async def _send(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:

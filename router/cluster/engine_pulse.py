@@ -31,9 +31,10 @@ class EnginePulse:
     def __init__(self, patience: Patience, on_change: Callable[[], None]) -> None:
         """
         Args:
-            on_change: called when `moves` has changed.
+            on_change: called when `moves` or `dead` has changed.
         """
         self.moves = False
+        self.dead = False
         self._patience = patience
         self._on_change = on_change
         self._look_s = min(_LONGEST_LOOK_S, patience.silent_s / 4)
@@ -41,17 +42,17 @@ class EnginePulse:
 
     def beat(self) -> None:
         self._standstill.moved()
-        self._tell(True)
+        self._tell(moves=True)
 
     async def until_dead(self) -> None:
         """Returns when the engine counts as dead; goes on to return until it beats."""
         while (silence_s := self._standstill.look()) < self._patience.dead_s:
             if silence_s >= self._patience.silent_s:
-                self._tell(False)
+                self._tell(moves=False)
             await asyncio.sleep(self._look_s)
-        self._tell(False)
+        self._tell(moves=False, dead=True)
 
-    def _tell(self, moves: bool) -> None:
-        if moves != self.moves:
-            self.moves = moves
+    def _tell(self, *, moves: bool, dead: bool = False) -> None:
+        if (moves, dead) != (self.moves, self.dead):
+            self.moves, self.dead = moves, dead
             self._on_change()

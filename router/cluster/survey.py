@@ -33,6 +33,7 @@ class NodeReport:
     address: str
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
+    engine_silent: bool = False  # which is all that is wrong with it
     at: float = field(default_factory=time.monotonic)
 
 
@@ -59,6 +60,7 @@ class _Known:
         self.address = address
         self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         self.state = ""
+        self.engine_silent = False
         self.num_lives = 1  # one more whenever it was gone
         self.silence = ""  # why it did not answer; "" if it did
 
@@ -107,11 +109,17 @@ class Survey:
         known = self._known.get(address)
         return known is not None and known.state not in _NOT_FOR_REQUESTS
 
+    def silent(self, address: str) -> bool:
+        """Whether the node has last said of itself that its engine is, and nothing else is wrong
+        with it."""
+        known = self._known.get(address)
+        return known is not None and known.engine_silent
+
     def forget(self, address: str) -> None:
         """The node at `address` is gone: what comes back there may be another."""
         known = self._known.get(address)
         if known is not None:
-            known.state = ""
+            known.state, known.engine_silent = "", False
             known.num_lives += 1
 
     def want(self) -> None:
@@ -150,7 +158,7 @@ class Survey:
         # what a node said before it was gone says nothing of the one that has come back.
         told = report.description is not None and known.num_lives == life
         if told and known.state != report.state:
-            known.state = report.state
+            known.state, known.engine_silent = report.state, report.engine_silent
             self._on_change()
         return report
 
@@ -174,8 +182,10 @@ class Survey:
         misfit = self._misfit(known, description)
         if misfit and known.state != "unhealthy":
             log.warning("%s and gets no requests %s", misfit, kv(node=known.address))
-        state = "unhealthy" if misfit else description.state
-        return NodeReport(known.role, known.address, state, description)
+        if misfit:
+            return NodeReport(known.role, known.address, "unhealthy", description)
+        state = description.state
+        return NodeReport(known.role, known.address, state, description, state == "unhealthy")
 
     def _not_answered(self, known: _Known, reason: str) -> None:
         if reason != known.silence:

@@ -1,6 +1,7 @@
 """Decode nodes whose fronts answer while their engines stand still: they stop beating."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ from pydantic import ValidationError
 from common.config import RouterConfig
 from common.process.standstill import Standstill
 from protos.decode_pb2 import FINISH_REASON_STOP
+from router.cluster import cluster
 from router.cluster.engine_pulse import EnginePulse, Patience
 from router.process.assembly import Running
-from tests.router.rig import collect, eventually, router_for
+from tests.router.rig import collect, eventually, failure, router_for, submitted_or_over
 from tests.router.test_replay import PROMPT, ask, two_nodes
 from tests.support.stub_decode_node import StubDecodeNode
+
+FallsSilent = Callable[[Running, StubDecodeNode], Awaitable[None]]
 
 KNOBS = {"silent_s": 1.0, "dead_s": 1000.0}  # the stubs beat five times a second
 
@@ -78,6 +82,50 @@ async def test_a_silent_node_without_requests_keeps_its_stream(model: Path) -> N
         await eventually(lambda: client.moves)
 
 
+async def _is_silent(router: Running, node: StubDecodeNode) -> None:
+    node.moves = False
+    await eventually(lambda: not router.cluster.ready)
+
+
+async def _says_that_it_is_silent(router: Running, node: StubDecodeNode) -> None:
+    """Earlier than a router finds out."""
+    node.description.state = "unhealthy"
+    await eventually(lambda: not router.cluster.ready)
+
+
+@pytest.mark.parametrize("falls_silent", [_is_silent, _says_that_it_is_silent])
+async def test_requests_wait_for_the_last_node_while_it_may_wake(
+    model: Path, monkeypatch: pytest.MonkeyPatch, falls_silent: FallsSilent
+) -> None:
+    """Seen failing where a silent node is as good as gone: they ended with UNAVAILABLE."""
+    monkeypatch.setattr(cluster, "GRACE_S", 0.0)
+    async with StubDecodeNode() as node:
+        async with router_for(model, decode=[node.address], **KNOBS) as (client, router):
+            await client.wait_until_serving()
+            await falls_silent(router, node)
+            answer = asyncio.create_task(collect(ask(client)))
+            await eventually(lambda: answer.done() or router.admission.num_live)
+            node.moves, node.description.state = True, "ready"
+            submit = await submitted_or_over(node, answer)
+            assert submit is not None, answer.exception()
+            node.say({submit.request: [20]}, ended={submit.request: FINISH_REASON_STOP})
+            assert (await answer)[1] == [20]
+
+
+async def test_nobody_waits_for_a_node_whose_engine_counts_as_dead(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "GRACE_S", 0.0)
+    async with StubDecodeNode() as node:
+        knobs = {"silent_s": 0.5, "dead_s": 1.0}
+        async with router_for(model, decode=[node.address], **knobs) as (client, router):
+            await client.wait_until_serving()
+            node.moves = False
+            await eventually(lambda: not router.cluster.ready)
+            for _ in range(2):  # of which the first may have come before
+                assert (await failure(ask(client))).details() == cluster.NOT_READY
+
+
 async def test_a_node_that_has_never_beaten_gets_nothing(model: Path) -> None:
     """Seen failing with a pulse that moves from the start."""
     async with StubDecodeNode() as node:
@@ -105,14 +153,15 @@ def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others() -
 
 async def test_a_change_is_told_once() -> None:
     told = []
-    pulse = EnginePulse(Patience(0.01, 0.02), lambda: told.append(pulse.moves))
+    pulse = EnginePulse(Patience(0.01, 0.02), lambda: told.append((pulse.moves, pulse.dead)))
     assert not pulse.moves
     for _ in range(3):
         pulse.beat()
     await asyncio.wait_for(pulse.until_dead(), 60)
     await asyncio.wait_for(pulse.until_dead(), 60)
     pulse.beat()
-    assert told == [True, False, True]
+    moves, silent, dead = (True, False), (False, False), (False, True)
+    assert told == [moves, silent, dead, moves]
 
 
 def test_a_node_is_not_dead_before_it_is_silent() -> None:
