@@ -1,6 +1,8 @@
 """What serving takes of a GPU is measured right while other processes come and go on it."""
 
 import random
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +44,11 @@ class FakeGpu:
     def take(self, num_bytes):
         self.live += num_bytes
         self.most = max(self.most, self.live + self.cached)
+
+    def give(self, num_bytes):
+        """The allocator keeps what it was, too."""
+        self.live -= num_bytes
+        self.cached += num_bytes
 
     def memory_reserved(self, device=None):
         return self.live + self.cached
@@ -102,9 +109,18 @@ def test_without_graphs_none_are_counted(monkeypatch):
     assert footprint == Footprint(state=0, forward=7 * MIB, graphs=0)
 
 
+@pytest.fixture
+def measuring(tmp_path):
+    """What `measure_footprint` is called with."""
+    spec = read_spec(make_checkpoint(tmp_path))
+    config = EngineConfig(model=str(tmp_path), device="cpu")
+    shape = resolve_shape(config, spec, dtype=torch.float32, free=GIB)
+    return SimpleNamespace(device=torch.device("cpu"), spec=spec), shape
+
+
 # Seen failing without the features, whose counts of tokens for penalties are a part of the state,
 # and without the decode rows.
-def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(tmp_path, monkeypatch):
+def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(measuring, monkeypatch):
     FakeGpu(monkeypatch)
     measured = []
 
@@ -118,13 +134,28 @@ def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(tmp_pat
     monkeypatch.setattr(footprint_module, "ModelRunner", runner)
     monkeypatch.setattr(footprint_module, "every_feature", lambda *_: "every feature")
     monkeypatch.setattr(footprint_module, "footprint_of", measure)
-    spec = read_spec(make_checkpoint(tmp_path))
-    config = EngineConfig(model=str(tmp_path), device="cpu")
-    shape = resolve_shape(config, spec, dtype=torch.float32, free=GIB)
-    model = SimpleNamespace(device=torch.device("cpu"), spec=spec)
+    model, shape = measuring
     found = measure_footprint(model, shape, max_running=7, graphs=False)
     assert found == Footprint(1, 2, 3)
     assert measured == [("every feature", shape.prefill_tokens + 7)]
+
+
+# Seen failing without each of the three: the collection, the emptied cache, the closed stream.
+def test_what_was_measured_with_is_given_back(measuring, monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+
+    class Runner(FakeRunner):
+        def __init__(self, *_):
+            super().__init__(gpu, state=3 * GIB, forward=GIB)
+            self.itself = self  # as what a real one is made of refers to each other
+            weakref.finalize(self, gpu.give, 3 * GIB)
+
+    monkeypatch.setattr(footprint_module, "ModelRunner", Runner)
+    threads = set(threading.enumerate())
+    found = measure_footprint(*measuring, max_running=7, graphs=False)
+    assert found == Footprint(state=3 * GIB, forward=GIB, graphs=0)
+    assert gpu.memory_reserved() == 0
+    assert set(threading.enumerate()) <= threads
 
 
 # Seen failing without the clamps, each of the three.

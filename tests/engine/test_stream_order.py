@@ -1,6 +1,7 @@
 """On a GPU: work on the same memory is ordered, and what a forward launches depends on shapes."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,133 @@ def test_steps_of_equal_shapes_launch_the_same_whatever_is_in_them(checkpoint: P
         first, *others = (launched(order, model, seed) for seed in range(4))
     assert len(first) > 100
     assert all(other == first for other in others)
+
+
+# What the checker itself sees. Each case was seen failing with the line that it is about.
+
+
+class Two:
+    """Two streams, and memory that both work on."""
+
+    def __init__(self) -> None:
+        self.a, self.b = torch.cuda.Stream(), torch.cuda.Stream()
+        self.room = torch.empty(8, device=GPU)
+        self.host = torch.empty(8)
+        for stream in (self.a, self.b):
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def on(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> torch.cuda.Event:
+        """Enqueues it; the event comes after it."""
+        with torch.cuda.stream(stream):
+            work()
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def writes_on_both(self) -> None:
+        self.on(self.a, self.room.zero_)
+        self.on(self.b, self.room.zero_)
+
+    def reads_what_is_being_written(self) -> None:
+        self.on(self.a, self.room.zero_)
+        self.on(self.b, self.room.sum)
+
+    def writes_what_is_being_read(self) -> None:
+        self.on(self.a, self.room.sum)
+        self.on(self.b, self.room.zero_)
+
+    def writes_where_two_read_and_waits_for_one(self) -> None:
+        self.on(self.a, self.room.sum)
+        self.on(self.b, self.room.sum)
+        third = torch.cuda.Stream()
+        third.wait_stream(self.b)
+        self.on(third, self.room.zero_)
+
+    def writes_parts_that_overlap(self) -> None:
+        self.on(self.a, self.room[:5].zero_)
+        self.on(self.b, self.room[4:].zero_)
+
+    def hands_numbers_out_too_early(self) -> None:
+        self.on(self.a, lambda: self.host.copy_(self.room, non_blocking=True))
+        self.host.numpy()
+
+    def computes_with_numbers_too_early(self) -> None:
+        self.on(self.a, lambda: self.host.copy_(self.room, non_blocking=True))
+        self.host.sum()
+
+    def reads_on_both(self) -> None:
+        self.on(self.a, self.room.sum)
+        self.on(self.b, self.room.sum)
+
+    def writes_parts_that_lie_side_by_side(self) -> None:
+        self.on(self.a, self.room[:4].zero_)
+        self.on(self.b, self.room[4:].zero_)
+
+    def waits_for_an_event(self) -> None:
+        self.b.wait_event(self.on(self.a, self.room.zero_))
+        self.on(self.b, self.room.zero_)
+
+    def waits_for_a_stream(self) -> None:
+        self.on(self.a, self.room.zero_)
+        self.b.wait_stream(self.a)
+        self.on(self.b, self.room.zero_)
+
+    def hands_numbers_out_when_they_are_there(self) -> None:
+        self.on(self.a, lambda: self.host.copy_(self.room, non_blocking=True)).synchronize()
+        self.host.numpy()
+
+    def waits_in_a_copy(self) -> None:
+        self.on(self.a, lambda: self.host.copy_(self.room))
+        self.host.numpy()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Two.writes_on_both,
+        Two.reads_what_is_being_written,
+        Two.writes_what_is_being_read,
+        Two.writes_where_two_read_and_waits_for_one,
+        Two.writes_parts_that_overlap,
+        Two.hands_numbers_out_too_early,
+        Two.computes_with_numbers_too_early,
+    ],
+)
+def test_the_checker_finds_what_nothing_orders(work: Callable[[Two], None]) -> None:
+    with followed() as order:
+        work(Two())
+    assert len(order.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Two.reads_on_both,
+        Two.writes_parts_that_lie_side_by_side,
+        Two.waits_for_an_event,
+        Two.waits_for_a_stream,
+        Two.hands_numbers_out_when_they_are_there,
+        Two.waits_in_a_copy,
+    ],
+)
+def test_the_checker_finds_nothing_where_there_is_nothing(work: Callable[[Two], None]) -> None:
+    with followed() as order:
+        work(Two())
+    assert order.problems == []
+
+
+@pytest.mark.parametrize(
+    "work, hazard",
+    [
+        (lambda: torch.empty(2, pin_memory=True), "empty of pinned memory"),
+        (lambda: torch.tensor([1, 2], device=GPU), "a tensor on the device made of numbers"),
+        (lambda: torch.ones(2).to(GPU), "a copy between host and device"),
+        (lambda: torch.cuda.current_stream().synchronize(), "the host waits"),
+    ],
+)
+def test_the_checker_knows_what_a_forward_must_not_do(
+    work: Callable[[], object], hazard: str
+) -> None:
+    with followed() as order:
+        work()
+    assert hazard in order.hazards
