@@ -67,31 +67,6 @@ def test_the_next_turn_of_a_conversation_goes_on_from_where_the_last_prompt_left
         assert second.cached_tokens == (100 + 20 - 1) // 16 * 16
 
 
-def test_a_state_that_leaves_the_device_comes_back_with_the_request(known):
-    tables = known.tables(16)
-    bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-    num_pages = 3 * tables.pages_for(64) + 2
-    for host_pages, recomputed in ((64, False), (0, True)):
-        size = Size(num_pages=num_pages, num_slots=8, host_pages=host_pages)
-        with PairRig(known.loaded, decode=[size], scheduler=bold) as rig:
-            asked = [rig.ask(prompt(50, seed), 60) for seed in range(3)]
-            rig.run()
-            for seed, one in enumerate(asked):
-                assert one.tokens == known.greedy(prompt(50, seed), 60)
-            (decode,) = rig.decode
-            assert decode.count("retractions") > 0
-            assert (decode.count("recomputed") > 0) is recomputed
-
-
-def test_a_request_goes_on_elsewhere_and_is_computed_here_when_no_owner_is_left(known):
-    with PairRig(known.loaded, prefill=(), decode=[ROOM]) as rig:
-        asked = rig.ask(prompt(LONG), 40)
-        replayed = rig.ask(prompt(LONG), 40, generated=known.greedy(prompt(LONG), 25))
-        rig.run()
-        assert asked.tokens == known.greedy(prompt(LONG), 40)
-        assert replayed.tokens == known.greedy(prompt(LONG), 40)[25:]
-
-
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_answers_of_qwen3_5_are_those_of_transformers(model, architecture):
     known = model(architecture)
