@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from common.config import Positive, Record
+from common.config import Positive, Priority, Record
 from common.errors import ConfigError
 
 PREFIX = "baton-"  # tells secret scanners what they have found
@@ -62,6 +62,11 @@ class KeyEntry(Record):
         None, description="from when on the key is refused"
     )
     weight: float = Field(1.0, ge=0.1, le=10, description="its share of a busy router")
+    priority: Priority | None = Field(
+        None,
+        description="highest that its requests may have, and what they have unless they ask for "
+        "less; default: --clients.priority",
+    )
     limits: KeyLimits = KeyLimits()
 
 

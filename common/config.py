@@ -16,11 +16,14 @@ from pydantic import (
     model_validator,
 )
 
+from common.priority import HIGHEST, LOWEST
+
 _COLLECTOR = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Priority = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
 
 
 class Record(BaseModel):
@@ -75,6 +78,16 @@ class SchedulerConfig(Record):
         "slack",
         description="order of the waiting queue; slack: as they came, but who may wait less first",
     )
+    preempt_by: int = Field(
+        0,
+        ge=0,
+        le=HIGHEST - LOWEST,
+        description="a request that finds no room takes the place of running ones whose priority "
+        "is lower by so much; they wait in host memory. 0: never",
+    )
+    max_preempted: Positive = Field(
+        64, description="running requests that may be away for that at once, each with a slot"
+    )
     overlap: bool = Field(True, description="process step N while the device runs step N+1")
     overlap_prefills: bool = Field(
         True, description="overlap two prefills in a row; off favours the first one's TTFT"
@@ -100,6 +113,15 @@ class SchedulerConfig(Record):
     watchdog_s: Seconds = Field(
         300.0, description="longest time with work waiting and no step, until the node ends"
     )
+
+    @property
+    def spare_slots(self) -> int:
+        """Besides those of running requests."""
+        return self.max_preempted if self.preempt_by else 0
+
+    @property
+    def num_slots(self) -> int:
+        return self.max_running + self.spare_slots
 
 
 Quantize = Literal["none", "int8"]
@@ -325,6 +347,14 @@ class ClientsConfig(Record):
     )
     cors_origins: tuple[str, ...] = Field(
         (), description="web sites whose pages may call /v1, such as https://example.com; *: all"
+    )
+    priority: Priority = Field(
+        0,
+        description="highest priority that a request may have, and what it has unless it asks for "
+        "less; a key may have another",
+    )
+    low_priority_values_first: bool = Field(
+        False, description="clients count priorities the other way round: what is lower goes first"
     )
 
     @field_validator("salt_by_key")

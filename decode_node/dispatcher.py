@@ -196,9 +196,10 @@ class Dispatcher:
 
     def _prefill_here(self, request: Request, why: str, now: float) -> None:
         num_tokens = len(request.token_ids)
-        self._prompts.check(Place(request.start_by, num_tokens), now)
+        self._prompts.check(Place(request.start_by, num_tokens, request.priority), now)
         self._scheduler.add(request)
-        self._prompts.join(request.key, Place(request.turn, num_tokens), now)
+        place = Place(request.due, num_tokens, request.priority)
+        self._prompts.join(request.key, place, now)
         self._counts.local_prefill(why)
         stamps = self._live.stamps(request)
         stamps.queued, stamps.why_here = now, why

@@ -126,7 +126,8 @@ class Handoffs:
         else:
             # A page's edge may leave more behind a window than the next token takes.
             num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
-        self._waits.check(Place(request.start_by, num_pages), now)
+        priority, came = request.priority, request.arrived
+        self._waits.check(Place(request.start_by, num_pages, priority, came), now)
         handoff_id = HandoffId(self._instance, request.key, number)
         self._current[request.key] = handoff_id
         stamps = AttemptStamps(owner.address, owner.path, opened=now)
@@ -136,7 +137,7 @@ class Handoffs:
         if attempt.moves:
             attempt.until = now + MOVE_WAIT_S
         self.prealloc.put(attempt)
-        self._waits.join(request.key, Place(-math.inf, num_pages), now)
+        self._waits.join(request.key, Place(-math.inf, num_pages, priority, came), now)
         self._counts.opened(number)
         self._port.post(
             OpenHandoff(
@@ -153,6 +154,7 @@ class Handoffs:
                 queue_s=max(request.start_by - now, 0.0),
                 kind=Kind.LIVE if attempt.moves else Kind.PROMPT,
                 ticket=ticket,
+                priority=priority,
             )
         )
 
@@ -160,23 +162,37 @@ class Handoffs:
 
     def grant(self, now: float) -> None:
         """Reserves all pages of as many waiting attempts as there is room for, and grants them."""
-        if not self._scheduler.num_retracted:  # what was taken off the device comes back first
-            while (attempt := self._next_fitting(now)) is not None:
+        floor, kept = self._scheduler.floor, self._scheduler.kept
+        if floor < math.inf:
+            while (attempt := self._next_fitting(now, floor)) is not None:
                 if not self._grant(attempt):
                     self.prealloc.put(attempt)
                     break
             num_unready = self.transfer.num_unready(self._max_granted_pages)
-            self._scheduler.kept.barrier = self.prealloc.barrier(now, num_unready)
+            kept.barrier = self.prealloc.barrier(now, num_unready, floor)
         self._waits.tick(now)
         self._keep_room()
+        kept.most_urgent = self._make_room()
 
-    def _next_fitting(self, now: float) -> Attempt | None:
+    def _next_fitting(self, now: float, floor: float) -> Attempt | None:
         if not len(self.prealloc):
             return None
         self._keep_room()
         room, claim = self._scheduler.room(), self._scheduler.claim
         num_unready = self.transfer.num_unready(self._max_granted_pages)
-        return self.prealloc.take_fitting(now, room, num_unready, claim)
+        return self.prealloc.take_fitting(now, room, num_unready, claim, floor)
+
+    def _make_room(self) -> float:
+        """Has the most urgent of those that found none take the place of others; returns how urgent
+        it is, -inf without one."""
+        if not (self._scheduler.preempts and len(self.prealloc)):
+            return -math.inf
+        num_unready = self.transfer.num_unready(self._max_granted_pages)
+        attempt = self.prealloc.most_urgent(num_unready)
+        if attempt is None:
+            return -math.inf
+        self._scheduler.make_room(attempt.request.priority, attempt.num_pages)
+        return attempt.request.priority
 
     def _grant(self, attempt: Attempt) -> bool:
         destination = self._destinations.reserve(

@@ -8,14 +8,16 @@ wait as if in one queue (arrivals.py).
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from common.engine.rows.request import Request
-from common.engine.schedule.arrivals import ByArrival, Claim, Room, is_overdue
+from common.engine.schedule.arrivals import ByPlace, Claim, Room, is_overdue
 from common.node.stamps import AttemptStamps
+from common.priority import PriorityClass, class_of
 from decode_node.destinations import Destination
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import FirstToken, Ints
@@ -49,6 +51,11 @@ class Attempt:
         """The request's: who has lost a hand-off keeps its place."""
         return self.request.arrived
 
+    @property
+    def place(self) -> float:
+        """Likewise."""
+        return self.request.place
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
@@ -74,11 +81,11 @@ class Transfer:
 
 
 class PreallocQueue:
-    """Attempts in order of their requests' arrival. Small ones may overtake a large one for a
+    """Attempts in order of their requests' places. Small ones may overtake a large one for a
     while."""
 
     def __init__(self) -> None:
-        self._attempts: ByArrival[HandoffId, Attempt] = ByArrival()
+        self._attempts: ByPlace[HandoffId, Attempt] = ByPlace()
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -93,7 +100,12 @@ class PreallocQueue:
         return self._attempts.take(handoff_id)
 
     def take_fitting(
-        self, now: float, room: Room, num_unready: float, claim: Claim | None
+        self,
+        now: float,
+        room: Room,
+        num_unready: float,
+        claim: Claim | None,
+        floor: float = -math.inf,
     ) -> Attempt | None:
         """Takes out the first attempt that may be granted. No head-of-line block, and no
         starvation.
@@ -101,10 +113,15 @@ class PreallocQueue:
         Args:
             num_unready: pages that may be granted before one of them is ready.
             claim: of a prompt that waits to be prefilled here. Where there is room for it now,
-                those that came later share what it leaves.
+                those behind it share what it leaves.
+            floor: who is less urgent waits for others.
         """
+        if claim is not None and claim.priority < floor:
+            claim = None
         for attempt in self._attempts:
-            if claim is not None and claim.arrived < attempt.arrived:
+            if attempt.request.priority < floor:
+                continue
+            if claim is not None and claim.place < attempt.place:
                 if room.fits(claim.num_pages):
                     room = room.without(claim.num_pages)
                 elif is_overdue(claim.arrived, now):
@@ -116,15 +133,26 @@ class PreallocQueue:
                 return None
         return None
 
-    def barrier(self, now: float, num_unready: float) -> float:
-        """Arrival of the first attempt that no prompt which came later may overtake any more;
-        infinite without one. Who waits for the end of other grants lacks nothing of theirs."""
+    def barrier(self, now: float, num_unready: float, floor: float = -math.inf) -> float:
+        """Place of the first attempt that no prompt behind it may overtake any more; infinite
+        without one. Who waits for the end of other grants, or for who is more urgent, lacks nothing
+        of theirs."""
         for attempt in self._attempts:
+            if attempt.request.priority < floor:
+                continue
             if not is_overdue(attempt.arrived, now):
                 break
             if attempt.num_pages <= num_unready:
-                return attempt.arrived
+                return attempt.place
         return math.inf
+
+    def most_urgent(self, num_unready: float) -> Attempt | None:
+        """Of those that lack room; of equals the first in line."""
+        lacking = (each for each in self._attempts if each.num_pages <= num_unready)
+        return max(lacking, key=lambda attempt: attempt.request.priority, default=None)
+
+    def by_class(self) -> Counter[PriorityClass]:
+        return Counter(class_of(attempt.request.priority) for attempt in self._attempts)
 
 
 class TransferQueue:

@@ -40,6 +40,7 @@ from common.node.messages import (
 from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
 from common.page_tables import PageTables
+from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.requests.flight import Flight, Flights
 from decode_node.answer_pace import AnswerPace
@@ -243,6 +244,9 @@ class DecodeRole:
             "leaving": len(self._departures),
         }
 
+    def waiting_by_class(self) -> Mapping[PriorityClass, int]:
+        return self._scheduler.waiting_by_class() + self._handoffs.prealloc.by_class()
+
     def handoffs(self) -> list[dict[str, object]]:
         return open_handoffs(
             self._dispatcher.unpaired, self._handoffs.prealloc, self._handoffs.transfer
@@ -305,6 +309,7 @@ class DecodeRole:
             deadline=now + message.budget_s,
             arrived=now,
             start_by=now + self._may_wait_s(message, len(token_ids)),
+            priority=message.priority,
             namespace=message.namespace,
         )
         request.suspect_of(message.engine_deaths)

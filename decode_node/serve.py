@@ -44,6 +44,7 @@ from common.node.messages import (
 )
 from common.node.streams import Outgoing
 from common.node.supervision import Supervision
+from common.priority import check as check_priority
 from common.queueing.drain import Backlog
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import check_namespace
@@ -378,6 +379,7 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}], got {submit.queue_s}")
     if len(submit.request_id) > MAX_REQUEST_ID:
         raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
+    check_priority(submit.priority)
     return SubmitRequest(
         stream=stream,
         request=submit.request,
@@ -394,6 +396,7 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         queue_s=submit.queue_s if submit.HasField("queue_s") else math.inf,
         ticket=submit.ticket,
         move_from=_move_from(submit),
+        priority=submit.priority,
     )
 
 

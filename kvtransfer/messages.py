@@ -50,6 +50,7 @@ class Open(Message, frozen=True, tag=True):
     queue_s: float = math.inf  # longest wait for the prompt's first forward
     kind: Kind = Kind.PROMPT
     ticket: int = 0  # LIVE: of the running request; token_ids are all that is known of it but one
+    priority: int = 0
 
 
 class Grant(Message, frozen=True, tag=True):

@@ -44,6 +44,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     queue_s: float = math.inf  # longest wait for the prompt's first forward
     kind: Kind = Kind.PROMPT
     ticket: int = 0
+    priority: int = 0
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -179,6 +180,7 @@ class Opened(msgspec.Struct, frozen=True):
     queue_s: float = math.inf  # longest wait for the prompt's first forward
     kind: Kind = Kind.PROMPT
     ticket: int = 0  # LIVE
+    priority: int = 0
 
 
 class Granted(msgspec.Struct, frozen=True):

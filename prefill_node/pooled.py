@@ -165,9 +165,7 @@ class PooledCalls:
         self._scheduler.add(request)
         call.requests.append(request)
         self._of_request[request.key] = call
-        self._prompts.join(
-            request.key, Place(request.turn, len(request.token_ids)), request.arrived
-        )
+        self._prompts.join(request.key, Place(request.due, len(request.token_ids)), request.arrived)
 
     def _end(self, call: _Call) -> None:
         """Takes a call out; what of it is not computed stops at the chunk's edge."""

@@ -35,6 +35,7 @@ from common.node.flights import of_handoff
 from common.node.messages import CancelPooling, FrontMessage, HandoffTraced, PoolPrompts
 from common.node.stamps import HandoffStamps
 from common.page_tables import PageTables
+from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.queueing.waiting_line import Place
 from common.requests.flight import Flight, Flights
@@ -177,6 +178,9 @@ class PrefillRole:
             "pooled": len(self._pooled),
         }
 
+    def waiting_by_class(self) -> Mapping[PriorityClass, int]:
+        return self.scheduler.waiting_by_class()
+
     def handoffs(self) -> list[dict[str, object]]:
         now = time.monotonic()
         open_here = {
@@ -306,6 +310,7 @@ class PrefillRole:
             deadline=now + event.budget_s,
             arrived=now,
             start_by=start_by,
+            priority=event.priority,
             namespace=event.namespace,
         )
         request.suspect_of(event.engine_deaths)
@@ -321,7 +326,8 @@ class PrefillRole:
             return math.inf
         work_s = len(event.token_ids) * self._prompts.unit_s
         left_s = may_wait_s(event.queue_s, event.budget_s, work_s)
-        self._prompts.check(Place(now + left_s, len(event.token_ids)), now)
+        place = Place(now + left_s, len(event.token_ids), event.priority)
+        self._prompts.check(place, now)
         return now + left_s
 
     def _grant(self, event: Granted) -> None:
@@ -337,7 +343,7 @@ class PrefillRole:
             published=event.prefix_tokens,
             holding=Holding.none(self._tables.num_tables),
         )
-        place = Place(request.turn, len(request.token_ids))
+        place = Place(request.due, len(request.token_ids), request.priority)
         self._prompts.join(event.serial, place, time.monotonic())
         if request.sampling.guide is None:
             self._add(event.serial, request)

@@ -19,6 +19,7 @@ from router.requests import validation
 from router.requests.admission import Admission, new_request_id
 from router.requests.answer import Answer, LastPiece, Piece
 from router.requests.losses import Losses, died
+from router.requests.priorities import Priorities
 from router.requests.record import Records, RequestRecord
 from router.requests.served_model import ServedModel
 from router.requests.timelines import Submission
@@ -52,12 +53,14 @@ class Generator:
         budget_s: float,
         queue_share: float = 1.0,
         tells_cached_tokens: bool = True,
+        priorities: Priorities | None = None,
     ) -> None:
         """
         Args:
             budget_s: total time a request may take; one that asks for less gets less.
             queue_share: of its budget, that a request may wait for its turn at the nodes.
             tells_cached_tokens: whether clients learn how much of their prompt was cached.
+            priorities: that clients may ask for; default: nobody may ask for a high one.
         """
         self._model = model
         self._cluster = cluster
@@ -66,6 +69,7 @@ class Generator:
         self._budget_s = budget_s
         self._queue_share = queue_share
         self._tells_cached_tokens = tells_cached_tokens
+        self._priorities = priorities or Priorities()
 
     async def generate(
         self,
@@ -93,10 +97,11 @@ class Generator:
         with self._records.begin(request_id, label, client, traceparent) as record:
             validation.check_label(wanted.label)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
+            priority = self._priorities.decide(wanted.priority, client)
             with Within(budget_s) as deadline:
-                async with self._admission.admitted(client):
+                async with self._admission.admitted(client, priority):
                     queue_s = budget_s * self._queue_share
-                    due = Due(time.monotonic() + queue_s, deadline)
+                    due = Due(time.monotonic() + queue_s, deadline, priority)
                     self._cluster.check_in_time(due)
                     job = await validation.parse(
                         wanted,
@@ -104,6 +109,7 @@ class Generator:
                         self._model.prompts,
                         self._model.limits,
                         client.namespaces_of,
+                        priority,
                     )
                     await self._count(wanted.together, client)
                     record.timeline.tokenised = time.monotonic()

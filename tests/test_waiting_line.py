@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from common.priority import STEP_S
 from common.queueing.waiting_line import Place, WaitingLine
 
 FIRST = -math.inf
@@ -23,14 +24,15 @@ def plainly(places: list[Place], newcomer: Place, begins: float, unit_s: float) 
 
     def starts(served: list[Place]) -> dict[int, float]:
         at, started = begins, {}
-        for place in sorted(served, key=lambda place: (place.start_by, place is newcomer, place)):
+        for place in sorted(served, key=lambda place: (place.turn, place is newcomer, place)):
             started[id(place)] = at
             at += place.units * unit_s
         return started
 
     before, after = starts(places), starts([*places, newcomer])
     in_time = [place for place in places if before[id(place)] <= place.start_by]
-    passed = [place for place in in_time if place.start_by > newcomer.start_by]
+    passed = [place for place in in_time if place.turn > newcomer.turn]
+    passed = [place for place in passed if place.priority >= newcomer.priority]
     return max(after[id(place)] - place.start_by for place in [*passed, newcomer])
 
 
@@ -55,6 +57,28 @@ def test_one_that_is_late_anyhow_keeps_nobody_out() -> None:
     assert late == pytest.approx(0.5)
 
 
+def test_the_urgent_go_ahead_of_others_and_make_them_late() -> None:
+    waiting = line(Place(1.5, 100), Place(2.5, 100))
+    late, ahead_s = waiting.late_s(Place(1.6, 100, priority=1), begins=0.0, unit_s=0.01)
+    assert late <= 0.0
+    assert ahead_s == 0.0
+
+
+# Seen failing with every one of them protected, and with none.
+def test_the_urgent_make_nobody_late_who_is_as_urgent() -> None:
+    waiting = line(Place(1.5, 100, priority=1), Place(0.5, 100))
+    late, _ = waiting.late_s(Place(1.2, 100, priority=1), begins=1.0, unit_s=0.01)
+    assert late == pytest.approx(0.5)
+
+
+def test_a_step_of_priority_is_worth_some_seconds_of_waiting_and_no_more() -> None:
+    waiting = line(Place(FIRST, 100, came=100.0), Place(FIRST, 100, came=200.0))
+    newcomer = Place(1000.0, 1, priority=2, came=200.0 + 2 * STEP_S - 1.0)
+    assert waiting.late_s(newcomer, begins=0.0, unit_s=0.01)[1] == pytest.approx(1.0)
+    later = newcomer._replace(came=200.0 + 2 * STEP_S + 1.0)
+    assert waiting.late_s(later, begins=0.0, unit_s=0.01)[1] == pytest.approx(2.0)
+
+
 # Seen failing with those behind not counted off, and with equal times taken for later ones.
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_comes_and_goes_it_is_as_if_the_line_were_served(seed: int) -> None:
@@ -62,9 +86,10 @@ def test_whoever_comes_and_goes_it_is_as_if_the_line_were_served(seed: int) -> N
     waiting = WaitingLine()
     places: dict[int, Place] = {}
     for who in range(200):
-        newcomer = Place(rng.choice([FIRST, *range(20)]), rng.randrange(1, 50))
+        urgency = rng.choice((0, 0, 0, 1, -1))
+        newcomer = Place(rng.choice([FIRST, *range(20)]), rng.randrange(1, 50), urgency)
         late, ahead_s = waiting.late_s(newcomer, begins=1.0, unit_s=UNIT_S)
-        ahead = [each.units for each in places.values() if each.start_by <= newcomer.start_by]
+        ahead = [each.units for each in places.values() if each.turn <= newcomer.turn]
         assert ahead_s == pytest.approx(sum(ahead) * UNIT_S)
         assert late == pytest.approx(plainly(list(places.values()), newcomer, 1.0, UNIT_S))
         waiting.join(who, newcomer)

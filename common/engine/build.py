@@ -112,7 +112,7 @@ def build(config: EngineConfig) -> Engine:
     page_size, windows = shape.layout.page_size, shape.layout.windows
     state_pages = shape.layout.state_pages
     table = RequestTable(
-        config.scheduler.max_running, shape.context_length, page_size, windows, state_pages
+        config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
     )
     pages = PageAllocator(shape.num_pages)
     stream = open_stream(device)
@@ -120,7 +120,7 @@ def build(config: EngineConfig) -> Engine:
     features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
     runner = ModelRunner(model, pool, host_pool, table, features, stream, recorder)
     if device.type == "cuda":
-        prepare(runner, largest_forward(shape, config.scheduler.max_running))
+        prepare(runner, largest_forward(shape, config.scheduler.num_slots))
     log.info(
         "engine built %s",
         kv(
@@ -194,7 +194,7 @@ def _shape(config: EngineConfig, model: Model) -> EngineShape:
     if model.device.type == "cpu":
         return shape
     footprint = measure_footprint(
-        model, shape, max_running=config.scheduler.max_running, graphs=config.cuda_graphs
+        model, shape, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
     )
     log.info(
         "memory beside weights and pages %s",

@@ -13,6 +13,7 @@ from common.metrics.declared import Declared, Values
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.node.messages import Moving
+from common.priority import CLASSES
 from common.queueing.drain import Backlog
 
 Role = Literal["prefill", "decode"]
@@ -76,6 +77,13 @@ QUEUE = Declared(
     "Requests in each queue of the engine; on_device: in the chunk or the running batch.",
     {"queue": QUEUES},
     sparse=True,
+)
+WAITING = Declared(
+    "baton_queued_requests",
+    "gauge",
+    "Requests that wait to be computed here, and on a decode node for pages, by priority: below 0, "
+    "0, above.",
+    {"priority": CLASSES},
 )
 QUEUED = Declared(
     "baton_queued_seconds",
@@ -146,6 +154,12 @@ RETRACTIONS = Declared(
 )
 RECOMPUTED = Declared(
     "baton_recomputed", "counter", "Retracted requests whose KV had to be computed anew."
+)
+PREEMPTED = Declared(
+    "baton_preempted",
+    "counter",
+    "Requests taken off the device for one that is more urgent, by their own priority.",
+    {"priority": CLASSES},
 )
 POOLED = Declared(
     "baton_pooled_prompts", "counter", "Prompts that were computed for their vectors or scores."
@@ -243,10 +257,10 @@ MOVES = Declared(
 
 BOTH = (
     *(REJECTED, STREAMS, STREAM_ENDS, CUT_OFF, STATE, SILENCE, PAGES, HOST_PAGES, QUEUE),
-    *(QUEUED, TOKEN_SECONDS),
+    *(WAITING, QUEUED, TOKEN_SECONDS),
     *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
-    *(RETRACTIONS, RECOMPUTED, HANDOFFS),
+    *(RETRACTIONS, RECOMPUTED, PREEMPTED, HANDOFFS),
 )
 DECODE = (
     *(PAIRINGS, OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
@@ -269,6 +283,7 @@ _TOTALS = {
     "deadlines": DEADLINES,
     "retractions": RETRACTIONS,
     "recomputed": RECOMPUTED,
+    "preempted": PREEMPTED,
     "handoffs_opened": OPENED,
     "handoff_retries": RETRIES,
     "handoff_tokens": HANDOFF_TOKENS,
@@ -380,6 +395,8 @@ def _place(name: str) -> tuple[Declared | None, Values]:
         return PAGES, (rest,)
     if kind == "queue":
         return QUEUE, (rest,)
+    if kind == "waiting":
+        return WAITING, (rest,)
     key, _, label = rest.partition("/")
     if key in _TOTALS:
         declared = _TOTALS[key]

@@ -21,6 +21,7 @@ from common.node.messages import (
     Moving,
     WatchCache,
 )
+from common.priority import CLASSES, PriorityClass
 from common.queueing.drain import Backlog
 from common.requests.flight import Flights
 
@@ -55,6 +56,8 @@ class Inside(Protocol):
     def busy(self) -> bool: ...
 
     def queues(self) -> dict[str, int]: ...
+
+    def waiting_by_class(self) -> Mapping[PriorityClass, int]: ...
 
     def counters(self) -> dict[str, int]: ...
 
@@ -149,6 +152,8 @@ class Desk:
         self._report_at = now + REPORT_INTERVAL_S
         gauges = {"host_pages": float(inside.num_host_pages_used)}
         gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
+        waiting = inside.waiting_by_class()
+        gauges |= {f"waiting_{name}": float(waiting.get(name, 0)) for name in CLASSES}
         pages = self._pages_by_holder()
         gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}

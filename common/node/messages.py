@@ -54,6 +54,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     queue_s: float = math.inf  # longest wait for the prompt's first forward
     ticket: int = 0  # by which it may be moved to another node; 0: it stays
     move_from: MoveFrom | None = None
+    priority: int = 0
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):

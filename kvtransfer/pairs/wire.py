@@ -9,6 +9,7 @@ import operator
 from typing import TypeAlias, cast
 
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
+from common.priority import check as check_priority
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import check_namespace
 from common.requests.sampling import MAX_TOKEN_ID
@@ -211,6 +212,7 @@ def _open(body: pb.Open) -> Open:
             raise ProtocolViolation(f"an Open without sampling.{field}")
     try:
         namespace = check_namespace(body.namespace)
+        check_priority(body.priority)
         sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
@@ -227,6 +229,7 @@ def _open(body: pb.Open) -> Open:
         queue_s=body.queue_s if body.HasField("queue_s") else math.inf,
         kind=_kind(body.kind),
         ticket=body.ticket,
+        priority=body.priority,
     )
 
 
@@ -244,6 +247,7 @@ def _open_proto(record: Open) -> pb.Open:
         queue_s=record.queue_s if record.queue_s < math.inf else None,
         kind=cast(pb.HandoffKind, record.kind),
         ticket=record.ticket,
+        priority=record.priority,
     )
 
 

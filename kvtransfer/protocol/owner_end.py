@@ -212,6 +212,7 @@ class OwnerEnd:
                 message.queue_s,
                 message.kind,
                 message.ticket,
+                message.priority,
             )
         )
 

@@ -360,6 +360,7 @@ class ReaderEnd:
             command.queue_s,
             command.kind,
             command.ticket,
+            command.priority,
         )
         self._actions.append(Send(stream, message))
 

@@ -70,6 +70,8 @@ FIELDS: Mapping[str, str] = {
     "structural_tag": "Forms with free text beside them, as xgrammar has them.",
     "cache_salt": "What is cached is shared with requests of the same salt, and with no others; "
     "absent: with those that have none. 512 characters at most.",
+    "priority": "From -100 to 100: what is higher goes first, or what is lower where the router is "
+    "so set. How urgent it may be, its operator says.",
     "chat_template_kwargs": "Variables of the model's chat template, such as `enable_thinking`; "
     "one that it does not have is refused.",
     "reasoning_effort": "The same for this variable, where the template has it.",

@@ -20,6 +20,8 @@ class Client:
         name: one client has one; what is shared out is shared out over names.
         weight: its share where others ask too.
         namespaces_of: whose the namespaces of its prompts are; "": everybody's.
+        priority: the highest that its requests may have, and have unless they ask for less; None:
+            the router's own.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Client:
     weight: float = 1.0
     operator: bool = False
     namespaces_of: str = ""
+    priority: int | None = None
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -1,15 +1,16 @@
 """Slots for live requests, shared out fairly: who cannot have one waits a little, in its own line.
 
 A slot that comes free goes to the client that has the fewest for its weight, of those that wait
-and may take one. Lines are short: what waits is held in memory. Their places are shared as the
-slots are, so that one client's requests cannot fill them either.
+and may take one, and there to the most urgent. Lines are short: what waits is held in memory. Their
+places are shared as the slots are, so that one client's requests cannot fill them either; of those
+the least urgent leaves its place to one that is more urgent.
 """
 
 import asyncio
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from common.errors import Overloaded, ServingError
 from router.clients.client import Client
@@ -23,6 +24,14 @@ _WAITING_AT_LEAST = 8
 _Turn: TypeAlias = "asyncio.Future[ServingError | None]"
 
 
+class _Waiter(NamedTuple):
+    """The least goes first."""
+
+    lateness: int  # the less urgent, the more
+    number: int  # of all that ever waited
+    turn: _Turn
+
+
 class FairSlots:
     """For one event loop."""
 
@@ -32,6 +41,7 @@ class FairSlots:
         self._longest_wait_s = longest_wait_s
         self._lines: dict[str, _Line] = {}  # none is empty
         self._turns = count()
+        self._numbers = count()
 
     @property
     def num_taken(self) -> int:
@@ -45,19 +55,20 @@ class FairSlots:
         """Slots that it has or waits for."""
         return self._slots.held(client.name) + self._places.held(client.name)
 
-    async def take(self, client: Client) -> None:
+    async def take(self, client: Client, priority: int = 0) -> None:
         """Returns with a slot, which `give_back` must follow.
 
         Raises:
-            Overloaded: at once if the client's line is full, else after the longest wait.
+            Overloaded: at once if the client's line is full of what is as urgent, else after the
+                longest wait, or for one that is more urgent.
             ServingError: what `close` says.
         """
         if client.name not in self._lines and self._slots.may_take(client.name, client.weight):
             self._slots.take(client.name)
             return
-        if not (self._longest_wait_s and self._places.may_take(client.name, client.weight)):
+        if not (self._longest_wait_s and self._has_place(client, priority)):
             raise self._overloaded(client)
-        await self._wait(client)
+        await self._wait(client, priority)
 
     def give_back(self, client: Client) -> None:
         self._slots.give_back(client.name)
@@ -66,13 +77,26 @@ class FairSlots:
     def close(self, because: ServingError) -> None:
         """Ends every wait."""
         for line in list(self._lines.values()):
-            for turn in list(line.waiting):
-                self._leave(line.name, turn)
-                turn.set_result(because)
+            for waiter in list(line.waiting):
+                self._leave(line.name, waiter)
+                waiter.turn.set_result(because)
 
-    async def _wait(self, client: Client) -> None:
+    def _has_place(self, client: Client, priority: int) -> bool:
+        """Whether it may wait, once one that is less urgent waits no more."""
+        if self._places.may_take(client.name, client.weight):
+            return True
+        line = self._lines.get(client.name)
+        if line is None or line.waiting[-1].lateness <= -priority:
+            return False
+        last = line.waiting[-1]
+        self._leave(line.name, last)
+        last.turn.set_result(self._overloaded(client))
+        return True
+
+    async def _wait(self, client: Client, priority: int) -> None:
         turn: _Turn = asyncio.get_running_loop().create_future()
-        self._join(client, turn)
+        waiter = _Waiter(-priority, next(self._numbers), turn)
+        self._join(client, waiter)
         try:
             await asyncio.wait((turn,), timeout=self._longest_wait_s)
         except asyncio.CancelledError:
@@ -81,21 +105,21 @@ class FairSlots:
             raise
         finally:
             if not turn.done():
-                self._leave(client.name, turn)
+                self._leave(client.name, waiter)
         refusal = turn.result() if turn.done() else self._overloaded(client)
         if refusal is not None:
             raise refusal
 
-    def _join(self, client: Client, turn: _Turn) -> None:
+    def _join(self, client: Client, waiter: _Waiter) -> None:
         line = self._lines.get(client.name)
         if line is None:
             line = self._lines[client.name] = _Line(client.name, client.weight, next(self._turns))
-        line.waiting.append(turn)
+        insort(line.waiting, waiter)
         self._places.take(client.name)
 
-    def _leave(self, name: str, turn: _Turn) -> None:
+    def _leave(self, name: str, waiter: _Waiter) -> None:
         line = self._lines[name]
-        line.waiting.remove(turn)
+        line.waiting.remove(waiter)
         self._places.give_back(name)
         if not line.waiting:
             del self._lines[name]
@@ -109,7 +133,7 @@ class FairSlots:
             line.last = next(self._turns)
             self._slots.take(line.name)
             self._places.give_back(line.name)
-            line.waiting.popleft().set_result(None)
+            line.waiting.pop(0).turn.set_result(None)
             if not line.waiting:
                 del self._lines[line.name]
 
@@ -131,4 +155,4 @@ class _Line:
     name: str
     weight: float
     last: int
-    waiting: deque[_Turn] = field(default_factory=deque)
+    waiting: list[_Waiter] = field(default_factory=list)

@@ -89,6 +89,7 @@ class Keyring:
                 entry.weight,
                 operator=entry.role == "operator",
                 namespaces_of=entry.name if self._salt_by_key else "",
+                priority=entry.priority,
             )
             by_hash[entry.sha256] = Held(client, entry.expires)
         self._usages, self._by_hash = usages, by_hash

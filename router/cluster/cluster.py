@@ -170,7 +170,7 @@ class Cluster:
         return Chosen(
             self._clients[placement.decode],
             placement.prefill[:_MAX_CANDIDATES],
-            self._load.charge(placement, num_tokens, start_by),
+            self._load.charge(placement, num_tokens, start_by, due.priority),
             start_by,
         )
 

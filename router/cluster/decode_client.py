@@ -181,6 +181,7 @@ class DecodeClient:
             traceparent=timeline.trace.passed_on,
             namespace=job.namespace,
             engine_deaths=job.engine_deaths,
+            priority=job.priority,
             queue_s=queue_s if queue_s < math.inf else None,
             ticket=ticket,
             move_from=move_from,

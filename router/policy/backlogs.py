@@ -6,8 +6,9 @@ is the product of both, and as long as it is wrong the node itself refuses. Of o
 requests there is only what the node tells that goes beyond this router's own, and it is taken to be
 computed meanwhile.
 
-A node begins with whoever must be begun soonest, and one more is placed there only where all that
-are placed there already stay in time.
+A node begins with whoever must be begun soonest, the urgent as if that were sooner still, and one
+more is placed there only where all that are placed there already, and are as urgent, stay in time.
+So of those who come too many the least urgent are refused.
 """
 
 import math
@@ -32,6 +33,7 @@ class Due(NamedTuple):
 
     start_by: float
     deadline: float
+    priority: int = 0
 
 
 WHENEVER = Due(math.inf, math.inf)
@@ -100,7 +102,7 @@ class Backlogs:
                 left.append(replace(choice, prefill=prefill))
         if not left:
             now, wait_s = self._now(), min(late.values())
-            self._pressure.refused(due.start_by - now, now)
+            self._pressure.refused(due.start_by - now, now, due.priority)
             raise QueueTooLong(
                 f"overloaded: what waits takes {wait_s:.2f} s longer than this request may wait, "
                 "at every node",
@@ -114,7 +116,7 @@ class Backlogs:
             return -math.inf
         now = self._now()
         work_s = num_tokens * self._told.get(address, _NOTHING).token_s
-        queue_s = min(due.start_by - now, self._pressure.limit_s(now))
+        queue_s = min(due.start_by - now, self._pressure.limit_s(now, due.priority))
         return now + may_wait_s(queue_s, due.deadline - now, work_s)
 
     def _late_s(self, address: str, num_tokens: int, due: Due) -> float:
@@ -126,7 +128,7 @@ class Backlogs:
         others_s, pages_s = told.others_s - (now - told.at), told.pages_s - (now - told.at)
         if not waits and others_s <= 0.0 and pages_s <= 0.0:
             return 0.0
-        newcomer = Place(self.start_by(address, num_tokens, due), num_tokens)
+        newcomer = Place(self.start_by(address, num_tokens, due), num_tokens, due.priority)
         begins = now + max(others_s, 0.0)
         late, _ = line.late_s(newcomer, begins=begins, unit_s=told.token_s)
         return max(late, now + pages_s - newcomer.start_by)

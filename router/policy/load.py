@@ -82,14 +82,18 @@ class Load:
         self._unshown: dict[str, set[Charge]] = {}  # past their first token, by decode node
 
     def charge(
-        self, placement: Placement, num_tokens: int, start_by: float = -math.inf
+        self,
+        placement: Placement,
+        num_tokens: int,
+        start_by: float = -math.inf,
+        priority: int = 0,
     ) -> "Charge":
         """
         Args:
             num_tokens: of the prompt.
             start_by: when it must be begun; -inf: before all others.
         """
-        return Charge(self, placement, Place(start_by, num_tokens))
+        return Charge(self, placement, Place(start_by, num_tokens, priority))
 
     def shown(self, decode: str) -> None:
         """A Status of this decode node has come: it counts what had its first token before."""

@@ -52,6 +52,7 @@ from router.pooling.yes_or_no import qwen3
 from router.process.http import make_http
 from router.requests.admission import SHUTTING_DOWN, Admission
 from router.requests.kept_answers import KeptAnswers
+from router.requests.priorities import Priorities
 from router.requests.record import Records
 from router.requests.served_model import served_model
 from router.requests.timelines import Timelines
@@ -170,6 +171,10 @@ async def running(
             records,
             budget_s=config.budget_s,
             queue_share=config.queue_share,
+            priorities=Priorities(
+                config.clients.priority,
+                low_values_first=config.clients.low_priority_values_first,
+            ),
             tells_cached_tokens=not config.hide_cached_tokens,
         )
         answers = KeptAnswers(generator, keep_s=config.keep_answers_s)

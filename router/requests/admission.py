@@ -37,7 +37,7 @@ class Admission:
         return self._slots.num_waiting
 
     @asynccontextmanager
-    async def admitted(self, client: Client) -> AsyncIterator[None]:
+    async def admitted(self, client: Client, priority: int = 0) -> AsyncIterator[None]:
         """The request is live inside.
 
         Raises:
@@ -54,7 +54,7 @@ class Admission:
         self._num_here += 1
         self._none_left.clear()
         try:
-            await self._slots.take(client)
+            await self._slots.take(client, priority)
             try:
                 yield
             finally:

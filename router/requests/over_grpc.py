@@ -39,6 +39,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         session_id=request.session_id,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+        priority=request.priority if request.HasField("priority") else None,
     )
 
 

@@ -41,10 +41,16 @@ class Job(msgspec.Struct, frozen=True):
     shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
     echo: str | None = None  # the prompt's text, which the answer begins with
     silent: bool = False  # see Wanted
+    priority: int = 0
 
 
 async def parse(
-    wanted: Wanted, request_id: str, prompts: Prompts, limits: Limits, owner: str = ""
+    wanted: Wanted,
+    request_id: str,
+    prompts: Prompts,
+    limits: Limits,
+    owner: str = "",
+    priority: int = 0,
 ) -> Job:
     """Checks prompt and sampling.
 
@@ -87,6 +93,7 @@ async def parse(
         shown=wanted.shown,
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
         silent=wanted.silent,
+        priority=priority,
     )
 
 

@@ -142,6 +142,49 @@ async def test_equals_are_served_in_turn():
     assert order == ["a", "b", "c", "a", "a"]
 
 
+# Seen failing with a line as they came.
+async def test_of_one_client_the_urgent_is_served_first():
+    slots = FairSlots(1, longest_wait_s=LONG_S)
+    client = by_address("a")
+    await slots.take(client)
+    order = []
+
+    async def one(priority):
+        await slots.take(client, priority)
+        order.append(priority)
+        slots.give_back(client)
+
+    tasks = [asyncio.create_task(one(priority)) for priority in (0, -1, 5, 0)]
+    await asyncio.sleep(0)
+    slots.give_back(client)
+    await asyncio.wait_for(asyncio.gather(*tasks), LONG_S)
+    assert order == [5, 0, 0, -1]
+
+
+# Seen failing with whoever comes last refused.
+async def test_of_a_full_line_the_least_urgent_is_refused():
+    slots = FairSlots(1, longest_wait_s=LONG_S)
+    client = by_address("a")
+    await slots.take(client)
+    low = asyncio.create_task(slots.take(client, -1))
+    rest = [asyncio.create_task(slots.take(client)) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert slots.num_waiting == 7  # as many as of one client may
+    with pytest.raises(Overloaded):
+        await slots.take(client, -1)
+    urgent = asyncio.create_task(slots.take(client, 1))
+    with pytest.raises(Overloaded):
+        await asyncio.wait_for(low, LONG_S)
+    assert slots.num_waiting == 7
+    slots.give_back(client)
+    await asyncio.wait_for(urgent, LONG_S)
+    assert not any(task.done() for task in rest)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    assert slots.num_waiting == 0
+
+
 async def test_waiting_has_an_end():
     slots = FairSlots(1, longest_wait_s=0.01)
     client = by_address("a")

@@ -1,3 +1,6 @@
+import time
+from typing import get_args
+
 import numpy as np
 import pytest
 
@@ -6,7 +9,8 @@ from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
-from common.engine.schedule.policy import SchedulePolicy
+from common.engine.schedule.policy import PolicyName, SchedulePolicy
+from common.priority import STEP_S
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
 from tests.support.engine_rig import Rig, ints
@@ -15,7 +19,12 @@ ONE, OTHER = namespace_of("one"), namespace_of("other")
 
 
 def _request(
-    key: int, tokens: list[int], max_tokens: int = 8, namespace: Namespace = SHARED
+    key: int,
+    tokens: list[int],
+    max_tokens: int = 8,
+    namespace: Namespace = SHARED,
+    priority: int = 0,
+    arrived: float = 0.0,
 ) -> Request:
     return Request(
         key=key,
@@ -25,8 +34,9 @@ def _request(
         num_prompt=len(tokens),
         sampling=SamplingParams(max_tokens=max_tokens, seed=0),
         deadline=0.0,
-        arrived=0.0,
+        arrived=arrived,
         namespace=namespace,
+        priority=priority,
     )
 
 
@@ -168,3 +178,51 @@ def test_the_waiting_queue_is_tried_in_the_order_of_its_policy(policy):
     assert served == expected.get(policy, served)
     assert policy != "fcfs" or served == [2, 3, 4, 5]
     assert sorted(served) == [2, 3, 4, 5]
+
+
+POLICIES = get_args(PolicyName)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(
+    policy, rig, monkeypatch
+):
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    for number in range(12):
+        priority = (0, 3, -2)[number % 3]
+        rig.scheduler.add(_request(number, [number] * 9, 99, priority=priority, arrived=1000.0))
+    cache = _cache([0] * 8, [2] * 8)
+    order = SchedulePolicy(policy, cache).order(list(rig.scheduler._admission.waiting))
+    assert [request.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
+
+
+# Seen failing without ageing, of each policy.
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    old = _request(1, [1] * 9, 99, arrived=1000.0 - 2 * STEP_S)
+    urgent = [_request(n, [n] * 9, 1, priority=2, arrived=1000.0) for n in range(2, 60)]
+    below = [_request(n, [n] * 9, 1, priority=1, arrived=1000.0) for n in range(60, 90)]
+    waiting = sorted([old, *urgent, *below], key=lambda request: request.place)
+    order = SchedulePolicy(policy, _cache()).order(waiting)
+    assert not set(order[:59]) & set(below)
+
+
+# Seen failing with a head start of no end.
+@pytest.mark.parametrize("policy", ["slack", "fcfs"])
+def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy, rig):
+    """One urgent request a second comes for ever, and each second one prompt is begun."""
+    order = SchedulePolicy(policy, _cache()).order
+    waiting = [_request(0, [0] * 9)]
+    for second in range(int(3 * STEP_S)):
+        waiting.append(_request(second + 1, [1] * 9, priority=1, arrived=float(second)))
+        begun = order(sorted(waiting, key=lambda request: request.place))[0]
+        waiting.remove(begun)
+        if not begun.priority:
+            break
+    assert second == STEP_S
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()

@@ -87,6 +87,19 @@ def test_fewest_outputs_go_first_then_the_longest_prompt():
     _assert_all_as_expected(rig)
 
 
+# Seen failing with outputs looked at first.
+def test_the_least_urgent_go_before_those_with_fewer_outputs():
+    rig = _rig(num_pages=5)
+    old = rig.add([1] * 14, max_tokens=60, priority=-1)
+    rig.step(4)
+    new = [rig.add([n] * 14, max_tokens=60) for n in (2, 3)]
+    _until_retracted(rig)
+    assert _away(rig) == [old.key]
+    assert all(rig.tokens[request.key] for request in new)
+    rig.run()
+    _assert_all_as_expected(rig)
+
+
 def test_one_request_is_kept_and_waits_for_a_page_that_somebody_else_holds():
     rig = _rig(num_pages=4, vandal=False)
     request = rig.add([1] * 14, max_tokens=40)

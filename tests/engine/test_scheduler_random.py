@@ -1,6 +1,8 @@
 """Random workloads against the oracle, with every book checked after every step."""
 
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +18,7 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 MAX_STEPS = 20000
 
 
-def make_rig(rng: random.Random, *, pressure: bool) -> Rig:
+def make_rig(rng: random.Random, *, pressure: bool, urgent: bool) -> Rig:
     """Under pressure the pool is small, growth is hardly reserved and few requests stop early."""
     page_size = rng.choice((16, 16, 16, 64))
     num_pages = rng.choice((4, 6, 10, 16) if pressure else (16, 40, 120))
@@ -39,6 +41,8 @@ def make_rig(rng: random.Random, *, pressure: bool) -> Rig:
             new_token_ratio=0.1 if pressure else rng.choice((0.3, 0.7)),
             min_new_token_ratio=0.01,
             new_token_ratio_steps=rng.choice((1, 50)),
+            preempt_by=rng.choice((1, 5)) if urgent else 0,
+            max_preempted=rng.choice((1, 3, 16)) if urgent else 1,
         ),
     )
 
@@ -54,6 +58,7 @@ class Traffic:
     aborts: bool
     joins: bool
     num_namespaces: int
+    priorities: Sequence[int] = (0,)
     live: list[Request] = field(default_factory=list)
     landing: list[Request] = field(default_factory=list)
 
@@ -73,10 +78,24 @@ class Traffic:
             self._arrive()
         if self.rng.random() < 0.5:
             self.rig.join_landed()
-        while self.landing and self.rig.land(self.landing[0]):
-            self.landing.pop(0)
+        self._land()
         if self.aborts and self.live and self.rng.random() < 0.1:
             self.rig.abort(self.live.pop(self.rng.randrange(len(self.live))))
+
+    def _land(self) -> None:
+        """As a decode node grants pages."""
+        scheduler = self.rig.scheduler
+        while self.landing and self._may_land(self.landing[0]) and self.rig.land(self.landing[0]):
+            self.landing.pop(0)
+        scheduler.kept.most_urgent = -math.inf
+        if scheduler.preempts and self.landing:
+            first = self.landing[0]
+            num_pages = self.rig.table.tables.pages_for(len(first.token_ids))
+            scheduler.make_room(first.priority, num_pages)
+            scheduler.kept.most_urgent = first.priority
+
+    def _may_land(self, request: Request) -> bool:
+        return not self.rig.scheduler.preempts or request.priority >= self.rig.scheduler.floor
 
     def _arrive(self) -> None:
         rng = self.rng
@@ -94,9 +113,11 @@ class Traffic:
             ignore_eos=rng.random() < 0.3,
             namespace=namespace_of(str(len(self.rig.requests) % self.num_namespaces)),
             suspect=len(self.rig.requests) % 5 == 2,
+            priority=self.priorities[len(self.rig.requests) % len(self.priorities)],
         )
         if joins:
             self.landing.append(request)
+            self.landing.sort(key=lambda each: -each.priority)
         else:
             self.rig.scheduler.add(request)
             self.live.append(request)
@@ -110,9 +131,10 @@ class Traffic:
         return [*stem, *(rng.randrange(VOCABULARY) for _ in range(length))][: self.longest]
 
 
-def run_workload(seed: int, *, pressure: bool) -> Rig:
+def run_workload(seed: int, *, pressure: bool, urgent: bool = False) -> Rig:
+    """urgent: some requests are, and take the places of others."""
     rng = random.Random(seed)
-    rig = make_rig(rng, pressure=pressure)
+    rig = make_rig(rng, pressure=pressure, urgent=urgent)
     traffic = Traffic(
         rig,
         rng,
@@ -121,6 +143,7 @@ def run_workload(seed: int, *, pressure: bool) -> Rig:
         aborts=rng.random() < 0.4,
         joins=rng.random() < 0.5,
         num_namespaces=1 + seed % 3,
+        priorities=(0, 5, -5, 0, 1) if urgent else (0,),
     )
     rig.before_poll.append(traffic.poll)
     for _ in range(MAX_STEPS):
@@ -146,6 +169,14 @@ def test_every_request_gets_the_oracles_tokens(seed):
 @pytest.mark.parametrize("seed", range(25))
 def test_every_request_gets_the_oracles_tokens_when_pages_run_out(seed):
     run_workload(seed, pressure=True)
+
+
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 60)]
+
+
+@pytest.mark.parametrize("seed", [*range(5), *MORE_SEEDS])
+def test_every_request_gets_the_oracles_tokens_when_the_urgent_take_places(seed):
+    run_workload(seed, pressure=True, urgent=True)
 
 
 def test_the_workloads_reach_what_they_are_for():

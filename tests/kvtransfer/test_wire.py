@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ProtocolViolation
+from common.priority import HIGHEST, LOWEST
 from common.requests.namespace import SHARED, namespace_of
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
@@ -111,6 +112,7 @@ def opens(draw: st.DrawFn) -> Open:
         queue_s=draw(seconds | st.just(math.inf)),
         kind=draw(st.sampled_from(Kind)),
         ticket=draw(u64),
+        priority=draw(st.integers(LOWEST, HIGHEST)),
     )
 
 
@@ -264,6 +266,8 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(namespace=bytes(1 << 20)), "namespace"),
         (_open(sampling=None), "max_tokens"),
         (_open(kind=7), "unknown kind 7"),
+        (_open(priority=101), "priority"),
+        (_open(priority=-101), "priority"),
         (_ready(first_token=None), "first token"),
         (_ready(last=False), "first token"),
         (_ready(first_token=2**31), "token id"),

@@ -1,12 +1,14 @@
 """The decode node's queue for pages: who is granted, who may pass, and how much at a time."""
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
 from common.engine.rows.request import Request
 from common.engine.schedule.arrivals import SKIP_AHEAD_S, Claim, Room
 from common.node.stamps import AttemptStamps
+from common.priority import STEP_S
 from common.requests.sampling import SamplingParams
 from decode_node.queues import Attempt, PreallocQueue
 from kvtransfer.messages import Grant, HandoffId, Ready
@@ -16,8 +18,9 @@ from tests.support.pair_rig import PairRig
 SOON, LATE = 1.0, 10.0 + SKIP_AHEAD_S  # seconds after the first has come
 
 
-def _queue(*num_pages: int) -> PreallocQueue:
-    """Attempts of so many pages that arrive at 0, 1, 2 ..., put in backwards."""
+def _queue(*num_pages: int, urgent: Collection[int] = ()) -> PreallocQueue:
+    """Attempts of so many pages that arrive at 0, 1, 2 ..., put in backwards; some are a step more
+    urgent."""
     queue = PreallocQueue()
     for arrived, wanted in reversed(list(enumerate(num_pages))):
         request = Request(
@@ -29,6 +32,7 @@ def _queue(*num_pages: int) -> PreallocQueue:
             sampling=SamplingParams(max_tokens=1, seed=0),
             deadline=math.inf,
             arrived=float(arrived),
+            priority=int(arrived in urgent),
         )
         stamps = AttemptStamps("owner", "tcp", opened=0.0)
         queue.put(Attempt(HandoffId(1, arrived, 1), request, (), wanted, 100.0, stamps))
@@ -51,6 +55,23 @@ def _granted(
 
 def test_attempts_are_granted_in_the_order_in_which_their_requests_came():
     assert _granted(_queue(1, 1, 1), SOON, Room(4, 4)) == [0, 1, 2]
+
+
+# Seen failing with a queue by arrival.
+def test_the_urgent_are_granted_first():
+    assert _granted(_queue(1, 1, 1, 1, urgent=(2, 3)), SOON, Room(4, 4)) == [2, 3, 0, 1]
+
+
+def test_the_urgent_keep_their_place_while_others_are_small_enough():
+    queue = _queue(1, 9, urgent=(1,))
+    assert _granted(queue, SOON, Room(4, 4)) == [0]
+    assert _granted(_queue(1, 9, urgent=(1,)), LATE, Room(4, 4)) == []
+
+
+def test_an_urgent_prompt_has_its_room_before_an_attempt_that_came_first():
+    later = Claim(0.5, 3, priority=1)
+    assert _granted(_queue(2), SOON, Room(4, 4), claim=later) == []
+    assert _granted(_queue(2, urgent=(0,)), SOON, Room(4, 4), claim=later) == [0]
 
 
 # Seen failing without skip-ahead.
@@ -89,6 +110,7 @@ def test_prompts_do_not_pass_an_attempt_that_has_waited_too_long_for_their_pages
     assert _queue(9, 1).barrier(SOON, math.inf) == math.inf
     assert _queue(9, 1).barrier(LATE, math.inf) == 0.0
     assert _queue(9, 1).barrier(LATE, 2) == 1.0  # the first waits for owners
+    assert _queue(9, 9, urgent=(1,)).barrier(LATE, math.inf) == 1.0 - STEP_S
 
 
 # Seen failing without the cap, and with a cap that counts what is ready.

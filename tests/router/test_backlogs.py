@@ -32,12 +32,12 @@ class Known:
         for address in addresses:
             self.backlogs.told(address, queued_s=0.0, token_s=TOKEN_S)
 
-    def due(self, wait_s: float, budget_s: float = 100.0) -> Due:
-        return Due(self.clock.now + wait_s, self.clock.now + budget_s)
+    def due(self, wait_s: float, budget_s: float = 100.0, priority: int = 0) -> Due:
+        return Due(self.clock.now + wait_s, self.clock.now + budget_s, priority)
 
-    def place(self, *nodes: str, num_tokens: int, wait_s: float = 100.0) -> None:
+    def place(self, *nodes: str, num_tokens: int, wait_s: float = 100.0, priority: int = 0) -> None:
         placement = Placement(nodes[-1], nodes[:-1], num_tokens)
-        self.load.charge(placement, num_tokens, self.clock.now + wait_s)
+        self.load.charge(placement, num_tokens, self.clock.now + wait_s, priority)
 
 
 def test_a_node_with_a_long_queue_is_passed_over() -> None:
@@ -138,6 +138,31 @@ def test_one_who_asks_for_next_to_nothing_does_not_empty_the_queues() -> None:
         with pytest.raises(QueueTooLong):
             known.backlogs.in_time(ALONE, 1, known.due(0.001))
     assert known.backlogs.in_time(ALONE, 1, known.due(5.0)) == ALONE
+
+
+# Seen failing with priorities left out of the line, and with all that are passed kept in time.
+def test_of_those_who_come_too_many_the_least_urgent_are_refused() -> None:
+    known = Known("d0")
+    for _ in range(10):
+        known.place("d0", num_tokens=100, wait_s=9.5)
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 100, known.due(5.0))
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 100, known.due(5.0, priority=-1))
+    assert known.backlogs.in_time(ALONE, 100, known.due(5.0, priority=1)) == ALONE
+
+
+def test_the_urgent_wait_no_less_for_one_who_is_not_and_was_refused() -> None:
+    known = Known("d0")
+    known.place("d0", num_tokens=200, wait_s=0.1, priority=1)
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 10, known.due(1.0))
+    assert known.backlogs.in_time(ALONE, 10, known.due(5.0, priority=1)) == ALONE
+    with pytest.raises(QueueTooLong):
+        known.backlogs.in_time(ALONE, 10, known.due(1.0, priority=1))
+    for priority in (1, 0, -1):
+        with pytest.raises(QueueTooLong):
+            known.backlogs.in_time(ALONE, 10, known.due(5.0, priority=priority))
 
 
 @pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0, 1e9])

@@ -30,7 +30,6 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "length_penalty": 1.5,
     "logprob_token_ids": [1],
     "lora_path": "a",
-    "priority": 5,
     "return_hidden_states": True,
     "stream_interval": 10,
     "typical_p": 0.5,
@@ -263,11 +262,11 @@ def test_what_is_not_heeded_in_a_message_is_refused_by_its_path(
 
 def test_all_that_is_not_heeded_is_named_at_once() -> None:
     refusal = refused(
-        COMPLETIONS, **PROMPT, stream_options={"every": 5}, priority=1, best_of=2, mirostat=2
+        COMPLETIONS, **PROMPT, stream_options={"every": 5}, typical_p=2, best_of=2, mirostat=2
     )
     assert refusal.param == "stream_options.every"
     assert str(refusal) == (
-        "stream_options.every, priority, best_of and mirostat are not supported by this server"
+        "stream_options.every, typical_p, best_of and mirostat are not supported by this server"
     )
 
 

@@ -58,7 +58,8 @@ class Rig:
         self.pages = PageAllocator(self.num_pages, lifo=self.lifo)
         kept = self.windows, self.state_pages
         self.cache = RadixCache(self.page_size, self.pages, *kept, enabled=self.prefix_cache)
-        self.table = RequestTable(self.num_slots, self.context, self.page_size, *kept)
+        num_slots = self.num_slots + self.config.spare_slots
+        self.table = RequestTable(num_slots, self.context, self.page_size, *kept)
         self.runner = FakeRunner(
             self.table,
             num_pages=self.num_pages,
@@ -112,6 +113,7 @@ class Rig:
         arrived: float = 0.0,
         namespace: Namespace = SHARED,
         suspect: bool = False,
+        priority: int = 0,
     ) -> Request:
         key = len(self.requests) + 1
         request = Request(
@@ -130,6 +132,7 @@ class Rig:
             deadline=deadline,
             arrived=arrived,
             namespace=namespace,
+            priority=priority,
         )
         if suspect:
             request.suspect_of(engine_deaths=1)
@@ -146,7 +149,7 @@ class Rig:
     def land(self, request: Request) -> bool:
         """Reserves a request's pages as a decode node does before its KV arrives, lets the KV of
         all its tokens but the last land in them at once, and keeps it until it can `join`."""
-        if self.table.num_free <= len(self.landed):
+        if self.scheduler.room().num_slots <= 0:
             return False
         size, token_ids, tables = self.page_size, request.token_ids[:-1], self.table.tables
         cached = self.cache.match(token_ids, request.namespace).shared
@@ -267,7 +270,7 @@ class Rig:
         assert held["request"] == held["step"] == held["read"] == 0
         assert held["free"] + held["cache"] == self.num_pages
         assert self.pages.num_evictable == held["cache"]
-        assert self.table.num_free == self.num_slots
+        assert self.table.num_free == self.table.num_slots
         assert self.scheduler.num_host_pages_used == 0
 
 

@@ -420,7 +420,9 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     host_pool = HostPool(shape.layout, shape.host_pages, shape.device)
     windows = shape.layout.windows
     state_pages = shape.layout.state_pages
-    table = RequestTable(size.num_slots, shape.context_length, page_size, windows, state_pages)
+    table = RequestTable(
+        config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
+    )
     pages = PageAllocator(shape.num_pages, lifo=True)
     stream = common.make_stream()
     features = every_feature(

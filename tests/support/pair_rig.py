@@ -135,6 +135,7 @@ class PairRig:
         namespace: Namespace = SHARED,
         engine_deaths: int = 0,
         move_from: MoveFrom | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> Asked:
         """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
@@ -165,6 +166,7 @@ class PairRig:
                 queue_s=queue_s,
                 ticket=asked.ticket,
                 move_from=move_from,
+                priority=priority,
             )
         )
         return asked

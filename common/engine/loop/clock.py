@@ -90,7 +90,9 @@ class StepClock:
         assert self._started_at is not None
         now = self._now()
         elapsed = now - self._started_at
-        if batch.mode is ForwardMode.DECODE:
+        if not len(batch.slots):
+            pass  # copies say nothing of what a forward takes
+        elif batch.mode is ForwardMode.DECODE:
             self._per_decode = _average(self._per_decode, elapsed)
             self.meter.decoded(len(batch.slots), elapsed)
         else:

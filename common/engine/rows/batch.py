@@ -43,7 +43,8 @@ class ScheduleBatch:
     Row i computes token indices [starts[i], ends[i]) of the request in slots[i]; its KV before
     starts[i] is valid. A row with samples[i] False is a chunk that is not its prompt's last: what
     is computed after it tells whether it is finite, and is no token.
-    In EXTEND and MIXED batches extend rows come first, decode rows last.
+    In EXTEND and MIXED batches extend rows come first, decode rows last. One without rows is there
+    for its copies alone.
     Nobody changes a batch, or an array of one, after it is made.
 
     A row that starts at token 0 begins with an empty state; any other goes on from the one in its

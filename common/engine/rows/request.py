@@ -9,6 +9,7 @@ import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
+from common.priority import STEP_S, head_start_s
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
@@ -80,6 +81,7 @@ class Request:
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
+    priority: int = 0  # see common/priority.py
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
@@ -92,6 +94,8 @@ class Request:
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step
     admitted: float = 0.0  # time.monotonic() when its first forward was chosen
     away: list[float] = field(default_factory=list)  # when it left the device, came back, left ...
+    preemptions: int = 0  # how often it left it for one that is more urgent
+    away_s: float = 0.0  # in sum, of absences that are over
 
     def leave_device(self, now: float) -> None:
         """Of too many absences the last ones become one."""
@@ -102,6 +106,15 @@ class Request:
 
     def return_to_device(self, now: float) -> None:
         self.away.append(now)
+
+    def rank(self, away_s: float = 0.0) -> float:
+        """How urgent it is by now, on the scale of priorities, in whole steps: whoever has a slot,
+        and was away from the device, has waited so long in its favour.
+
+        Args:
+            away_s: of an absence that is not over.
+        """
+        return self.priority + (self.away_s + away_s) // STEP_S
 
     def suspect_of(self, engine_deaths: int) -> None:
         """That many engines have died with it aboard; not to be called while it has a slot."""
@@ -121,9 +134,19 @@ class Request:
         return self.sampling.prompt_logprobs >= 0
 
     @property
-    def turn(self) -> float:
+    def place(self) -> float:
+        """In line, where the least goes first: as they came, the urgent as if they had earlier."""
+        return self.arrived - head_start_s(self.priority)
+
+    @property
+    def due(self) -> float:
         """What may wait longest comes last; what may wait without end, as it came."""
         return self.start_by if self.start_by < math.inf else self.arrived
+
+    @property
+    def turn(self) -> float:
+        """As it is due, the urgent as if they could wait less."""
+        return self.due - head_start_s(self.priority)
 
     @property
     def num_generated(self) -> int:

@@ -42,6 +42,7 @@ class RequestTable:
         stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them unless ignored.
         live: the slot has a request that has not ended.
         deadline: time.monotonic().
+        priority: of the request.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RequestTable:
         self.stop_ids = np.full((num_slots, 1), -1, np.int32)
         self.live = np.zeros(num_slots, np.bool_)
         self.deadline = np.zeros(num_slots, np.float64)
+        self.priority = np.zeros(num_slots, np.int32)
         self.origin_stream = np.zeros(num_slots, np.uint64)
         self.origin_request = np.zeros(num_slots, np.uint64)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -86,6 +88,11 @@ class RequestTable:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_live(self) -> int:
+        """Slots with a request that has not ended."""
+        return self.num_slots - len(self._free) - len(self._leaving)
 
     def tell_of_requests(self, listener: Callable[[int, Request], None]) -> None:
         """`listener` is called with every slot that is acquired from now on, and its request."""
@@ -109,6 +116,7 @@ class RequestTable:
         self.num_pages[slot] = self.capacity[slot] = 0
         self.live[slot] = True
         self.deadline[slot] = request.deadline
+        self.priority[slot] = request.priority
         self.origin_stream[slot], self.origin_request[slot] = request.origin
         self._set_stop_ids(
             slot, sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(eos_token_ids))

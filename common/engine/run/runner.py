@@ -176,9 +176,11 @@ class ModelRunner:
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Copies what the step needs of the table and enqueues: swap out, swap in, forward,
-        sampling, the copy of the tokens to host memory."""
-        inputs, asked = self._builder.build(batch), self._features.build(batch)
+        sampling, the copy of the tokens to host memory; without rows, the first two alone."""
         output = _Output()
+        if not len(batch.slots):
+            return LaunchedStep(batch, output, self._enqueue(lambda: self._swap(batch)))
+        inputs, asked = self._builder.build(batch), self._features.build(batch)
         if asked.late:
             return self._launch_forward(batch, inputs, asked, output)
 

@@ -26,6 +26,7 @@ from common.engine.schedule.arrivals import Claim, is_overdue
 from common.engine.schedule.boundaries import stretch
 from common.engine.schedule.growth import NewTokenRatio, missing_pages_of_one
 from common.engine.schedule.policy import SchedulePolicy
+from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.waiting import PromptsUnderWay, WaitingQueue
 
 DEFAULT_CHUNK_TOKENS = 2048
@@ -64,7 +65,7 @@ class ExtendRow:
 class _Full:
     """batch_is_full: of these nobody can get in with less room than that."""
 
-    of: tuple[int, int, float]  # changes of the waiting queue, pages in the cache, barrier
+    of: tuple[int, int, float, float]  # changes of the queue, pages in the cache, barrier, floor
     num_pages: float
 
 
@@ -79,6 +80,7 @@ class Admission:
         table: RequestTable,
         pages: PageAllocator,
         cache: RadixCache,
+        retracted: RetractedRequests,
         ratio: NewTokenRatio,
         on_admit: Callable[[Request, Holding], None],
     ) -> None:
@@ -87,8 +89,10 @@ class Admission:
         self._tables = table.tables
         self._pages = pages
         self._cache = cache
+        self._retracted = retracted
         self._ratio = ratio
         self._on_admit = on_admit
+        self._most_on_device = table.num_slots - config.spare_slots
         self._max_prefill_tokens = config.max_prefill_tokens
         chunk = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
@@ -133,7 +137,7 @@ class Admission:
         *,
         reserved_pages: int,
         num_decode_rows: int,
-        may_admit: bool,
+        floor: float,
         kept_slots: int,
         barrier: float,
         alone: bool,
@@ -144,9 +148,9 @@ class Admission:
         Args:
             reserved_pages: kept free for the growth of running requests.
             num_decode_rows: rows that will ride along, and take from the chunk's budget.
-            may_admit: False while only the chunk under way may go on.
+            floor: nobody who is less urgent is let in.
             kept_slots: not to be taken.
-            barrier: nobody who came later than this is let in.
+            barrier: nobody whose place is behind this is let in.
             alone: nothing is running, so that a request which merely fits must be let in.
             suspect: False: of requests that may share a forward; True: of one that may not.
         """
@@ -165,15 +169,33 @@ class Admission:
                 rows.append(self._next_chunk(chunked, adder))
             if suspect:
                 return rows
-        if not may_admit or self.chunked is not None or not self.has_slot(kept_slots):
+        if self.chunked is not None or not self.has_slot(kept_slots, floor):
             return rows
-        if alone or not self._is_full(adder, barrier, suspect):
-            self._admit(adder, rows, kept_slots, barrier, alone, suspect)
+        if alone or not self._is_full(adder, barrier, floor, suspect):
+            self._admit(adder, rows, kept_slots, barrier, floor, alone, suspect)
         return rows
 
-    def has_slot(self, kept_slots: int) -> bool:
-        """Does anybody wait, and is there a slot for him?"""
-        return bool(self.waiting) and self._table.num_free > kept_slots
+    def has_slot(self, kept_slots: int, floor: float = -math.inf) -> bool:
+        """Does anybody wait that is so urgent, and is there a slot for him?"""
+        if not self.waiting or self.waiting.highest_priority < floor:
+            return False
+        return self.num_free_slots > kept_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        """For who is let in."""
+        return min(self._table.num_free, self.num_places)
+
+    @property
+    def num_places(self) -> int:
+        """How many more may run or be computed; those that were taken off the device have slots,
+        and no place there."""
+        return self._most_on_device - self._table.num_live + self._retracted.num_away
+
+    def needed_pages(self, request: Request) -> int:
+        """That it would take now, with all that has to be kept free for it."""
+        match = self._match(request)
+        return self._needed_pages(request, match) + self.growth_pages(request)
 
     @property
     def claim(self) -> Claim | None:
@@ -182,7 +204,7 @@ class Admission:
         if first is None:
             return None
         num_pages = self._tables.pages_to_compute(len(first.token_ids))
-        return Claim(first.arrived, num_pages + self.growth_pages(first))
+        return Claim(first.arrived, num_pages + self.growth_pages(first), first.priority)
 
     @property
     def suspect_waits(self) -> bool:
@@ -240,15 +262,15 @@ class Admission:
         pages = self._cache.allocate(num_pages, Holder.STEP)
         return NO_STATE if pages is None else pages
 
-    def _is_full(self, adder: PrefillAdder, barrier: float, suspect: bool) -> bool:
+    def _is_full(self, adder: PrefillAdder, barrier: float, floor: float, suspect: bool) -> bool:
         """Has nothing changed since everybody was tried in vain that could let one of them in?"""
         full = self._full.get(suspect)
-        if full is None or full.of != self._tried(barrier):
+        if full is None or full.of != self._tried(barrier, floor):
             return False
         return not adder.has_room(full.num_pages, self._cache.num_available)
 
-    def _tried(self, barrier: float) -> tuple[int, int, float]:
-        return self.waiting.num_changes, self._cache.num_pages, barrier
+    def _tried(self, barrier: float, floor: float) -> tuple[int, int, float, float]:
+        return self.waiting.num_changes, self._cache.num_pages, barrier, floor
 
     def _admit(
         self,
@@ -256,6 +278,7 @@ class Admission:
         rows: list[ExtendRow],
         kept_slots: int,
         barrier: float,
+        floor: float,
         alone: bool,
         suspect: bool,
     ) -> None:
@@ -267,18 +290,15 @@ class Admission:
             if not self.has_slot(kept_slots):
                 return
             returned = self.waiting.was_returned(request)
-            if request.arrived > barrier and not returned:
+            if request.priority < floor or (request.place > barrier and not returned):
                 continue
             if request.suspect is not suspect:  # its turn is another step
                 if is_overdue(request.arrived, now):
                     break
                 continue
-            wanted, namespace = request.token_ids[:-1], request.namespace
-            if request.computed_whole:
-                wanted = wanted[:0]  # each of its tokens is computed
-            match = self._cache.match(wanted, namespace)
+            match = self._match(request)
             if self._cache.enabled and self.under_way.worth_waiting(
-                wanted, namespace, match.num_tokens
+                self._wanted(request), request.namespace, match.num_tokens
             ):
                 held_back = True
                 continue
@@ -299,7 +319,14 @@ class Admission:
             if self.chunked is not None or suspect:
                 return
         if not held_back:
-            self._full[suspect] = _Full(self._tried(barrier), least)
+            self._full[suspect] = _Full(self._tried(barrier, floor), least)
+
+    def _wanted(self, request: Request) -> Ints:
+        """Of its tokens, those whose KV may come from the cache."""
+        return request.token_ids[: 0 if request.computed_whole else -1]
+
+    def _match(self, request: Request) -> Match:
+        return self._cache.match(self._wanted(request), request.namespace)
 
     def _needed_pages(self, request: Request, match: Match) -> int:
         """Pages that it takes from those available now: fresh ones, and those of its cached

@@ -1,30 +1,33 @@
 """Who came first: the order of every queue for pages, and how long it may be left.
 
-Room goes by arrival. What does not fit yet may be overtaken by what does, for a while, so that
-nothing lies idle; after that nobody passes who came later. What waits, a prompt to be computed or
-KV to be read, makes no difference. This module knows nothing of what a place in a queue is for.
+Room goes by arrival; what is urgent counts as having come so much earlier (common/priority.py).
+What does not fit yet may be overtaken by what does, for a while, so that nothing lies idle; after
+that nobody passes whose place is behind. What waits, a prompt to be computed or KV to be read,
+makes no difference. This module knows nothing of what a place in a queue is for.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-SKIP_AHEAD_S = 2.0  # who has waited longer than this is not overtaken any more
+from common.priority import head_start_s
+
+SKIP_AHEAD_S = 2.0  # who has waited longer than this is not overtaken any more from behind
 
 
-class Arrived(Protocol):
+class InLine(Protocol):
     @property
-    def arrived(self) -> float:
-        """time.monotonic()"""
+    def place(self) -> float:
+        """The least goes first; as Request's."""
         ...
 
 
 _Key = TypeVar("_Key")
-_Value = TypeVar("_Value", bound=Arrived)
+_Value = TypeVar("_Value", bound=InLine)
 
 
-class ByArrival(Generic[_Key, _Value]):
-    """A queue by key. Who comes to it late, from another queue, goes where its arrival puts it.
+class ByPlace(Generic[_Key, _Value]):
+    """A queue by key. Who comes to it late, from another queue, goes where its place is.
 
     Attributes:
         num_changes: counts who came and who left, ever.
@@ -47,8 +50,8 @@ class ByArrival(Generic[_Key, _Value]):
         last = next(reversed(self._values.values()), value)
         self._values[key] = value
         self.num_changes += 1
-        if value.arrived < last.arrived:
-            places = sorted(self._values.items(), key=lambda item: item[1].arrived)
+        if value.place < last.place:
+            places = sorted(self._values.items(), key=lambda item: item[1].place)
             self._values = dict(places)
 
     def take(self, key: _Key) -> _Value | None:
@@ -64,6 +67,11 @@ class Claim:
 
     arrived: float
     num_pages: int
+    priority: int = 0
+
+    @property
+    def place(self) -> float:
+        return self.arrived - head_start_s(self.priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +91,5 @@ class Room:
 
 
 def is_overdue(arrived: float, now: float) -> bool:
-    """Has it waited so long that nobody who came later may overtake it?"""
+    """Has it waited so long that nobody whose place is behind may overtake it?"""
     return now - arrived > SKIP_AHEAD_S

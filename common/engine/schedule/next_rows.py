@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from common.engine.schedule.admission import Admission, ExtendRow
 from common.engine.schedule.growth import NewTokenRatio
+from common.engine.schedule.preemption import Preemption
 from common.engine.schedule.quarantine import Quarantine
 from common.engine.schedule.residents import Residents
-from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
 
@@ -33,13 +33,15 @@ class Kept:
             join, and so to be retracted: else a last running request can wait for those pages for
             ever.
         pages: for the growth of those.
-        barrier: requests that arrived later than this wait: somebody who is going to join came
-            first, and has waited for room for too long.
+        barrier: requests whose place is behind this wait: somebody who is going to join is before
+            them, and has waited for room for too long.
+        most_urgent: priority of those that are going to join and wait for room; -inf: nobody does.
     """
 
     slots: int = 0
     pages: int = 0
     barrier: float = math.inf
+    most_urgent: float = -math.inf
 
 
 class Rows(NamedTuple):
@@ -47,6 +49,9 @@ class Rows(NamedTuple):
 
     extends: Sequence[ExtendRow]
     decodes: NDArray[np.intp]
+
+
+NO_ROWS = Rows((), _NO_SLOTS)
 
 
 class NextRows:
@@ -61,8 +66,8 @@ class NextRows:
         running: RunningBatch,
         quarantine: Quarantine,
         residents: Residents,
-        retracted: RetractedRequests,
         retraction: Retraction,
+        preemption: Preemption,
         ratio: NewTokenRatio,
     ) -> None:
         """
@@ -75,8 +80,8 @@ class NextRows:
         self._running = running
         self._quarantine = quarantine
         self._residents = residents
-        self._retracted = retracted
         self._retraction = retraction
+        self._preemption = preemption
         self._ratio = ratio
         self._after_trial = False
 
@@ -117,7 +122,7 @@ class NextRows:
         return admission.next_rows(
             reserved_pages=self.reserved_pages,
             num_decode_rows=len(self._running.ready()) if self._mixed_chunk else 0,
-            may_admit=not self._retracted,  # what was taken off the device comes back first
+            floor=self._preemption.floor,
             kept_slots=kept.slots,
             barrier=kept.barrier,
             alone=not self._residents,

@@ -1,5 +1,9 @@
 """SchedulePolicy: in which order the waiting queue is tried. Order only; admission decides.
 
+Of several priorities (common/priority.py) the higher goes first, whatever the policy says
+of those that are alike. What has waited rises, a step in each STEP_S. slack and fcfs count the same
+steps as seconds.
+
 slack       who must be begun soonest first; of equal budgets, as they came
 fcfs        as they came
 lpm         longest cached prefix first; fcfs when the queue is long, for its price
@@ -8,16 +12,22 @@ lof         longest output first
 random      any
 """
 
+import math
 import random
+import time
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.request import Request
+from common.priority import STEP_S
 
 PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random"]
 LPM_MAX_WAITING = 128
 _LAST = (1, 0)  # after every branch: weights are negative there
+
+
+_Order: TypeAlias = Callable[[Collection[Request]], list[Request]]
 
 
 class SchedulePolicy:
@@ -26,13 +36,13 @@ class SchedulePolicy:
     def __init__(self, name: PolicyName, cache: RadixCache) -> None:
         self._cache = cache
         self._random = random.Random(0)
-        orders: dict[str, Callable[[Collection[Request]], list[Request]]] = {
+        orders: dict[str, _Order] = {
             "slack": self._soonest,
             "fcfs": list,
-            "lpm": self._longest_prefix,
-            "dfs-weight": self._depth_first,
-            "lof": self._longest_output,
-            "random": self._shuffled,
+            "lpm": _urgent_first(self._longest_prefix),
+            "dfs-weight": _urgent_first(self._depth_first),
+            "lof": _urgent_first(self._longest_output),
+            "random": _urgent_first(self._shuffled),
         }
         self.order = orders[name]
 
@@ -67,3 +77,18 @@ class SchedulePolicy:
 
     def _shuffled(self, waiting: Collection[Request]) -> list[Request]:
         return self._random.sample(list(waiting), len(waiting))
+
+
+def _urgent_first(order: _Order) -> _Order:
+    """By levels, each of which is in that order. What waits rises to that of the most urgent here
+    and no further."""
+
+    def by_level(waiting: Collection[Request]) -> list[Request]:
+        ordered = order(waiting)
+        priorities = {request.priority for request in waiting}
+        if len(priorities) < 2:
+            return ordered
+        now, top = time.monotonic(), max(priorities)
+        return sorted(ordered, key=lambda r: -min(top, math.floor((now - r.place) / STEP_S)))
+
+    return by_level

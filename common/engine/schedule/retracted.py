@@ -9,6 +9,7 @@ and forwards run in order on one stream, so neither waits for anything. Whom to 
 is decided in retraction.py.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ class _Retracted:
     had: Holding  # when it was retracted, of tokens that have their KV
     device_pages: Ints
     host_pages: Ints
+    left: float  # time.monotonic()
+
+    def rank(self, now: float) -> float:
+        return self.request.rank(now - self.left)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +62,8 @@ class Swaps:
 
 
 class RetractedRequests:
-    """Requests off the device, first come first back, and the host pages that hold their KV."""
+    """Requests off the device, the most urgent first back, of equals who left first; and the host
+    pages that hold their KV."""
 
     def __init__(self, table: RequestTable, pages: PageAllocator, host_pages: int) -> None:
         self._table = table
@@ -77,9 +83,27 @@ class RetractedRequests:
         return self._num_host_pages - len(self._host_free)
 
     @property
-    def needed_pages(self) -> int:
-        """What their return takes."""
-        return sum(len(entry.host_pages) for entry in self._away())
+    def num_host_pages_free(self) -> int:
+        return len(self._host_free)
+
+    @property
+    def num_away(self) -> int:
+        """Those that are not on their way back."""
+        return sum(1 for _ in self._away())
+
+    @property
+    def saving(self) -> bool:
+        """Whether there are pages that the next batch copies to the host."""
+        return any(entry.state is _State.SAVING for entry in self._by_key.values())
+
+    def highest_rank(self) -> float:
+        """Of those away and on their way back; there must be one."""
+        now = time.monotonic()
+        return max(entry.rank(now) for entry in self._by_key.values())
+
+    def num_saved(self, slot: int) -> int:
+        """Host pages that the request in that slot would take."""
+        return len(self._saved_of(slot).flat())
 
     def retract(self, request: Request) -> Ints:
         """Drops the request's pages, and gives them back to be looked through for free ones.
@@ -88,14 +112,12 @@ class RetractedRequests:
         """
         slot = request.slot
         assert slot is not None
+        now, had = time.monotonic(), self._saved_of(slot)
         holding = self._table.holding_of(slot)
         pages = holding.flat()
         self._table.set_pages(slot, Holding.none(len(holding.tables)))
         self._pages.drop(pages, Holder.REQUEST)
-        request.leave_device(time.monotonic())
-        # KV exists of every token but the newest, which may be in flight.
-        num_saved = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
-        had = Holding(holding.tables[:, :num_saved], holding.state)
+        request.leave_device(now)
         saved = had.flat()
         fits = len(saved) <= len(self._host_free)
         self._by_key[request.key] = _Retracted(
@@ -105,6 +127,7 @@ class RetractedRequests:
             had,
             saved if fits else _NOTHING,
             self._take_host_pages(len(saved)) if fits else _NOTHING,
+            now,
         )
         return pages
 
@@ -120,9 +143,12 @@ class RetractedRequests:
         """Pages that the next batch copies to the host before its forward, by request."""
         return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
 
-    def next_saved(self) -> tuple[int, int] | None:
-        """Slot of who is to come back next, and how many pages that takes."""
-        entry = next(self._away(), None)
+    def next_saved(self, bar: float = -math.inf) -> tuple[int, int] | None:
+        """Slot of who is to come back next, of those whose rank is above the bar, and how many
+        pages that takes."""
+        now = time.monotonic()
+        able = (entry for entry in self._away() if entry.rank(now) > bar)
+        entry = max(able, key=lambda entry: entry.rank(now), default=None)
         if entry is None or entry.state is not _State.SAVED:
             return None
         return entry.slot, len(entry.host_pages)
@@ -130,8 +156,11 @@ class RetractedRequests:
     def resume(self, slot: int, pages: Ints) -> None:
         """Gives it these pages, held for it already; the next batch fills them from the host."""
         entry = next(entry for entry in self._by_key.values() if entry.slot == slot)
+        now = time.monotonic()
         entry.state = _State.RETURNING
-        entry.request.return_to_device(time.monotonic())
+        entry.request.return_to_device(now)
+        entry.request.away_s += now - entry.left
+        entry.left = now
         entry.device_pages = pages
         self._table.set_pages(slot, entry.had.moved_to(pages))
 
@@ -182,6 +211,12 @@ class RetractedRequests:
 
     def _away(self) -> Iterator[_Retracted]:
         return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
+
+    def _saved_of(self, slot: int) -> Holding:
+        """KV exists of every token but the newest, which may be in flight."""
+        holding = self._table.holding_of(slot)
+        num_pages = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
+        return Holding(holding.tables[:, :num_pages], holding.state)
 
     def _take_host_pages(self, num_pages: int) -> Ints:
         return np.array([self._host_free.pop() for _ in range(num_pages)], np.int32)

@@ -53,7 +53,9 @@ class Retraction:
         Returns the rows of the next batch. One request is kept, even if it has to wait for a page
         that somebody else holds; then it is not among them.
         """
-        victims = self._victims_first(slots)
+        # Those just coming back are no victims.
+        coming_back = np.isin(slots, self._retracted.returning())
+        victims = victims_first(self._table, slots[~coming_back])
         retracted: list[Request] = []
         given_up = np.unique(np.concatenate([_NOTHING, *self._retracted.unsaved_pages()]))
         while True:
@@ -75,13 +77,18 @@ class Retraction:
             self._raise_ratio()
         return slots[~np.isin(slots, full[num_grown:])]
 
-    def bring_back(self, *, device_empty: bool) -> None:
-        """Gives pages to retracted requests that have room again, in the order they left.
+    def bring_back(self, *, device_empty: bool, num_places: int, bar: float) -> None:
+        """Gives pages to retracted requests that have room again, in the order of their rank.
 
         Args:
             device_empty: nothing runs or is computed, so that whoever merely fits comes back.
+            num_places: so many more may run.
+            bar: whose rank is no higher does not come back yet.
         """
-        while (first := self._retracted.next_saved()) is not None:
+        for _ in range(num_places):
+            first = self._retracted.next_saved(bar)
+            if first is None:
+                return
             slot, num_pages = first
             growth = self._growth_after(slot)
             if device_empty:
@@ -95,14 +102,6 @@ class Retraction:
             self._retracted.resume(slot, pages)
             self._running.join(slot)
             device_empty = False
-
-    def _victims_first(self, slots: NDArray[np.intp]) -> list[int]:
-        """Fewest outputs first, then longest prompt. Those just coming back are no victims."""
-        slots = slots[~np.isin(slots, self._retracted.returning())]
-        prompts = self._table.num_prompt[slots]
-        outputs = self._table.length[slots] - prompts
-        victims: list[int] = slots[np.lexsort((-prompts, outputs))].tolist()
-        return victims
 
     def _grow(self, full: NDArray[np.intp], spare: Ints) -> int:
         """One more page in each table for as many of `full` as there are pages: free and evictable
@@ -137,3 +136,12 @@ class Retraction:
             size,
         )
         return table.tables.growth(length - 1, missing)
+
+
+def victims_first(table: RequestTable, slots: NDArray[np.intp]) -> list[int]:
+    """In which order to take running requests off the device: the least urgent first, of these
+    fewest outputs, then longest prompt."""
+    prompts = table.num_prompt[slots]
+    outputs = table.length[slots] - prompts
+    victims: list[int] = slots[np.lexsort((-prompts, outputs, table.priority[slots]))].tolist()
+    return victims

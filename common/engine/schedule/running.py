@@ -46,9 +46,9 @@ class RunningBatch:
             self._member[slot] = False
             self._stale = True
 
-    def growth(self, ratio: float) -> int:
-        """Pages to keep free for what is running."""
-        table, slots = self._table, self.slots
+    def growth(self, ratio: float, slots: NDArray[np.intp] | None = None) -> int:
+        """Pages to keep free for what is running, or for some of it."""
+        table, slots = self._table, self.slots if slots is None else slots
         missing = missing_pages(
             table.length[slots],
             table.max_length[slots],

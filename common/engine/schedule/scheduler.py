@@ -11,7 +11,7 @@ given away, while a forward that still writes them is on the device.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -29,8 +29,9 @@ from common.engine.schedule.assembly import Step, StepAssembler
 from common.engine.schedule.books import check_books
 from common.engine.schedule.finishing import FinishRule
 from common.engine.schedule.growth import NewTokenRatio
-from common.engine.schedule.next_rows import Kept, NextRows, Rows
+from common.engine.schedule.next_rows import NO_ROWS, Kept, NextRows, Rows
 from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
+from common.engine.schedule.preemption import Preemption
 from common.engine.schedule.quarantine import Quarantine
 from common.engine.schedule.residents import Residents
 from common.engine.schedule.results import StepResults
@@ -39,6 +40,7 @@ from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
 from common.engine.schedule.stopped import Stopped
 from common.errors import EngineFault, InvalidRequest, WrongState
+from common.priority import PriorityClass
 
 __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
 
@@ -53,6 +55,7 @@ class Scheduler:
 
     Attributes:
         kept: what `add`ed requests must leave to those that are going to `join`.
+        preempts: whether one that waits may take the place of one that runs.
         on_trial: the suspect request (common/requests/trial.py) whose step is launched, if one is.
             Nothing else is on the device then.
     Args:
@@ -80,17 +83,18 @@ class Scheduler:
         self._ratio = NewTokenRatio(
             config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
         )
+        self._retracted = RetractedRequests(table, pages, host_pages)
         self._admission = Admission(
             config,
             eos_token_ids=eos_token_ids,
             table=table,
             pages=pages,
             cache=cache,
+            retracted=self._retracted,
             ratio=self._ratio,
             on_admit=on_admit,
         )
         self._running = RunningBatch(table, cache)
-        self._retracted = RetractedRequests(table, pages, host_pages)
         self._retraction = Retraction(
             table=table,
             pages=pages,
@@ -100,6 +104,16 @@ class Scheduler:
             ratio=self._ratio,
         )
         self._quarantine = Quarantine(table)
+        self._preemption = Preemption(
+            config.preempt_by,
+            config.max_preempted,
+            table=table,
+            pages=pages,
+            running=self._running,
+            retracted=self._retracted,
+            quarantine=self._quarantine,
+            ratio=self._ratio,
+        )
         self._residents = Residents(
             table=table,
             pages=pages,
@@ -126,10 +140,11 @@ class Scheduler:
             running=self._running,
             quarantine=self._quarantine,
             residents=self._residents,
-            retracted=self._retracted,
             retraction=self._retraction,
+            preemption=self._preemption,
             ratio=self._ratio,
         )
+        self.preempts = config.preempt_by > 0
         self.on_trial: Request | None = None
         self._assembler = StepAssembler(table)
         self._launched: deque[Step] = deque()
@@ -271,11 +286,34 @@ class Scheduler:
     # Room, for admission elsewhere ----------------------------------------------------------------
 
     def room(self) -> Room:
-        """What may be given to requests that are going to join: pages that are free or evictable,
-        less what the running and the retracted ones are going to need; both without those kept."""
+        """What may be given to requests that are going to join, and are no less urgent than the
+        floor: pages that are free or evictable, less what the running ones are going to need; both
+        without those kept."""
         reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
-        num_pages = self._cache.num_available - reserved - self._retracted.needed_pages
-        return Room(num_pages, self._table.num_free - self.kept.slots)
+        num_pages = self._cache.num_available - reserved
+        return Room(num_pages, self._admission.num_free_slots - self.kept.slots)
+
+    @property
+    def floor(self) -> float:
+        """Who is less urgent may be given nothing now."""
+        return self._preemption.floor
+
+    def make_room(self, priority: int, num_pages: int) -> None:
+        """Takes less urgent requests off the device, if that gives one of that priority a slot and
+        so many pages. They are there some steps later; until then this does nothing more."""
+        if self.on_trial is not None or not self._preemption.may_help(priority):
+            return
+        if self._makes_room:
+            return
+        room = self.room()
+        if not room.fits(num_pages):
+            self._preemption.make_room(priority, num_pages, room, self._residents.by_slot)
+
+    @property
+    def _makes_room(self) -> bool:
+        """Pages that were saved, or will be, are not free yet."""
+        swapping = any(step.batch.swap_out is not None for step in self._launched)
+        return swapping or self._retracted.saving
 
     @property
     def claim(self) -> Claim | None:
@@ -307,6 +345,8 @@ class Scheduler:
 
         The batch must be launched, before any that is asked for later.
         """
+        if self.preempts and self._admission.waiting:
+            self._make_room_for_prompts()
         if self._retracted:
             self._bring_back()
         if self.on_trial is not None:
@@ -317,7 +357,17 @@ class Scheduler:
             rows = self._next_rows.choose(alone)
             if rows is not None:
                 return self._launch(rows, alone)
+        if self._retracted.saving:  # nobody computes, and somebody waits for their pages
+            return self._launch(NO_ROWS, alone=False)
         return None
+
+    def _make_room_for_prompts(self) -> None:
+        """Not while one is under way: the next has to wait for it anyway."""
+        waiting = self._admission.waiting
+        may_help = self._preemption.may_help(waiting.highest_priority)
+        if may_help and self._admission.chunked is None:
+            first = waiting.most_urgent()
+            self.make_room(first.priority, self._admission.needed_pages(first))
 
     def _launch(self, rows: Rows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
@@ -340,7 +390,12 @@ class Scheduler:
         """What was taken off the device, as far as there is room again."""
         for request in self._retracted.take_lost():
             self._residents.put_back(request)
-        self._retraction.bring_back(device_empty=not self._residents.num_on_device)
+        most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
+        self._retraction.bring_back(
+            device_empty=not self._residents.num_on_device,
+            num_places=self._admission.num_places - self.kept.slots,
+            bar=self._preemption.bar(most_urgent),
+        )
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
         """Takes the result of the oldest launched step."""
@@ -389,6 +444,9 @@ class Scheduler:
             "retracted": len(self._retracted),
         }
 
+    def waiting_by_class(self) -> Counter[PriorityClass]:
+        return self._admission.waiting.by_class()
+
     def counters(self) -> dict[str, int]:
         """Totals since the start."""
         return {
@@ -398,6 +456,7 @@ class Scheduler:
             "steps": self._assembler.num_steps,
             "retractions": self._retraction.num_retractions,
             "recomputed": self._retraction.num_recomputed,
+            **{f"preempted/{name}": n for name, n in self._preemption.counts.items()},
             "prompt_tokens": self._admission.admitted_tokens,
             "cached_tokens": self._admission.cached_tokens,
         }

@@ -4,15 +4,17 @@ A request is held back while a prompt under way will soon put a good part of its
 cache: of several with a common prefix in one namespace one goes first. Order is the policy's.
 """
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import numpy as np
 
 from common.engine.rows.request import Ints, Request
-from common.engine.schedule.arrivals import ByArrival
+from common.engine.schedule.arrivals import ByPlace
 from common.engine.schedule.boundaries import last_boundary
 from common.engine.schedule.policy import SchedulePolicy
+from common.priority import PriorityClass, class_of
 from common.requests.namespace import Namespace
 
 WORTH_WAITING_TOKENS = 32
@@ -26,8 +28,9 @@ class WaitingQueue:
         self._policy = policy
         self._returned: deque[Request] = deque()
         self._num_returns = 0
-        self._requests: ByArrival[int, Request] = ByArrival()
+        self._requests: ByPlace[int, Request] = ByPlace()
         self._suspects: set[int] = set()  # by key
+        self._priorities: Counter[int] = Counter()
 
     @property
     def has_suspects(self) -> bool:
@@ -43,6 +46,18 @@ class WaitingQueue:
 
     def __contains__(self, request: Request) -> bool:
         return request.key in self._requests or request in self._returned
+
+    @property
+    def highest_priority(self) -> float:
+        """Of those here; -inf: nobody is."""
+        return max(self._priorities, default=-math.inf)
+
+    def by_class(self) -> Counter[PriorityClass]:
+        return Counter(class_of(priority) for priority in self._priorities.elements())
+
+    def most_urgent(self) -> Request:
+        """Somebody must be here."""
+        return max(self, key=lambda request: (request.priority, -request.place))
 
     @property
     def num_changes(self) -> int:
@@ -61,6 +76,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self._suspects.discard(request.key)
+        self._priorities -= Counter((request.priority,))
         if self._requests.take(request.key) is None:
             self._returned.remove(request)
             self._num_returns += 1
@@ -74,6 +90,7 @@ class WaitingQueue:
         return [*self._returned, *fresh][:MAX_LOOKED_AT]
 
     def _note(self, request: Request) -> None:
+        self._priorities[request.priority] += 1
         if request.suspect:
             self._suspects.add(request.key)
 

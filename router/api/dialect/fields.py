@@ -49,6 +49,7 @@ class Fields(GuideFields, kw_only=True):
     seed: int | None = None
     user: str | None = None
     cache_salt: str | None = None
+    priority: Int32 | None = None
     stop: str | list[str] | None = None
     stop_regex: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -144,6 +145,7 @@ def choices(
             stop_regex=stop_regex,
             bad_words=tuple(fields.bad_words or ()),
             cache_salt=fields.cache_salt,
+            priority=fields.priority,
             shown=shown,
             echo=echo,
             silent=silent,

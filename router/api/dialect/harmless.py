@@ -100,7 +100,6 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "truncate_prompt_tokens": _NEVER,
     # where and when it runs
     "kv_transfer_params": _EMPTY,
-    "priority": only(0),
     "vllm_xargs": _EMPTY,
 }
 
@@ -147,7 +146,6 @@ OF_NATIVE: Mapping[str, Harmless] = {
     "log_metrics": _ON,
     "logprob_start_len": only(-1),
     "lora_path": _NEVER,
-    "priority": only(0),
     "require_reasoning": _OFF,
     "return_hidden_states": _OFF,
     "return_logprob": _OFF,

@@ -64,6 +64,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     user: str | None = None
     cache_salt: str | None = None
+    priority: Int32 | None = None
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
@@ -139,6 +140,7 @@ def _common(fields: NativeFields) -> Fields:
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
         cache_salt=fields.cache_salt,
+        priority=fields.priority,
         **{name: getattr(sampling, name) for name in _SAME_NAMES},
     )
 

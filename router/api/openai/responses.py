@@ -123,6 +123,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     cache_salt: str | None = None
+    priority: Int32 | None = None
 
 
 class Responses:
@@ -150,6 +151,7 @@ class Responses:
             seed=fields.seed,
             stop=fields.stop,
             cache_salt=fields.cache_salt,
+            priority=fields.priority,
             response_format=_format(fields.text),
         )
         check_multiplied(common, body)

@@ -1,0 +1,253 @@
+"""Who takes whose place where there is no room, and what becomes of those that had it."""
+
+import time
+
+import pytest
+
+from common.config import SchedulerConfig
+from common.engine.rows.request import FinishReason, Request
+from common.engine.schedule.preemption import MAX_PREEMPTIONS
+from common.priority import STEP_S
+from tests.support.engine_rig import Rig
+
+BY = 10
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """It stands still, unless the test moves it: what is away gets more urgent with the time."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def _rig(**options: object) -> Rig:
+    """Six pages, and little is reserved for growth."""
+    config: dict[str, object] = {
+        "preempt_by": BY,
+        "new_token_ratio": 0.02,
+        "min_new_token_ratio": 0.01,
+        "new_token_ratio_steps": 1,
+    }
+    mine = {key: options.pop(key) for key in (*config, "max_preempted") if key in options}
+    config |= mine
+    return Rig(
+        **{  # type: ignore[arg-type]
+            "num_pages": 6,
+            "host_pages": 16,
+            "vandal": False,
+            "config": SchedulerConfig(**config),  # type: ignore[arg-type]
+            **options,
+        }
+    )
+
+
+def _preempted(rig: Rig) -> dict[str, int]:
+    counters = rig.scheduler.counters()
+    return {name: counters[f"preempted/{name}"] for name in ("low", "normal", "high")}
+
+
+def _until_begun(rig: Rig, *requests: Request) -> None:
+    rig.run_until(lambda: all(rig.tokens[request.key] for request in requests))
+
+
+def _assert_all_as_expected(rig: Rig) -> None:
+    for key, request in rig.requests.items():
+        assert rig.tokens[key] == rig.expected(request)[0]
+    rig.assert_at_rest()
+
+
+# Seen failing without the step that only saves: the only one that ran was never taken off.
+@OVERLAP
+@pytest.mark.parametrize("num_running", [1, 3])
+def test_the_urgent_takes_the_place_of_the_least_urgent_and_all_get_their_tokens(
+    overlap, num_running
+):
+    rig = _rig(overlap=overlap)
+    length = 90 // num_running
+    low = [rig.add([n] * (length - 20), 24, priority=-n) for n in range(num_running)]
+    _until_begun(rig, *low)
+    urgent = rig.add([9] * 60, max_tokens=20, priority=BY)
+    rig.run_until(lambda: urgent.key in rig.finished)
+    assert sum(request.key in rig.finished for request in low) < num_running
+    assert low[-1].preemptions == 1
+    rig.run()
+    _assert_all_as_expected(rig)
+    assert sum(_preempted(rig).values()) >= 1
+    computed = sum(len(rig.came_with[key]) + len(rig.tokens[key]) - 1 for key in rig.requests)
+    assert rig.runner.num_tokens <= computed + len(rig.requests)  # overlap may add one for each
+
+
+@OVERLAP
+def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
+    rig = _rig(overlap=overlap)
+    low = rig.add([1] * 70, 20)
+    _until_begun(rig, low)
+    prompt = [2] * 60
+    first = rig.expected(rig.request(prompt))[0][0]
+    urgent = rig.request(prompt, max_tokens=10, generated=[first], priority=BY)
+    for _ in range(20):
+        if urgent.priority >= rig.scheduler.floor and rig.land(urgent):
+            break
+        rig.scheduler.make_room(urgent.priority, 4)
+        rig.scheduler.kept.most_urgent = urgent.priority
+        rig.step()
+    rig.scheduler.kept.most_urgent = -1e9
+    assert low.preemptions == 1 and low.key not in rig.finished
+    rig.join_landed()
+    rig.run()
+    assert rig.tokens[low.key] == rig.expected(low)[0]
+    assert rig.tokens[urgent.key] == rig.expected(urgent)[0]
+    rig.assert_at_rest()
+
+
+# Seen failing with a slot for each request that may run and no more.
+def test_where_all_places_are_taken_one_is_made_though_there_are_pages():
+    rig = _rig(num_pages=64, host_pages=64, num_slots=2)
+    low = [rig.add([n], 40) for n in range(2)]
+    _until_begun(rig, *low)
+    urgent = rig.add([9], 5, priority=BY)
+    _until_begun(rig, urgent)
+    rig.step()
+    assert rig.scheduler.queues()["on_device"] == 2
+    assert [request.preemptions for request in low].count(1) == 1
+    rig.run()
+    _assert_all_as_expected(rig)
+
+
+def test_no_more_are_away_than_there_are_slots_for():
+    rig = _rig(num_pages=64, host_pages=64, num_slots=2, max_preempted=1)
+    low = [rig.add([n], 60) for n in range(2)]
+    _until_begun(rig, *low)
+    urgent = [rig.add([9 + n], 5, priority=BY) for n in range(4)]
+    while not all(request.key in rig.finished for request in urgent):
+        rig.step()
+        assert rig.scheduler.num_retracted <= 1
+        assert rig.scheduler.queues()["on_device"] <= 2
+    rig.run()
+    _assert_all_as_expected(rig)
+
+
+@pytest.mark.parametrize("options", [{"preempt_by": 0}, {"host_pages": 0}, {"host_pages": 1}])
+def test_nobody_is_preempted_where_it_is_off_or_there_is_no_host_memory(options):
+    rig = _rig(**options)
+    low = rig.add([1] * 70, 20)
+    _until_begun(rig, low)
+    urgent = rig.add([9] * 60, 10, priority=100)
+    rig.run()
+    assert sum(_preempted(rig).values()) == 0
+    assert urgent.admitted > 0.0
+    _assert_all_as_expected(rig)
+
+
+def test_nobody_is_preempted_by_one_that_is_not_urgent_enough():
+    rig = _rig()
+    low = rig.add([1] * 70, 20)
+    _until_begun(rig, low)
+    rig.add([9] * 60, 10, priority=BY - 1)
+    rig.run()
+    assert sum(_preempted(rig).values()) == 0
+    _assert_all_as_expected(rig)
+
+
+# Seen failing with victims taken as long as there were any.
+def test_nobody_is_preempted_in_vain():
+    rig = _rig()
+    high = rig.add([1] * 40, 20, priority=BY)
+    low = rig.add([2] * 10, 20)
+    _until_begun(rig, high, low)
+    urgent = rig.add([9] * 70, 2, priority=BY)  # needs what both have
+    rig.run_until(lambda: low.key in rig.finished)
+    assert urgent.admitted == 0.0 or high.key in rig.finished
+    rig.run()
+    assert sum(_preempted(rig).values()) == 0
+    _assert_all_as_expected(rig)
+
+
+def test_those_between_wait_until_who_was_preempted_is_back():
+    rig = _rig()
+    low = rig.add([1] * 70, 20)
+    _until_begun(rig, low)
+    urgent = rig.add([9] * 60, 10, priority=BY)
+    between = rig.add([5] * 4, 4, priority=BY - 1)
+    _until_begun(rig, urgent)
+    while rig.scheduler.num_retracted:
+        assert between.slot is None
+        rig.step()
+    rig.run()
+    _assert_all_as_expected(rig)
+
+
+# Seen failing with no bound: the low one never ended.
+def test_a_request_is_preempted_a_few_times_at_most_however_many_urgent_ones_come():
+    rig = _rig()
+    low = rig.add([1] * 20, 76)
+    _until_begun(rig, low)
+    urgent: list[Request] = []
+
+    def another() -> None:
+        """Whenever the low one runs again."""
+        idle = all(request.key in rig.finished for request in urgent[-1:])
+        if idle and not rig.scheduler.num_retracted and low.key not in rig.finished:
+            urgent.append(rig.add([len(urgent)] * 80, 2, priority=BY))
+
+    rig.before_poll.append(another)
+    rig.run_until(lambda: low.key in rig.finished)
+    assert low.preemptions == MAX_PREEMPTIONS
+    assert len(urgent) > MAX_PREEMPTIONS
+    rig.run()
+    _assert_all_as_expected(rig)
+
+
+# Seen failing without ageing, and with one that ends with the absence.
+def test_what_was_preempted_comes_back_before_ever_new_urgent_ones(clock):
+    rig = _rig()
+    low = rig.add([1] * 70, 60, priority=0)
+    _until_begun(rig, low)
+    urgent = [rig.add([2] * 60, 3, priority=BY + 1)]
+    _until_begun(rig, *urgent)
+
+    def another() -> None:
+        if urgent[-1].key in rig.finished and low.key not in rig.finished:
+            urgent.append(rig.add([len(urgent)] * 60, 3, priority=BY + 1))
+            urgent.append(rig.add([len(urgent)] * 60, 3, priority=BY + 1))
+
+    rig.before_poll.append(another)
+    for _ in range(30):
+        rig.step()
+        assert rig.scheduler.num_retracted
+    clock[0] += 2 * STEP_S
+    rig.run_until(lambda: low.key in rig.finished)
+    assert low.preemptions == 1
+    rig.run()
+    _assert_all_as_expected(rig)
+
+
+@OVERLAP
+def test_one_that_is_aborted_while_away_leaks_nothing(overlap):
+    for steps in range(1, 8):
+        rig = _rig(overlap=overlap)
+        low = rig.add([1] * 70, 20)
+        _until_begun(rig, low)
+        urgent = rig.add([9] * 60, 10, priority=BY)
+        rig.step(steps)
+        rig.abort(low)
+        rig.run()
+        assert rig.finished[low.key].reason is FinishReason.ABORT
+        assert rig.tokens[urgent.key] == rig.expected(urgent)[0]
+        rig.assert_at_rest()
+
+
+@OVERLAP
+def test_whoever_takes_a_place_may_leave_before_it_has_it(overlap):
+    for steps in range(1, 6):
+        rig = _rig(overlap=overlap)
+        low = rig.add([1] * 70, 20)
+        _until_begun(rig, low)
+        urgent = rig.add([9] * 60, 10, priority=BY)
+        rig.step(steps)
+        rig.abort(urgent)
+        rig.run()
+        assert rig.tokens[low.key] == rig.expected(low)[0]
+        rig.assert_at_rest()
