@@ -86,6 +86,11 @@ class Destinations:
             holding = self._laid_out(cached, fresh, num_tokens)
         return Destination(holding, prefix_tokens, fresh)
 
+    def lacks_pages(self, token_ids: Ints, destination: Destination) -> bool:
+        """Whether whole pages of them are going to be read that the cache will have then."""
+        whole = len(token_ids) - len(token_ids) % self.tables.page_size
+        return self._cache.enabled and destination.prefix_tokens < whole
+
     def settle(self, destination: Destination, num_tokens: int) -> Destination:
         """Of a request that moves here: now it is known to have KV of so many tokens. What is too
         much goes back, as soon as no read can land there."""

@@ -3,6 +3,10 @@
     open -> prealloc queue --grant--> transfer queue --held--> running batch
                  `---------lost-----------'  `--first token ended it--> ended
 
+Of several requests with one prompt, as the choices of n > 1 are, one goes first: once its KV is
+here the others share its whole pages, and of each only what is left, a page at most, is computed
+and moved.
+
 A request that another decode node runs comes the same way. Nothing is told of it before it is held:
 until then it runs there, and if its attempt is lost it ends here.
 
@@ -11,6 +15,7 @@ that has lost its attempt, is for the dispatcher to say.
 """
 
 import dataclasses
+import hashlib
 import logging
 import math
 import time
@@ -45,6 +50,8 @@ from kvtransfer.ports import (
 log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 0.1
+# A prompt that is computed is read so soon; if it is not, nobody waits for its pages any more.
+READ_SOON_S = 2.0
 # Of a request that moves here: longest wait for pages, and for its owner to stop it. Its client
 # waits for neither of them, or for one step.
 MOVE_WAIT_S = 2.0
@@ -94,6 +101,7 @@ class Handoffs:
         self.prealloc = PreallocQueue()
         self.transfer = TransferQueue()
         self._current: dict[int, HandoffId] = {}  # by request key, in either queue
+        self._on_its_way: dict[bytes, Transfer] = {}  # of prompts whose pages others may share
         self._waits = Drain()  # for pages, in pages: the prealloc queue
         self._deadlines_due = 0.0
         self._log = ThrottledLog(log, Throttle(most=100))
@@ -133,7 +141,10 @@ class Handoffs:
         stamps = AttemptStamps(owner.address, owner.path, opened=now)
         told = self._live.stamps(request)
         told.open(stamps)
-        attempt = Attempt(handoff_id, request, candidates, num_pages, now, stamps, room_tokens)
+        prompt = b"" if room_tokens else _name_of(request)
+        attempt = Attempt(
+            handoff_id, request, candidates, num_pages, now, stamps, prompt, room_tokens
+        )
         if attempt.moves:
             attempt.until = now + MOVE_WAIT_S
         self.prealloc.put(attempt)
@@ -180,7 +191,17 @@ class Handoffs:
         self._keep_room()
         room, claim = self._scheduler.room(), self._scheduler.claim
         num_unready = self.transfer.num_unready(self._max_granted_pages)
-        return self.prealloc.take_fitting(now, room, num_unready, claim, floor)
+        return self.prealloc.take_fitting(
+            now, room, num_unready, claim, floor, lambda attempt: self._has_twin(attempt, now)
+        )
+
+    def _has_twin(self, attempt: Attempt, now: float) -> bool:
+        """Whether the pages of its prompt will soon be here for another request."""
+        twin = self._on_its_way.get(attempt.prompt)
+        if twin is None:
+            return False
+        computed = twin.attempt.stamps.first_token
+        return not computed or now - computed < READ_SOON_S
 
     def _make_room(self) -> float:
         """Has the most urgent of those that found none take the place of others; returns how urgent
@@ -205,7 +226,10 @@ class Handoffs:
             attempt.until = attempt.stamps.granted + MOVE_WAIT_S
         self._waits.serve(attempt.request.key)
         growth_pages = self._scheduler.growth_pages(attempt.request)
-        self.transfer.append(Transfer(attempt, destination, growth_pages))
+        transfer = Transfer(attempt, destination, growth_pages)
+        self.transfer.append(transfer)
+        if attempt.prompt and self._destinations.lacks_pages(attempt.token_ids, destination):
+            self._on_its_way[attempt.prompt] = transfer
         self._port.post(
             GrantHandoff(
                 attempt.id, destination.prefix_tokens, destination.fresh, attempt.room_tokens
@@ -314,7 +338,7 @@ class Handoffs:
             if not self._scheduler.join(request, transfer.destination.holding):
                 return
             self._live.goes_on(request)
-            self.transfer.remove(transfer.attempt.id)
+            self._remove(transfer.attempt.id)
             del self._current[request.key]
             transfer.attempt.stamps.joined = now = time.monotonic()
             if transfer.told is not None:
@@ -326,7 +350,7 @@ class Handoffs:
 
     def lost(self, event: Lost) -> LostHandoff | None:
         """None: it was given up before."""
-        transfer = self.transfer.remove(event.id)
+        transfer = self._remove(event.id)
         attempt = transfer.attempt if transfer else self.prealloc.remove(event.id)
         if attempt is None:
             return None
@@ -356,11 +380,18 @@ class Handoffs:
         self._live.stamps(request).attempts[-1].reason = reason
         self.prealloc.remove(handoff_id)
         self._waits.leave(request.key)
-        transfer = self.transfer.remove(handoff_id)
+        transfer = self._remove(handoff_id)
         if transfer is not None:
             self._destinations.drop(transfer.destination)
         self._port.post(CancelHandoff(handoff_id, reason))
         return True
+
+    def _remove(self, handoff_id: HandoffId) -> Transfer | None:
+        """From the transfer queue: who waits for its pages does so no more."""
+        transfer = self.transfer.remove(handoff_id)
+        if transfer is not None and self._on_its_way.get(transfer.attempt.prompt) is transfer:
+            del self._on_its_way[transfer.attempt.prompt]
+        return transfer
 
     def expire(self, now: float) -> None:
         """Ends what is past its budget, and what waits for pages and can no longer be in time;
@@ -384,6 +415,11 @@ class Handoffs:
     def _end(self, request: Request, finish: Finish) -> None:
         self.give_up(request, finish.error)
         self._live.end(request, finish)
+
+
+def _name_of(request: Request) -> bytes:
+    """Of its tokens, in its namespace."""
+    return hashlib.blake2b(request.namespace + request.token_ids.tobytes(), digest_size=16).digest()
 
 
 def _room_to_grow(request: Request) -> int:

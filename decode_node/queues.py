@@ -9,7 +9,7 @@ wait as if in one queue (arrivals.py).
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,7 @@ class Attempt:
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()
     stamps: AttemptStamps
+    prompt: bytes = b""  # names its tokens and whose they are; those of a mover have no name
     # Of one that runs at its owner and is to run here; it has no other attempt.
     room_tokens: int = 0  # its KV may be of so many by then; 0: a prompt's
     until: float = math.inf  # time.monotonic(), of the wait that it is in
@@ -106,6 +107,7 @@ class PreallocQueue:
         num_unready: float,
         claim: Claim | None,
         floor: float = -math.inf,
+        held_back: Callable[[Attempt], bool] = lambda attempt: False,
     ) -> Attempt | None:
         """Takes out the first attempt that may be granted. No head-of-line block, and no
         starvation.
@@ -115,6 +117,8 @@ class PreallocQueue:
             claim: of a prompt that waits to be prefilled here. Where there is room for it now,
                 those behind it share what it leaves.
             floor: who is less urgent waits for others.
+            held_back: whether one for whom there is room waits all the same, for what another one
+                will leave in the cache.
         """
         if claim is not None and claim.priority < floor:
             claim = None
@@ -128,6 +132,8 @@ class PreallocQueue:
                     return None
                 claim = None
             if room.fits(attempt.num_pages) and attempt.num_pages <= num_unready:
+                if held_back(attempt):
+                    continue
                 return self._attempts.take(attempt.id)
             if is_overdue(attempt.arrived, now):
                 return None

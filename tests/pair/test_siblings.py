@@ -1,0 +1,121 @@
+"""Several requests with one prompt, as the choices of n > 1 are: it is computed and moved once."""
+
+import math
+
+import pytest
+
+from decode_node import handoffs
+from tests.support.pair_node import Size
+from tests.support.pair_rig import PairRig
+
+PAGE, NUM = 16, 4
+ROOMY = (Size(num_pages=256),)
+LENGTHS = [pytest.param(100, id="a part of a page"), pytest.param(96, id="whole pages")]
+
+
+@pytest.fixture(autouse=True)
+def _reads_are_soon(monkeypatch):
+    """However long this machine takes for them."""
+    monkeypatch.setattr(handoffs, "READ_SOON_S", math.inf)
+
+
+def _prompt(length: int) -> list[int]:
+    return [(7 * i + i * i) % 250 for i in range(length)]
+
+
+# Seen failing with all of them granted at once: each read all pages.
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_prompt_is_computed_and_moved_once(known, length):
+    prompt = _prompt(length)
+    with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        asked = [rig.ask(prompt, 20) for _ in range(NUM)]
+        rig.run()
+        assert [each.tokens for each in asked] == [known.greedy(prompt, 20)] * NUM
+        pages, rest = divmod(length, PAGE)
+        assert decode.count("pages_read") == pages + NUM * (rest > 0)
+        computed = prefill.count("prompt_tokens") - prefill.count("cached_tokens")
+        assert computed == length + (NUM - 1) * (rest or PAGE)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
+def test_states_and_windows_come_to_each(model, architecture):
+    known, prompt = model(architecture), _prompt(150)
+    with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
+        asked = [rig.ask(prompt, 20) for _ in range(NUM)]
+        rig.run()
+        assert [each.tokens for each in asked] == [known.greedy(prompt, 20)] * NUM
+        alone = known.tables(PAGE).pages_for(150)
+        assert rig.decode[0].count("pages_read") < NUM * alone
+
+
+def test_each_has_its_own_seed_and_answer(known):
+    prompt, sampled = _prompt(100), {"temperature": 1.0}
+    with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
+        alone = []
+        for seed in range(NUM):
+            alone.append(rig.ask(prompt, 12, seed=seed, **sampled))
+            rig.run()
+            rig.flush(*rig.nodes)
+        together = [rig.ask(prompt, 12, seed=seed, **sampled) for seed in range(NUM)]
+        rig.run()
+        assert [each.tokens for each in together] == [each.tokens for each in alone]
+        assert len({tuple(each.tokens) for each in together}) > 1
+
+
+# Seen failing with what has been given up still on its way: the others waited for ever.
+@pytest.mark.parametrize("how", ["cancelled", "lost"])
+def test_if_the_first_does_not_come_the_next_goes_first(known, how):
+    prompt = _prompt(100)
+    with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
+        (decode,) = rig.decode
+        rig.faults[0].freeze()
+        first = rig.ask(prompt, 20, owners=[0, 1])
+        rest = [rig.ask(prompt, 20, owners=[1]) for _ in range(NUM - 1)]
+        rig.until(lambda: decode.queue("prealloc") == NUM - 1, "the others wait")
+        if how == "cancelled":
+            rig.cancel(first)
+        else:
+            rig.wires.cut(rig.prefill[0].front, decode.front)
+        rig.run(*rest)
+        rig.faults[0].release()
+        rig.run()
+        assert [each.tokens for each in rest] == [known.greedy(prompt, 20)] * (NUM - 1)
+        rig.wires.heal()
+
+
+def test_nobody_waits_for_reads_that_take_too_long(known, monkeypatch):
+    monkeypatch.setattr(handoffs, "READ_SOON_S", 0.0)
+    prompt = _prompt(100)
+    with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
+        rig.faults[0].freeze()
+        slow, other = rig.ask(prompt, 20, owners=[0]), rig.ask(prompt, 20, owners=[1])
+        rig.run(other)
+        assert slow.ended is None
+        rig.faults[0].release()
+        rig.run()
+        assert slow.tokens == other.tokens == known.greedy(prompt, 20)
+
+
+def test_whoever_has_all_of_it_cached_waits_for_nobody(known):
+    prompt = _prompt(100)
+    with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
+        (decode,) = rig.decode
+        rig.ask(prompt, 2)
+        rig.run()
+        rig.faults[0].freeze()
+        asked = [rig.ask(prompt, 20) for _ in range(NUM)]
+        rig.until(lambda: decode.queue("transfer") == NUM, "all are granted")
+        rig.faults[0].release()
+        rig.run()
+        assert [each.tokens for each in asked] == [known.greedy(prompt, 20)] * NUM
+
+
+def test_without_a_cache_there_is_nothing_to_wait_for(known):
+    prompt = _prompt(100)
+    nodes = (Size(num_pages=256, prefix_cache=False),)
+    with PairRig(known.loaded, prefill=ROOMY, decode=nodes) as rig:
+        asked = [rig.ask(prompt, 8) for _ in range(NUM)]
+        rig.run()
+        assert rig.decode[0].count("pages_read") == NUM * 7
+        assert [each.tokens for each in asked] == [known.greedy(prompt, 8)] * NUM
