@@ -274,12 +274,34 @@ class FrontConfig(Record):
         return tls
 
 
+class SharingConfig(Record):
+    """Prefixes that one node has cached and another one reads."""
+
+    enabled: bool = Field(
+        True,
+        description="lend other nodes what the prefix cache has, and read what they have where that"
+        " is cheaper than to compute it",
+    )
+    margin: float = Field(
+        0.7,
+        gt=0,
+        allow_inf_nan=False,
+        description="share of what computing a prefix would take, that reading it may take",
+    )
+    fetch_s: Seconds = Field(
+        1.0,
+        description="longest time for reading a prefix, before three times what it should take is"
+        " counted; then it is computed",
+    )
+
+
 class NodeConfig(Record):
     """One prefill or decode node."""
 
     front: FrontConfig
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
+    sharing: SharingConfig = SharingConfig()
     silence_s: Seconds = Field(
         3.0, description="without a beat of the engine, one a second, until it is unhealthy"
     )

@@ -13,9 +13,9 @@ from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 
 
-def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
+def parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) -> NodeParts:
     """Routers call here, and decode nodes that a request of this one goes to; this node calls the
-    prefill nodes that routers name, and decode nodes that a request comes from."""
+    prefill nodes that routers name, and decode nodes that a request, or a prefix, comes from."""
 
     def beat() -> None:
         front.supervision.beat(time.monotonic())
@@ -36,6 +36,7 @@ def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
         front.tracer,
         serves_alone=colocated,
         falls_back=falls_back,
+        fetches=fetches,
         on_peers=pair,
     )
 
@@ -56,13 +57,17 @@ def parts(front: Front, *, colocated: bool, falls_back: bool) -> NodeParts:
 
 def main() -> int:
     config = settings.read(DecodeConfig, "baton decode", sys.argv[1:])
+    alone = config.mode == "colocated" or config.local_prefill_tokens > 0
     return run_node(
         config,
         role="decode",
         mode=config.mode,
         engine_module="decode_node.engine",
         parts=lambda front: parts(
-            front, colocated=config.mode == "colocated", falls_back=config.local_fallback
+            front,
+            colocated=config.mode == "colocated",
+            falls_back=config.local_fallback,
+            fetches=config.sharing.enabled and alone,
         ),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import NO_PAGE, Holding
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Ints
 from common.engine.schedule.scheduler import Scheduler
 from common.page_tables import PageTables, num_pages_of
@@ -83,7 +83,7 @@ class Destinations:
         if room_tokens:
             holding = Holding.of(np.concatenate((cached.ravel(), fresh)))
         else:
-            holding = self._laid_out(cached, fresh, num_tokens)
+            holding = Holding.laid_out(self.tables, cached, fresh, num_tokens)
         return Destination(holding, prefix_tokens, fresh)
 
     def lacks_pages(self, token_ids: Ints, destination: Destination) -> bool:
@@ -100,20 +100,8 @@ class Destinations:
         num_pages = num_pages_of(tables.handed_over(num_tokens, prefix))
         fresh, surplus = np.split(destination.fresh, [num_pages])
         self._pages.drop(surplus, Holder.REQUEST)
-        return Destination(self._laid_out(cached, fresh, num_tokens), prefix, fresh)
-
-    def _laid_out(self, cached: Ints, fresh: Ints, num_tokens: int) -> Holding:
-        """cached [full tables, n], then `fresh` as it is handed over."""
-        num_cached = cached.shape[1]
-        shape = (self.tables.num_tables, self.tables.num_pages(num_tokens))
-        pages = np.full(shape, NO_PAGE, np.int32)
-        pages[: self.tables.num_full, :num_cached] = cached
-        place = 0
-        spans = self.tables.handed_over(num_tokens, num_cached * self.tables.page_size)
-        for table, first, past in spans[: self.tables.num_tables]:
-            pages[table, first:past] = fresh[place : place + past - first]
-            place += past - first
-        return Holding(pages, fresh[place:])
+        holding = Holding.laid_out(tables, cached, fresh, num_tokens)
+        return Destination(holding, prefix, fresh)
 
     def drop(self, destination: Destination) -> None:
         """The request does not want them any more; reads may go on."""

@@ -3,7 +3,9 @@ soon paired with again, or here.
 
     new, or lost its hand-off --> hand-off at the first usable candidate
                              |--> unpaired (owners just lost) --> again
-                             `--> waiting queue here (colocated, short, no owner, all tried)
+                             `--> here (colocated, short, no owner, all tried)
+                                    |--> fetching: another node has much of it --> waiting queue
+                                    `--> waiting queue
 
 Knows who can be asked and who has failed a request; knows nothing of how a hand-off goes.
 """
@@ -28,6 +30,7 @@ from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
 from decode_node.live import LiveRequests
 from decode_node.unpaired import Unpaired, Waiter
 from kvtransfer.ports import OwnerDown, OwnerUp
+from sharing.prefixes import PrefixSharing
 
 
 class Dispatcher:
@@ -35,6 +38,7 @@ class Dispatcher:
 
     Attributes:
         unpaired: requests that wait for an owner.
+        fetching: by key, those to be computed here whose prefix is being read.
     Args:
         prompts: those to be computed here.
     """
@@ -49,6 +53,7 @@ class Dispatcher:
         prompts: Drain,
         live: LiveRequests,
         counts: DecodeCounts,
+        sharing: PrefixSharing,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -57,8 +62,10 @@ class Dispatcher:
         self._prompts = prompts
         self._live = live
         self._counts = counts
+        self._sharing = sharing
         self._owners: dict[str, OwnerUp] = {}  # by address, of usable links
         self.unpaired = Unpaired(config.pair_again_s)
+        self.fetching: dict[int, Request] = {}
 
     def owner_up(self, event: OwnerUp) -> None:
         self._owners[event.address] = event
@@ -149,6 +156,28 @@ class Dispatcher:
             except ServingError as error:
                 self._live.refuse(waiter.request, error)
 
+    def compute_fetched(self) -> None:
+        """Those whose prefix has been read, or is not to be had, go to the scheduler."""
+        for key in self._sharing.fetches.take_over():
+            request = self.fetching.pop(key, None)
+            if request is not None:
+                try:
+                    self._scheduler.add(request)
+                except ServingError as error:
+                    self._prompts.leave(key)
+                    self._sharing.forget(key)
+                    self._live.refuse(request, error)
+
+    def give_up(self, request: Request) -> bool:
+        """It has ended. False: it is not here."""
+        if self.unpaired.remove(request):
+            return True
+        if self.fetching.pop(request.key, None) is None:
+            return False
+        self._prompts.leave(request.key)
+        self._sharing.forget(request.key)
+        return True
+
     def _check_another(self, lost: LostHandoff, candidates: Sequence[str], attempt: int) -> None:
         """After an owner whose queue is too long, which is no reason to prefill it here: those who
         are answered would pay for it.
@@ -197,9 +226,19 @@ class Dispatcher:
     def _prefill_here(self, request: Request, why: str, now: float) -> None:
         num_tokens = len(request.token_ids)
         self._prompts.check(Place(request.start_by, num_tokens, request.priority), now)
-        self._scheduler.add(request)
+        if self._fetch_first(request):
+            self.fetching[request.key] = request
+        else:
+            self._scheduler.add(request)
         place = Place(request.due, num_tokens, request.priority)
         self._prompts.join(request.key, place, now)
         self._counts.local_prefill(why)
         stamps = self._live.stamps(request)
         stamps.queued, stamps.why_here = now, why
+
+    def _fetch_first(self, request: Request) -> bool:
+        hints = self._live.prefix_at(request)
+        if not hints:
+            return False
+        room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
+        return self._sharing.fetch(request, hints, room=room, queued_s=queued_s)

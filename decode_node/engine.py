@@ -1,8 +1,6 @@
 """The engine process of a decode node: engine, transfer thread and role, joined to a loop."""
 
 import time
-from collections.abc import Callable
-from typing import cast
 
 from common.config import DecodeConfig
 from common.engine.build import build
@@ -19,15 +17,11 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
-from kvtransfer.ports import NodeCommand, NodeEvent, OwnerEvent, ReaderEvent
-from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.transfer.both import BothSides
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.ports import NodeCommand, NodeEvent
+from kvtransfer.transfer.both import both_sides
 from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.reader import Reader
-from kvtransfer.transfer.thread import Outlet, TransferThread
+from kvtransfer.transfer.thread import TransferThread
+from sharing.prefixes import PrefixSharing
 
 TRANSFER_END_S = 3.0
 
@@ -50,32 +44,18 @@ def body(start: EngineStart[DecodeConfig]) -> None:
     data_paths.rehearse(paths, pool)
     owners = data_paths.serve(paths, pool, start.instance)
     reads = ReadMeter(kv.page_bytes)
-
-    def sides(outlet: Outlet[NodeEvent], wake: Callable[[], None]) -> BothSides:
-        reader = Reader(
-            ReaderEnd(config.transfer, tables),
+    transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
+        frames,
+        both_sides(
+            config.transfer,
+            tables,
             hello,
             pool,
             paths,
-            config.transfer,
-            cast(Outlet[ReaderEvent], outlet),  # it takes the events of both
-            wake,
-            reads,
-        )
-        publisher = Publisher(
-            OwnerEnd(config.transfer, tables),
-            hello,
             owners,
-            cast(Outlet[OwnerEvent], outlet),
-            wake,
-            PageSums(pool, config.transfer.check_every),
-            max_untaken_tokens=steps.max_waiting_tokens,
-        )
-        return BothSides(reader, publisher)
-
-    transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
-        frames,
-        sides,
+            reads,
+            max_untaken_tokens=config.engine.scheduler.max_waiting_tokens,
+        ),
         engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
         wake_engine=channel.wake,
     )
@@ -86,7 +66,16 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         meters=(clock.meter, reads),
         cache=CacheEvents(engine.cache),
     )
-    scheduler = engine.scheduler(config.engine, lambda request, holding: None)
+    sharing = PrefixSharing(
+        config.sharing,
+        instance=start.instance,
+        page_bytes=kv.page_bytes,
+        cache=engine.cache,
+        pages=engine.pages,
+        tables=tables,
+        port=transfer,
+    )
+    scheduler = engine.scheduler(config.engine, lambda request, holding: sharing.admitted(request))
     role = DecodeRole(
         config=config,
         instance=start.instance,
@@ -100,6 +89,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         desk=desk,
         outbox=Outbox(channel),
         guides=engine.guides,
+        sharing=sharing,
     )
     engine.guides.tell = channel.wake
     transfer.start()

@@ -166,6 +166,9 @@ class Handoffs:
                 kind=Kind.LIVE if attempt.moves else Kind.PROMPT,
                 ticket=ticket,
                 priority=priority,
+                prefix_at=tuple(
+                    hint for hint in self._live.prefix_at(request) if hint.address != owner.address
+                ),
             )
         )
 

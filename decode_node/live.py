@@ -18,6 +18,7 @@ from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
 from common.requests.flight import Flight, Flights
 from common.requests.logprobs import Logprobs, join, split
+from common.requests.prefix_at import PrefixAt
 from decode_node.counts import DecodeCounts
 
 # Log-probabilities are kept of so many of a request's last steps, for who goes on with it.
@@ -41,6 +42,7 @@ class LiveRequests:
         self._tickets: dict[int, tuple[int, int]] = {}  # origins, by ticket
         self._ticket_of: dict[int, int] = {}  # by request key
         self._logprobs: dict[tuple[int, int], deque[Logprobs]] = {}  # by origin
+        self._prefix_at: dict[int, tuple[PrefixAt, ...]] = {}  # by request key
 
     def __len__(self) -> int:
         return len(self._by_origin)
@@ -64,10 +66,22 @@ class LiveRequests:
         """`end` or `refuse` follows, once."""
         self._stamps[request.key] = stamps
 
-    def let_in(self, request: Request, *, times: int, ticket: int = 0) -> None:
+    def prefix_at(self, request: Request) -> tuple[PrefixAt, ...]:
+        """Who holds some of it, as far as its router knows."""
+        return self._prefix_at.get(request.key, ())
+
+    def let_in(
+        self,
+        request: Request,
+        *,
+        times: int,
+        ticket: int = 0,
+        prefix_at: tuple[PrefixAt, ...] = (),
+    ) -> None:
         """
         Args:
             ticket: names this submission to whoever is to go on with it; 0: nobody is.
+            prefix_at: who holds some of it.
         Raises:
             InvalidRequest: another one has that ticket.
             Overloaded: there is no room for its tokens in `times` as much as there may be.
@@ -76,6 +90,8 @@ class LiveRequests:
             raise InvalidRequest("ticket: another request has it")
         self._tokens.take(request.key, len(request.token_ids), times=times)
         self._by_origin[request.origin] = request
+        if prefix_at:
+            self._prefix_at[request.key] = prefix_at
         if ticket:
             self._tickets[ticket] = request.origin
             self._ticket_of[request.key] = ticket
@@ -152,6 +168,7 @@ class LiveRequests:
 
     def _tell_end(self, request: Request, finish: Finish) -> None:
         self._tokens.drop(request.key)
+        self._prefix_at.pop(request.key, None)
         self._tickets.pop(self._ticket_of.pop(request.key, 0), None)
         if request.origin not in self._by_origin:  # else another has that number
             self._logprobs.pop(request.origin, None)

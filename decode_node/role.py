@@ -43,6 +43,7 @@ from common.page_tables import PageTables
 from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.requests.flight import Flight, Flights
+from common.requests.prefix_at import MAX_HINTS, PrefixAt
 from decode_node.answer_pace import AnswerPace
 from decode_node.counts import DecodeCounts
 from decode_node.departures import Departures
@@ -64,10 +65,12 @@ from kvtransfer.ports import (
     OwnerUp,
     ReadsEnded,
 )
+from sharing.prefixes import PrefixSharing
 
 # As many requests and tokens may wait here before one is refused whose client has tokens already:
 # all that another node had, when that one dies.
 REPLAYS_TIMES = 2
+WORTH_NAMING_TOKENS = 64  # of a prompt, that this node has: for less nobody reads here
 
 
 class DecodeRole:
@@ -88,6 +91,7 @@ class DecodeRole:
         desk: Desk,
         outbox: Outbox,
         guides: Guides,
+        sharing: PrefixSharing,
     ) -> None:
         self._max_waiting = config.engine.scheduler.max_waiting
         self._scheduler = scheduler
@@ -95,6 +99,9 @@ class DecodeRole:
         self._port = port
         self._desk = desk
         self._outbox = outbox
+        self._cache = cache
+        self._sharing = sharing
+        self._shares = config.sharing.enabled
         # Of all requests here: what fits into the pool, and what may wait for it.
         most_tokens = config.engine.scheduler.max_waiting_tokens + tables.max_tokens(
             pages.num_pages
@@ -128,6 +135,7 @@ class DecodeRole:
             prompts=self._prompts,
             live=self._live,
             counts=self._counts,
+            sharing=sharing,
         )
         self._departures = Departures(
             scheduler=scheduler,
@@ -156,6 +164,7 @@ class DecodeRole:
         self._place_guided(now)
         self._departures.poll(now)
         self._dispatcher.pair_again(now)
+        self._dispatcher.compute_fetched()
         self._handoffs.join()
         self._handoffs.grant(now)
         self._handoffs.expire(now)
@@ -174,13 +183,16 @@ class DecodeRole:
             self._live.tell_logprobs(origin, logprobs)
         for chunk in outcome.chunks:
             self._stamp_chunk(chunk)
-            self._prompts.serve(chunk.request.key, len(chunk.request.token_ids) - chunk.end)
+            num_left = len(chunk.request.token_ids) - chunk.end
+            self._prompts.serve(chunk.request.key, num_left)
+            self._sharing.ways.computed(chunk.request.key, num_left)
             if chunk.first_token is not None:
                 self._outbox.begin(chunk.request.origin, chunk.request.cached_tokens)
             if chunk.prompt_logprobs is not None:
                 self._outbox.prompt_logprobs(chunk.request.origin, chunk.prompt_logprobs)
         now = time.monotonic()
         self._prompts.tick(now)
+        self._sharing.ways.tick(now)
         for finished in outcome.finished:
             self._note_length(finished, now)
             self._ended(finished)
@@ -192,8 +204,8 @@ class DecodeRole:
     def check(self) -> None:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
         joining = [transfer.destination.holding.flat() for transfer in self._handoffs.transfer]
-        reads = self._destinations.reads.values()
-        lent = self._departures.lent()
+        reads = [*self._destinations.reads.values(), *self._sharing.fetches.reads()]
+        lent = [*self._departures.lent(), *self._sharing.loans.lent()]
         self._scheduler.check_idle(
             {Holder.REQUEST: joining, Holder.READ: reads, Holder.PUBLICATION: lent}
         )
@@ -203,6 +215,8 @@ class DecodeRole:
     def _take_events(self, now: float) -> list[LostHandoff]:
         lost: list[LostHandoff | None] = []
         for event in self._port.take():
+            if self._sharing.take(event):
+                continue
             match event:
                 case OwnerUp():
                     self._dispatcher.owner_up(event)
@@ -232,13 +246,15 @@ class DecodeRole:
 
     @property
     def busy(self) -> bool:
-        return bool(self._live or self._destinations.reads or self._departures.busy)
+        of_own = self._live or self._destinations.reads
+        return bool(of_own or self._departures.busy or self._sharing.busy)
 
     def queues(self) -> dict[str, int]:
         return {
             **self._scheduler.queues(),
             "guided": len(self._guided),
             "unpaired": len(self._dispatcher.unpaired),
+            "fetching": len(self._dispatcher.fetching),
             "prealloc": len(self._handoffs.prealloc),
             "transfer": len(self._handoffs.transfer),
             "leaving": len(self._departures),
@@ -253,7 +269,8 @@ class DecodeRole:
         )
 
     def counters(self) -> dict[str, int]:
-        return {**self._scheduler.counters(), **self._counts.totals()}
+        own = self._counts.totals()
+        return {**self._scheduler.counters(), **own, **self._sharing.counters()}
 
     def distributions(self) -> Mapping[str, Counted]:
         return self._counts.distributions()
@@ -333,13 +350,29 @@ class DecodeRole:
                 raise Overloaded(f"{self._num_waiting} requests wait here already")
             self._limits.check(token_ids)
             self._limits.check_sampling(message.sampling)
-            self._live.let_in(request, times=times, ticket=message.ticket)
+            self._live.let_in(
+                request,
+                times=times,
+                ticket=message.ticket,
+                prefix_at=self._prefix_at(request, message),
+            )
             if message.sampling.guide is not None:
                 self._guided.put(request, message)
             else:
                 self._place(request, message)
         except ServingError as error:
             self._live.refuse(request, error)
+
+    def _prefix_at(self, request: Request, message: SubmitRequest) -> tuple[PrefixAt, ...]:
+        """Who holds some of it: others by what the router knows, and this node by its own books."""
+        if not self._shares or message.move_from is not None:
+            return ()
+        if not message.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
+            return message.prefix_at
+        num_tokens = self._cache.match(request.token_ids, request.namespace).num_tokens
+        own = PrefixAt(message.own_address, num_tokens)
+        worth_naming = num_tokens >= WORTH_NAMING_TOKENS
+        return (own, *message.prefix_at)[:MAX_HINTS] if worth_naming else message.prefix_at
 
     def _place(self, request: Request, message: SubmitRequest) -> None:
         if message.move_from is not None:
@@ -365,7 +398,7 @@ class DecodeRole:
         """For pages, in either queue, or for an owner. Whoever is let in may go from one to
         another."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
-        num_elsewhere += len(self._guided)
+        num_elsewhere += len(self._guided) + len(self._dispatcher.fetching)
         return num_elsewhere + self._scheduler.num_waiting
 
     def _may_wait_s(self, message: SubmitRequest, num_tokens: int) -> float:
@@ -379,7 +412,7 @@ class DecodeRole:
     # Ends ---------------------------------------------------------------------------------------
 
     def _abort(self, request: Request, finish: Finish) -> None:
-        waited = self._guided.remove(request) or self._dispatcher.unpaired.remove(request)
+        waited = self._guided.remove(request) or self._dispatcher.give_up(request)
         if waited or self._handoffs.give_up(request, finish.error):
             self._live.end(request, finish)
             return
@@ -395,6 +428,7 @@ class DecodeRole:
         """In the scheduler."""
         self._departures.ended(finished.request)
         self._prompts.leave(finished.request.key)
+        self._sharing.forget(finished.request.key)
         self._live.end(finished.request, finished.finish)
 
     def _note_length(self, finished: Finished, now: float) -> None:

@@ -48,9 +48,11 @@ from common.priority import check as check_priority
 from common.queueing.drain import Backlog
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import check_namespace
+from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
 from common.requests.timeline import to_proto
 from common.requests.trial import MAX_DEATHS
+from common.rpc import prefix_hints
 from common.rpc.last_words import said
 from common.tracing.context import Trace, checked, log_fields
 from common.tracing.tracer import Tracer
@@ -73,6 +75,7 @@ class _RouterStream:
         # Addresses of prefill nodes and of decode nodes; None until the router has told them.
         self.peers: tuple[str, ...] | None = None
         self.others: tuple[str, ...] = ()
+        self.own_address = ""  # of this node, as the router calls it
 
     def check_named(self, addresses: tuple[str, ...]) -> None:
         """Raises InvalidRequest: the router of this stream has not named one as a peer. What is
@@ -86,6 +89,12 @@ class _RouterStream:
         if address not in self.others:
             raise InvalidRequest(f"move_from has {address}, which is none of the peers")
 
+    def known(self, hints: tuple[PrefixAt, ...]) -> tuple[PrefixAt, ...]:
+        """Those that name another node of that router's: what is no more than a hint is not refused
+        for one that has just left."""
+        nodes = {*(self.peers or ()), *self.others} - {self.own_address}
+        return tuple(hint for hint in hints if hint.address in nodes)
+
 
 class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     """Event loop only.
@@ -93,8 +102,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     Args:
         serves_alone: told to routers; true in colocated mode.
         falls_back: told to routers: it serves alone too, where nobody has a prefill node.
+        fetches: whether it reads prefixes of prompts that it computes itself.
         on_peers: called with every prefill node of every router, and with each decode node that a
-            request was to come from, whenever that changes.
+            request, or a prefix, was to come from, whenever that changes.
         first_message_s: longest wait for a router's first message.
     """
 
@@ -107,6 +117,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         *,
         serves_alone: bool,
         falls_back: bool,
+        fetches: bool,
         on_peers: Callable[[frozenset[str], frozenset[str]], None],
         first_message_s: float = serve_protocol.FIRST_MESSAGE_S,
     ) -> None:
@@ -116,12 +127,13 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._tracer = tracer
         self._serves_alone = serves_alone
         self._falls_back = falls_back
+        self._fetches = fetches
         self._on_peers = on_peers
         self._first_message_s = first_message_s
         self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
         self._streams: dict[int, _RouterStream] = {}
-        # Prefill nodes, and decode nodes that requests were to come from.
+        # Prefill nodes, and decode nodes that requests, or prefixes, were to come from.
         self._peers: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
         self._sources: set[str] = set()
         self._told = decode_pb2.Status()
@@ -249,6 +261,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         if message.HasField("peers"):
             stream.peers = _addresses(message.peers.prefill_addresses, serve_protocol.MAX_PEERS)
             stream.others = _addresses(message.peers.decode_addresses, serve_protocol.MAX_PEERS)
+            own = message.peers.own_address
+            stream.own_address = rpc.check_address(own) if own else ""
             self._tell_peers()
         self._submit(stream, message.submits)
         for request in message.cancels:
@@ -267,17 +281,25 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
                 tokens_left -= len(submit.token_ids)
                 parent = checked(submit.traceparent)
                 trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
-                request = _parsed(stream.number, submit, trace)
+                request = _parsed(stream, submit, trace)
                 stream.check_named(request.prefill_addresses)
                 if request.move_from is not None:
                     stream.check_source(request.move_from.address)
-                    self._sources.add(request.move_from.address)
-                    self._tell_peers()
+                    self._dial({request.move_from.address})
+                elif self._fetches:
+                    hinted = {hint.address for hint in request.prefix_at}
+                    self._dial(hinted.intersection(stream.others))
                 self._engine.submit(request, stream.lane)
             except ServingError as error:
                 self._refuse(stream, submit, error, refusals)
         if refusals.ended:
             stream.outgoing.put(decode_pb2.FromNode(step=refusals))
+
+    def _dial(self, decode_nodes: set[str]) -> None:
+        """There is something to be read there."""
+        if not decode_nodes <= self._sources:
+            self._sources |= decode_nodes
+            self._tell_peers()
 
     def _check_length(self, num_tokens: int, tokens_left: int) -> None:
         """Before anything is done about the tokens themselves."""
@@ -363,7 +385,7 @@ def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
     ]
 
 
-def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
+def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
     tokens = np.fromiter(submit.token_ids, np.int64, len(submit.token_ids))
     if not len(tokens):
         raise InvalidRequest("token_ids is empty")
@@ -381,7 +403,7 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
     check_priority(submit.priority)
     return SubmitRequest(
-        stream=stream,
+        stream=stream.number,
         request=submit.request,
         request_id=submit.request_id,
         token_ids=tokens.astype("<i4").tobytes(),
@@ -397,6 +419,8 @@ def _parsed(stream: int, submit: decode_pb2.Submit, trace: Trace) -> SubmitReque
         ticket=submit.ticket,
         move_from=_move_from(submit),
         priority=submit.priority,
+        prefix_at=stream.known(prefix_hints.from_proto(submit.prefix_at)),
+        own_address=stream.own_address,
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
+from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
 
@@ -31,6 +32,7 @@ class Kind(IntEnum):
 
     PROMPT = 0  # the owner computes it
     LIVE = 1  # a request that the owner runs, until it is released as held
+    PREFIX = 2  # what the owner's cache has of it, which stays there too
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -51,6 +53,7 @@ class Open(Message, frozen=True, tag=True):
     kind: Kind = Kind.PROMPT
     ticket: int = 0  # LIVE: of the running request; token_ids are all that is known of it but one
     priority: int = 0
+    prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
 
 
 class Grant(Message, frozen=True, tag=True):
@@ -75,7 +78,7 @@ class Ready(Message, frozen=True, tag=True):
     end: int
     pages: tuple[int, ...]
     last: bool
-    first_token: int | None  # set if and only if last
+    first_token: int | None  # set if and only if last, and never of a PREFIX
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # of the first token, where asked for
     prompt_logprobs: Logprobs | None = None  # with last: of the prompt's tokens but the first one

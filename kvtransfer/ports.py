@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
+from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
 from kvtransfer.messages import HandoffId, Kind
@@ -28,8 +29,9 @@ Ints = NDArray[np.int32]
 
 
 class OpenHandoff(msgspec.Struct, frozen=True):
-    """Ask `owner` (a paired instance) for the KV of these tokens, or for the request of this
-    ticket, which has these and more. Lost follows if it is gone."""
+    """Ask `owner` (a paired instance) for the KV of these tokens, for what its cache has of them
+    (PREFIX: whole pages), or for the request of this ticket, which has these and more. Lost follows
+    if it is gone."""
 
     id: HandoffId
     owner: int
@@ -45,12 +47,13 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     kind: Kind = Kind.PROMPT
     ticket: int = 0
     priority: int = 0
+    prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
     """Destination pages of what `PageTables.handed_over` says, table after table. The engine holds
-    them for "read" until ReadsEnded. Of a running request there are `PageTables.room_pages`, and
-    those that its tokens take are the first ones."""
+    them for "read" until ReadsEnded. Of a running request, and of a
+    PREFIX, there are `PageTables.room_pages`, and those that its tokens take are the first ones."""
 
     id: HandoffId
     prefix_tokens: int
@@ -109,6 +112,7 @@ class Held(msgspec.Struct, frozen=True):
 
     id: HandoffId
     landed: float = 0.0  # time.monotonic() when the last page had
+    num_tokens: int = 0  # that have KV; of a PREFIX fewer, perhaps, than were asked for
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -181,6 +185,7 @@ class Opened(msgspec.Struct, frozen=True):
     kind: Kind = Kind.PROMPT
     ticket: int = 0  # LIVE
     priority: int = 0
+    prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where this node may read what it lacks
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -220,12 +225,6 @@ class OwnerCommands(Protocol):
     """Where the hand-offs that a node gives are told of. Never blocks."""
 
     def post(self, command: OwnerCommand) -> None: ...
-
-
-class OwnerPort(OwnerCommands, Protocol):
-    """The transfer thread, as an owner's engine thread sees it. Neither call ever blocks."""
-
-    def take(self) -> list[OwnerEvent]: ...
 
 
 class NodePort(Protocol):

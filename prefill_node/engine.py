@@ -1,7 +1,6 @@
 """The engine process of a prefill node: engine, transfer thread and role, joined to a loop."""
 
 import time
-from collections.abc import Callable
 
 from common.config import EngineConfig, PrefillConfig
 from common.engine.build import build
@@ -15,12 +14,12 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
-from kvtransfer.ports import OwnerCommand, OwnerEvent
-from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.publisher import Publisher
-from kvtransfer.transfer.thread import Outlet, TransferThread
+from kvtransfer.ports import NodeCommand, NodeEvent
+from kvtransfer.transfer.both import both_sides
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.thread import TransferThread
 from prefill_node.role import PrefillRole
+from sharing.prefixes import PrefixSharing
 
 TRANSFER_END_S = 3.0
 
@@ -44,21 +43,19 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     tables = engine.shape.layout.tables
     hello = Hello.of(start.instance, start.address, engine.fingerprint, pool)
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
-
-    def publisher(outlet: Outlet[OwnerEvent], wake: Callable[[], None]) -> Publisher:
-        return Publisher(
-            OwnerEnd(config.transfer, tables),
-            hello,
-            owners,
-            outlet,
-            wake,
-            PageSums(pool, config.transfer.check_every),
-            max_untaken_tokens=config.engine.scheduler.max_waiting_tokens,
-        )
-
-    transfer: TransferThread[OwnerCommand, OwnerEvent] = TransferThread(
+    reads = ReadMeter(kv.page_bytes)
+    transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
         frames,
-        publisher,
+        both_sides(
+            config.transfer,
+            tables,
+            hello,
+            pool,
+            paths,
+            owners,
+            reads,
+            max_untaken_tokens=config.engine.scheduler.max_waiting_tokens,
+        ),
         engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
         wake_engine=channel.wake,
     )
@@ -66,7 +63,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         channel,
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: clock.reading.finished,
-        meters=(clock.meter,),
+        meters=(clock.meter, reads),
         cache=CacheEvents(engine.cache),
     )
     role = PrefillRole(
@@ -79,6 +76,15 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         port=transfer,
         desk=desk,
         guides=engine.guides,
+        sharing=PrefixSharing(
+            config.sharing,
+            instance=start.instance,
+            page_bytes=kv.page_bytes,
+            cache=engine.cache,
+            pages=engine.pages,
+            tables=tables,
+            port=transfer,
+        ),
     )
     engine.guides.tell = channel.wake
     transfer.start()

@@ -4,9 +4,11 @@
       -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> gone
 
 A hand-off may be dropped in any queue: its reader cancelled, its stream ended, its budget ran out.
+What another node has of a prompt is read meanwhile, where that is cheaper than to compute it
+(sharing/); the scheduler gets such a prompt when that is over, either way.
 Its pages are held for publication from admission until then, whatever becomes of the request.
 Prompts of which a vector is wanted, and no KV, share the scheduler: pooled.py.
-This module knows nothing of streams and sockets: the transfer thread is behind an OwnerPort.
+This module knows nothing of streams and sockets: the transfer thread is behind a NodePort.
 """
 
 import logging
@@ -46,11 +48,14 @@ from kvtransfer.ports import (
     FailHandoff,
     Granted,
     HandoffDropped,
+    NodePort,
     Opened,
-    OwnerPort,
+    OwnerDown,
+    OwnerUp,
     Publish,
 )
 from prefill_node.pooled import PooledCalls
+from sharing.prefixes import PrefixSharing
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +85,10 @@ class PrefillRole:
         limits: RequestLimits,
         max_waiting: int,
         max_waiting_tokens: int,
-        port: OwnerPort,
+        port: NodePort,
         desk: Desk,
         guides: Guides,
+        sharing: PrefixSharing,
     ) -> None:
         self.scheduler = make_scheduler(self._admitted)
         self._pages = pages
@@ -92,8 +98,10 @@ class PrefillRole:
         self._tokens = HeldTokens(max_waiting_tokens)  # of those that have no pages yet
         self._port = port
         self._desk = desk
+        self._sharing = sharing
         # By the serial of the hand-off, which is its request's key too.
         self._bootstrap: dict[int, Request] = {}
+        self._fetching: dict[int, Request] = {}  # granted, and their prefix is being read
         self._prefilling: dict[int, Prefilling] = {}
         self._inflight: dict[int, Prefilling] = {}
         self._lent: dict[int, Ints] = {}  # pages held for publication
@@ -123,7 +131,13 @@ class PrefillRole:
 
     def poll(self) -> None:
         for event in self._port.take():
+            if self._sharing.take(event):
+                continue
             match event:
+                case OwnerUp():
+                    self._desk.links[event.address] = (event.path, event.gib_per_s)
+                case OwnerDown():
+                    self._desk.links.pop(event.address, None)
                 case Opened():
                     self._open(event)
                 case Granted():
@@ -135,6 +149,10 @@ class PrefillRole:
                 self._fail(serial, str(refusal), retryable=isinstance(refusal, Overloaded))
             else:
                 self._add(serial, request)
+        for serial in self._sharing.fetches.take_over():
+            fetched = self._fetching.pop(serial, None)
+            if fetched is not None:
+                self._add(serial, fetched)
         for finished in self.scheduler.expire(queued_s=self._prompts.queued_s):
             self._ended(finished)
         self._desk.poll(self, self._take)
@@ -151,7 +169,9 @@ class PrefillRole:
             handoff = self._prefilling.get(chunk.request.key)
             if handoff is not None:
                 self._chunk_done(handoff, chunk)
-        self._prompts.tick(time.monotonic())
+        now = time.monotonic()
+        self._prompts.tick(now)
+        self._sharing.ways.tick(now)
         for finished in outcome.finished:
             self._ended(finished)
 
@@ -160,20 +180,23 @@ class PrefillRole:
 
     def check(self) -> None:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
-        self.scheduler.check_idle({Holder.PUBLICATION: self._lent.values()})
+        lent = [*self._lent.values(), *self._sharing.loans.lent()]
+        reads = self._sharing.fetches.reads()
+        self.scheduler.check_idle({Holder.PUBLICATION: lent, Holder.READ: reads})
 
     # What the desk asks -------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         handed_over = self._bootstrap or self._prefilling or self._inflight or self._lent
-        return bool(handed_over or self._pooled)
+        return bool(handed_over or self._pooled or self._sharing.busy)
 
     def queues(self) -> dict[str, int]:
         return {
             **self.scheduler.queues(),
             "bootstrap": len(self._bootstrap),
             "guided": len(self._guided),
+            "fetching": len(self._fetching),
             "inflight": len(self._inflight),
             "pooled": len(self._pooled),
         }
@@ -204,6 +227,7 @@ class PrefillRole:
         return {
             **self.scheduler.counters(),
             **self._counts,
+            **self._sharing.counters(),
             "pooled_prompts": self._pooled.num_pooled,
         }
 
@@ -278,7 +302,7 @@ class PrefillRole:
         if event.kind is not Kind.PROMPT:
             self._counts["refused/invalid"] += 1
             return self._fail(event.serial, "a prefill node runs no requests", retryable=False)
-        num_waiting = len(self._bootstrap) + self.scheduler.num_waiting
+        num_waiting = len(self._bootstrap) + len(self._fetching) + self.scheduler.num_waiting
         if num_waiting >= self._max_waiting:
             self._counts["refused/overloaded"] += 1
             reason = f"{num_waiting} prompts wait here already"
@@ -314,6 +338,9 @@ class PrefillRole:
             namespace=event.namespace,
         )
         request.suspect_of(event.engine_deaths)
+        if event.prefix_at:
+            room, queued_s = self.scheduler.room().num_pages, self._prompts.queued_s
+            self._sharing.fetch(request, event.prefix_at, room=room, queued_s=queued_s)
 
     def _start_by(self, event: Opened, now: float) -> float:
         """When its first forward must begin; never, of an answer that goes on: a client has part of
@@ -355,6 +382,9 @@ class PrefillRole:
             self._fail(event.serial, str(error), retryable=True)
 
     def _add(self, serial: int, request: Request) -> None:
+        if self._sharing.fetches.waits(serial):
+            self._fetching[serial] = request
+            return
         try:
             self.scheduler.add(request)
         except InvalidRequest as error:
@@ -370,6 +400,7 @@ class PrefillRole:
         num_tokens = len(request.token_ids)
         lent = holding.take(self._tables.handed_over(num_tokens, handoff.prefix_tokens))
         self._tokens.drop(handoff.serial)
+        self._sharing.admitted(request)
         stamps = self._stamps[handoff.serial]
         stamps.admitted, stamps.cached_tokens = request.admitted, request.cached_tokens
         self._pages.hold(lent, Holder.PUBLICATION)
@@ -386,7 +417,9 @@ class PrefillRole:
 
     def _chunk_done(self, handoff: Prefilling, chunk: ChunkDone) -> None:
         self._stamps[handoff.serial].num_chunks += 1
-        self._prompts.serve(handoff.serial, len(chunk.request.token_ids) - chunk.end)
+        num_left = len(chunk.request.token_ids) - chunk.end
+        self._prompts.serve(handoff.serial, num_left)
+        self._sharing.ways.computed(handoff.serial, num_left)
         if chunk.first_token is None:
             self._publish(handoff, self._whole_pages(chunk.end))
             return
@@ -462,6 +495,8 @@ class PrefillRole:
         """Takes a hand-off out of its queue; its compute stops at the chunk's edge."""
         self._tokens.drop(serial)
         self._prompts.leave(serial)
+        self._sharing.forget(serial)
+        self._fetching.pop(serial, None)
         self._bootstrap.pop(serial, None)
         self._inflight.pop(serial, None)
         handoff = self._prefilling.pop(serial, None)

@@ -1,4 +1,5 @@
 from protos import last_words_pb2 as _last_words_pb2
+from protos import prefixes_pb2 as _prefixes_pb2
 from protos import router_pb2 as _router_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
@@ -71,15 +72,17 @@ class ToNode(_message.Message):
     def __init__(self, peers: _Optional[_Union[Peers, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("prefill_addresses", "decode_addresses")
+    __slots__ = ("prefill_addresses", "decode_addresses", "own_address")
     PREFILL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    OWN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     prefill_addresses: _containers.RepeatedScalarFieldContainer[str]
     decode_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    own_address: str
+    def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ..., own_address: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "prefix_at")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +97,7 @@ class Submit(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     MOVE_FROM_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -108,7 +112,8 @@ class Submit(_message.Message):
     ticket: int
     move_from: MoveFrom
     priority: int
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ...) -> None: ...
 
 class MoveFrom(_message.Message):
     __slots__ = ("address", "ticket")

@@ -1,4 +1,5 @@
 from protos import last_words_pb2 as _last_words_pb2
+from protos import prefixes_pb2 as _prefixes_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -13,8 +14,10 @@ class HandoffKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HANDOFF_KIND_PROMPT: _ClassVar[HandoffKind]
     HANDOFF_KIND_LIVE: _ClassVar[HandoffKind]
+    HANDOFF_KIND_PREFIX: _ClassVar[HandoffKind]
 HANDOFF_KIND_PROMPT: HandoffKind
 HANDOFF_KIND_LIVE: HandoffKind
+HANDOFF_KIND_PREFIX: HandoffKind
 
 class FromReader(_message.Message):
     __slots__ = ("hello", "open", "grant", "done", "cancel", "beat")
@@ -102,7 +105,7 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s", "kind", "ticket", "priority")
+    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s", "kind", "ticket", "priority", "prefix_at")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +119,7 @@ class Open(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_generated: int
@@ -129,7 +133,8 @@ class Open(_message.Message):
     kind: HandoffKind
     ticket: int
     priority: int
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., kind: _Optional[_Union[HandoffKind, str]] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., kind: _Optional[_Union[HandoffKind, str]] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens", "room_tokens", "gib_per_s")

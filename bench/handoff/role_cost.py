@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.support.record import percentiles
-from common.config import DecodeConfig, SchedulerConfig
+from common.config import DecodeConfig, SchedulerConfig, SharingConfig
 from common.engine.features.guides import Guides
 from common.engine.features.prover import Beside
 from common.engine.memory.cache_events import CacheEvents
@@ -40,17 +40,17 @@ from kvtransfer.ports import (
     HandoffAdmitted,
     HandoffDropped,
     Held,
+    NodeCommand,
+    NodeEvent,
+    NodePort,
     Opened,
     OpenHandoff,
-    OwnerCommand,
-    OwnerEvent,
     OwnerUp,
     Publish,
-    ReaderCommand,
-    ReaderEvent,
     ReadsEnded,
 )
 from prefill_node.role import PrefillRole
+from sharing.prefixes import PrefixSharing
 
 PAGE_SIZE = 16
 VOCABULARY = 32_000
@@ -107,28 +107,17 @@ class _Front:
         return
 
 
-class _OwnerPort:
-    def __init__(self) -> None:
-        self.waiting: list[OwnerEvent] = []
-        self.posted: list[OwnerCommand] = []
+class _Port:
+    """The transfer thread, with nobody behind it."""
 
-    def post(self, command: OwnerCommand) -> None:
+    def __init__(self) -> None:
+        self.waiting: list[NodeEvent] = []
+        self.posted: list[NodeCommand] = []
+
+    def post(self, command: NodeCommand) -> None:
         self.posted.append(command)
 
-    def take(self) -> list[OwnerEvent]:
-        taken, self.waiting = self.waiting, []
-        return taken
-
-
-class _ReaderPort:
-    def __init__(self) -> None:
-        self.waiting: list[ReaderEvent] = []
-        self.posted: list[ReaderCommand] = []
-
-    def post(self, command: ReaderCommand) -> None:
-        self.posted.append(command)
-
-    def take(self) -> list[ReaderEvent]:
+    def take(self) -> list[NodeEvent]:
         taken, self.waiting = self.waiting, []
         return taken
 
@@ -168,7 +157,7 @@ _BESIDE = ("its first decode step, its end",)  # shown, but no part of the hand-
 def owner(load: Load) -> dict[str, Any]:
     """A prefill node's side: opened, granted, admitted, computed, published, dropped."""
     pages, cache, table, limits = _engine(load)
-    port, front, clock = _OwnerPort(), _Front(), _Clock()
+    port, front, clock = _Port(), _Front(), _Clock()
     role = PrefillRole(
         make_scheduler=lambda on_admit: _scheduler(load, pages, cache, table, on_admit),
         pages=pages,
@@ -179,6 +168,7 @@ def owner(load: Load) -> dict[str, Any]:
         port=port,
         desk=_desk(front, pages, cache),
         guides=_GUIDES,
+        sharing=_sharing(pages, cache, port),
     )
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
@@ -209,10 +199,22 @@ def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
     )
 
 
+def _sharing(pages: PageAllocator, cache: RadixCache, port: NodePort) -> PrefixSharing:
+    return PrefixSharing(
+        SharingConfig(),
+        instance=READER,
+        page_bytes=PAGE_SIZE,
+        cache=cache,
+        pages=pages,
+        tables=PageTables(PAGE_SIZE),
+        port=port,
+    )
+
+
 def reader(load: Load) -> dict[str, Any]:
     """A decode node's side: submitted, opened, granted, first token, reads ended, joined."""
     pages, cache, table, limits = _engine(load)
-    port, front, clock = _ReaderPort(), _Front(), _Clock()
+    port, front, clock = _Port(), _Front(), _Clock()
     role = DecodeRole(
         config=DecodeConfig.model_validate({"engine": {"model": "none"}}),
         instance=READER,
@@ -226,6 +228,7 @@ def reader(load: Load) -> dict[str, Any]:
         desk=_desk(front, pages, cache),
         outbox=Outbox(front),
         guides=_GUIDES,
+        sharing=_sharing(pages, cache, port),
     )
     port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()

@@ -164,6 +164,7 @@ def paired(cluster: GetClusterResponse) -> Pairs:
     return frozenset(
         (node.address, link.peer)
         for node in cluster.nodes
+        if node.role == "decode"  # prefill nodes pair when they have something to read
         for link in node.links
         if link.peer in owners
     )

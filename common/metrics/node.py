@@ -25,6 +25,7 @@ STATES = ("starting", "ready", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
     "guided",  # whose guide is being compiled
+    "fetching",  # whose prefix is read from another node
     *("bootstrap", "inflight", "pooled"),  # of a prefill node alone
     *("unpaired", "prealloc", "transfer", "leaving"),  # of a decode node alone
 )
@@ -51,7 +52,7 @@ CUT_OFF = Declared(
 PAIRINGS = Declared(
     "baton_pairings",
     "counter",
-    "Attempts to pair with a prefill node, by how they ended.",
+    "Attempts to pair with a node to read from, by how they ended.",
     {"outcome": ("up", "refused", "failed")},
 )
 STATE = Declared("baton_node_state", "gauge", "1 for the state of the node.", {"state": STATES})
@@ -201,7 +202,7 @@ LOCAL_PREFILLS = Declared(
     {"reason": ("colocated", "short", "no_owner", "exhausted")},
 )
 READ_BYTES = Declared(
-    "baton_handoff_read_bytes", "counter", "Bytes read from prefill nodes.", {"path": PATHS}
+    "baton_handoff_read_bytes", "counter", "Bytes read from other nodes.", {"path": PATHS}
 )
 READ_DESCRIPTORS = Declared(
     "baton_handoff_read_descriptors",
@@ -232,7 +233,9 @@ READS_IN_FLIGHT = Declared(
     "baton_handoff_reads_in_flight", "gauge", "Reads given to links and not over."
 )
 # By path and not by peer: addresses are no closed set. Describe tells each link.
-LINKS = Declared("baton_links", "gauge", "Usable links to prefill nodes.", {"path": PATHS})
+LINKS = Declared(
+    "baton_links", "gauge", "Usable links to nodes that this one reads from.", {"path": PATHS}
+)
 SLOWEST = Declared(
     "baton_slowest_link_bytes_per_second",
     "gauge",
@@ -255,17 +258,41 @@ MOVES = Declared(
     {"outcome": ("away", "refused", "here")},
 )
 
+PROMPT_TOKEN_WAYS = Declared(
+    "baton_prompt_token_ways",
+    "counter",
+    "Tokens of prompts that were this node's to compute, by where their KV came from; fetched: "
+    "read from another node's cache.",
+    {"way": ("own", "fetched", "computed")},
+)
+FETCHES = Declared(
+    "baton_prefix_fetches",
+    "counter",
+    "Prefixes of prompts that another node was said to have; held: read. Lost: refused, or late. "
+    "Not tried: dearer than to compute it, no pages for it, no such node is paired.",
+    {"outcome": ("held", "lost", "dearer", "no_room", "unpaired")},
+)
+LOANS = Declared(
+    "baton_prefix_loans",
+    "counter",
+    "Prefixes that other nodes wanted to read here; held: they have. Refused: there was no more of "
+    "it, or too much was lent.",
+    {"outcome": ("held", "lost", "refused")},
+)
+
 BOTH = (
     *(REJECTED, STREAMS, STREAM_ENDS, CUT_OFF, STATE, SILENCE, PAGES, HOST_PAGES, QUEUE),
     *(WAITING, QUEUED, TOKEN_SECONDS),
     *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
     *(RETRACTIONS, RECOMPUTED, PREEMPTED, HANDOFFS),
+    *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
+    *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
+    *(PAGES_COMPARED, LINKS, SLOWEST),
 )
 DECODE = (
-    *(PAIRINGS, OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
-    *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
-    *(PAGES_COMPARED, LINKS, SLOWEST, LINK_CHANGES, MOVES),
+    *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
+    *(LINK_CHANGES, MOVES),
 )
 PREFILL = (POOLED,)
 DECLARED: Mapping[Role, tuple[Declared, ...]] = {
@@ -290,6 +317,9 @@ _TOTALS = {
     "pages_read": PAGES_READ,
     "local_prefills": LOCAL_PREFILLS,
     "moves": MOVES,
+    "prompt_token_ways": PROMPT_TOKEN_WAYS,
+    "prefix_fetches": FETCHES,
+    "prefix_loans": LOANS,
     "read_bytes": READ_BYTES,
     "read_descriptors": READ_DESCRIPTORS,
     "reads_refused": READS_REFUSED,

@@ -16,6 +16,7 @@ from common.requests.flight import Flights
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
+from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import NOTHING, Timeline
 from common.tracing.context import UNTRACED, Trace
@@ -55,6 +56,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0  # by which it may be moved to another node; 0: it stays
     move_from: MoveFrom | None = None
     priority: int = 0
+    prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold some of it, as far as is known
+    own_address: str = ""  # of this node, as the router calls it; "": not told
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,7 @@ addresses.py    host:port
 channels.py     how a server is called: TLS, and who calls
 servers.py      servers, and the ports that they listen on
 services.py     what is served: errors, tolerant decoding, who may call
+prefix_hints.py hints on who holds which prefix
 wire_fields.py  how many fields a message has, before it is parsed
 last_words.py   why a stream has ended, told so that it is not lost
 health.py       for probes

@@ -1,7 +1,7 @@
 """The owner's side of KvTransfer: takes pair streams that readers open."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
     Args:
         check_ready: raises NodeUnavailable until the engine can pair.
         check_length: raises InvalidRequest where so many tokens can never be served.
+        on_named: called with the addresses that a reader names with a prompt, where it says that
+            others have part of it.
         hello_s: longest wait for a reader's Hello.
     """
 
@@ -41,8 +43,10 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         check_ready: Callable[[], None],
         check_length: Callable[[int], None],
         *,
+        on_named: Callable[[Iterable[str]], None] = lambda addresses: None,
         hello_s: float = HELLO_S,
     ) -> None:
+        self._on_named = on_named
         self._streams = streams
         self._check_ready = check_ready
         self._check_length = check_length
@@ -85,6 +89,8 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
                 stream.outgoing.put(refusal)
                 return
         await stream.take(message)
+        if message.HasField("open") and message.open.prefix_at:  # they are addresses: it was parsed
+            self._on_named(each.address for each in message.open.prefix_at)
 
     async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromReader]) -> Hello:
         try:

@@ -17,6 +17,7 @@ from common.requests.sampling import from_proto as sampling_from_proto
 from common.requests.sampling import to_proto as sampling_to_proto
 from common.requests.timeline import PrefillTimes
 from common.requests.trial import MAX_DEATHS
+from common.rpc import prefix_hints
 from common.rpc.last_words import said
 from common.tracing.context import checked
 from kvtransfer.messages import (
@@ -214,6 +215,7 @@ def _open(body: pb.Open) -> Open:
         namespace = check_namespace(body.namespace)
         check_priority(body.priority)
         sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
+        prefix_at = prefix_hints.from_proto(body.prefix_at)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
     return Open(
@@ -230,6 +232,7 @@ def _open(body: pb.Open) -> Open:
         kind=_kind(body.kind),
         ticket=body.ticket,
         priority=body.priority,
+        prefix_at=prefix_at,
     )
 
 
@@ -248,13 +251,14 @@ def _open_proto(record: Open) -> pb.Open:
         kind=cast(pb.HandoffKind, record.kind),
         ticket=record.ticket,
         priority=record.priority,
+        prefix_at=prefix_hints.to_proto(record.prefix_at),
     )
 
 
 def _ready(body: pb.Ready) -> Ready:
     _at_most("pages", len(body.pages), MAX_PAGES)
     first_token = body.first_token if body.HasField("first_token") else None
-    if body.last is (first_token is None):
+    if first_token is not None and not body.last:
         raise ProtocolViolation("the first token comes with the last Ready, and only there")
     if body.end < body.start:
         raise ProtocolViolation(f"a range [{body.start}, {body.end})")

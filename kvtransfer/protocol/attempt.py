@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
-from common.page_tables import PageTables, num_pages_of
+from common.page_tables import PageTables
 from kvtransfer.messages import Admitted, HandoffId, Kind, Ready
 from kvtransfer.ports import GrantHandoff, Ints
 from kvtransfer.protocol.link_reads import Read
-from kvtransfer.protocol.ranges import Ranges, check_prefix, check_room
+from kvtransfer.protocol.ranges import Ranges, granted
 from kvtransfer.protocol.states import KVPoll, advance
 
 
@@ -34,25 +34,23 @@ class Attempt:
 
     def grant(self, command: GrantHandoff) -> None:
         """Takes the destination pages. Raises EngineFault if they are not the right number."""
-        prefix = command.prefix_tokens
-        room = command.room_tokens if self.kind is Kind.LIVE else None
         try:
-            if room is None:
-                check_prefix(prefix, self.num_tokens, self.tables.page_size)
-            else:
-                check_room(prefix, self.num_tokens, room, self.tables.page_size)
+            ranges = granted(
+                self.kind,
+                self.tables,
+                num_tokens=self.num_tokens,
+                prefix_tokens=command.prefix_tokens,
+                room_tokens=command.room_tokens,
+            )
         except ProtocolViolation as error:
             raise EngineFault(f"cannot grant {self.id}: {error}") from error
-        if room is None:
-            num_pages = num_pages_of(self.tables.handed_over(self.num_tokens, prefix))
-        else:
-            num_pages = self.tables.room_pages(room, prefix)
-        if len(command.destination_pages) != num_pages:
+        if len(command.destination_pages) != ranges.num_pages:
             raise EngineFault(
-                f"{self.id} was granted {len(command.destination_pages)} pages, not {num_pages}"
+                f"{self.id} was granted {len(command.destination_pages)} pages, "
+                f"not {ranges.num_pages}"
             )
         self.destination = command.destination_pages
-        self.ranges = Ranges(self.tables, self.num_tokens, prefix, prefix, room=room)
+        self.ranges = ranges
         self.to(KVPoll.WAITING_FOR_INPUT)
 
     def admit(self, message: Admitted, now: float) -> None:
@@ -80,10 +78,11 @@ class Attempt:
             raise ProtocolViolation(f"Ready of {self.id} before Grant")
         if pages and not 0 <= min(pages) <= max(pages) < owner_pages:
             raise ProtocolViolation(f"a page id of {self.id} is outside [0, {owner_pages})")
-        if message.last is (message.first_token is None):
+        comes = message.last and self.kind is not Kind.PREFIX
+        if comes is (message.first_token is None):
             raise ProtocolViolation(f"Ready of {self.id}: the first token comes with the last")
         self.ranges.follow(message.start, message.end, len(pages), last=message.last)
-        if len(message.token_ids) != self.ranges.num_tokens - self.num_tokens:
+        if len(message.token_ids) != max(self.ranges.num_tokens - self.num_tokens, 0):
             raise ProtocolViolation(
                 f"Ready of {self.id} with {len(message.token_ids)} tokens behind {self.num_tokens}"
             )
@@ -115,6 +114,11 @@ class Attempt:
     def tokens_left(self) -> int:
         """Not published yet. Of a granted attempt only."""
         return self.num_tokens - self.ranges.next if self.ranges is not None else self.num_tokens
+
+    @property
+    def num_kv(self) -> int:
+        """Tokens whose KV the reader has once all is read. Of a granted attempt only."""
+        return self.ranges.num_tokens if self.ranges is not None else 0
 
     @property
     def being_computed(self) -> bool:

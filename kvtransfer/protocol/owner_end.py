@@ -38,7 +38,7 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
 from kvtransfer.protocol.beats import Beats, earliest
 from kvtransfer.protocol.deadlines import Deadlines
-from kvtransfer.protocol.ranges import Ranges, check_prefix, check_room
+from kvtransfer.protocol.ranges import Ranges, granted
 from kvtransfer.protocol.states import KVPoll, advance
 
 # How long an owner polls for a reader that says it is connecting. What it serves may not need it.
@@ -213,6 +213,7 @@ class OwnerEnd:
                 message.kind,
                 message.ticket,
                 message.priority,
+                message.prefix_at,
             )
         )
 
@@ -224,17 +225,16 @@ class OwnerEnd:
             return
         if handoff.ranges is not None:
             raise ProtocolViolation(f"a second Grant of {message.id}")
-        prefix, num_tokens = message.prefix_tokens, handoff.num_tokens
-        room = message.room_tokens if handoff.kind is Kind.LIVE else None
-        if room is None:
-            check_prefix(prefix, num_tokens, self._tables.page_size)
-        else:
-            check_room(prefix, num_tokens, room, self._tables.page_size)
-        handoff.ranges = Ranges(self._tables, num_tokens, prefix, prefix, room=room)
-        handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
-        self._actions.append(
-            Granted(handoff.serial, prefix, message.room_tokens, message.gib_per_s)
+        prefix, room = message.prefix_tokens, message.room_tokens
+        handoff.ranges = granted(
+            handoff.kind,
+            self._tables,
+            num_tokens=handoff.num_tokens,
+            prefix_tokens=prefix,
+            room_tokens=room,
         )
+        handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
+        self._actions.append(Granted(handoff.serial, prefix, room, message.gib_per_s))
         for command in handoff.ungranted:
             self._tell(handoff, handoff.ranges, command)
         handoff.ungranted.clear()

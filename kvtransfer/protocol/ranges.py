@@ -1,9 +1,44 @@
 """Which tokens of one hand-off have been published: ranges that follow each other to its end."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.errors import ProtocolViolation
 from common.page_tables import PageTables, num_pages_of
+from kvtransfer.messages import Kind
+
+
+class Ends(NamedTuple):
+    """Where the only range of a hand-off may end that says itself how many tokens there are."""
+
+    least: int
+    most: int
+    step: int  # only multiples of this
+
+    def __contains__(self, end: object) -> bool:
+        return isinstance(end, int) and self.least <= end <= self.most and end % self.step == 0
+
+
+def granted(
+    kind: Kind, tables: PageTables, *, num_tokens: int, prefix_tokens: int, room_tokens: int
+) -> "Ranges":
+    """What may be published of a hand-off of so many tokens.
+
+    Args:
+        prefix_tokens: the reader has them already.
+        room_tokens: of a running request, whose KV the reader has room for.
+    Raises:
+        ProtocolViolation: it cannot have been granted so.
+    """
+    ends = None
+    if kind is Kind.LIVE:
+        check_room(prefix_tokens, num_tokens, room_tokens, tables.page_size)
+        ends = Ends(num_tokens, room_tokens, 1)
+    else:
+        check_prefix(prefix_tokens, num_tokens, tables.page_size)
+        if kind is Kind.PREFIX:
+            ends = Ends(prefix_tokens, num_tokens, tables.page_size)
+    return Ranges(tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends)
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
@@ -32,9 +67,16 @@ class Ranges:
     start: int  # the prefix that the reader has
     next: int  # where the next range begins
     complete: bool = False
-    # Of a running request: it goes on, and its only range says how many tokens there are, which
-    # are no more than these.
-    room: int | None = None
+    # Of a running request, which goes on, and of a PREFIX: their only range says how many tokens
+    # there are.
+    ends: Ends | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """That the reader must have for it."""
+        if self.ends is None:
+            return num_pages_of(self.tables.handed_over(self.num_tokens, self.start))
+        return self.tables.room_pages(self.ends.most, self.start)
 
     def follow(self, start: int, end: int, num_pages: int, *, last: bool) -> None:
         """Adds the range [start, end). Raises ProtocolViolation if it cannot be the next one."""
@@ -43,7 +85,7 @@ class Ranges:
             raise ProtocolViolation(f"range [{start}, {end}) of {self.num_tokens} tokens: {wrong}")
         self.next = end
         self.complete = last
-        if self.room is not None:
+        if self.ends is not None:
             self.num_tokens = end
 
     def _complaint(self, start: int, end: int, num_pages: int, *, last: bool) -> str | None:
@@ -51,14 +93,15 @@ class Ranges:
             return "it comes after the last"
         if start != self.next:
             return f"it does not follow the one before, which ended at {self.next}"
-        if self.room is not None:
-            if not last or not self.num_tokens <= end <= self.room:
-                return f"it must be the only one, and end at {self.room} at the latest"
+        if self.ends is not None:
+            if not last or end not in self.ends:
+                least, most, step = self.ends
+                return f"it must be the only one, and end at {least} to {most}, {step} by {step}"
         elif last and end != self.num_tokens:
             return "it is the last but not the end"
         if not last and (end <= start or end > self.num_tokens or end % self.tables.page_size):
             return "it must end at a later page's edge"
-        num_tokens = end if self.room is not None else self.num_tokens
+        num_tokens = end if self.ends is not None else self.num_tokens
         spans = self.tables.spans(num_tokens, self.start, start, end, last=last)
         if num_pages != num_pages_of(spans):
             return f"it comes with {num_pages} pages"

@@ -259,11 +259,12 @@ class ReaderEnd:
 
     def _begin_range(self, attempt: Attempt, message: Ready, now: float) -> None:
         read = attempt.begin_range(message, self._streams[attempt.stream].num_pages, now)
-        if message.first_token is None:
+        if not message.last:
             self._expect_progress(attempt, attempt.tokens_left, now)
         else:
             self._deadlines.drop(_Key(attempt.id, _Wait.PROGRESS))
             self._learn_pace(attempt, now)
+        if message.first_token is not None:
             self._actions.append(
                 FirstToken(
                     attempt.id,
@@ -361,6 +362,7 @@ class ReaderEnd:
             command.kind,
             command.ticket,
             command.priority,
+            command.prefix_at,
         )
         self._actions.append(Send(stream, message))
 
@@ -388,7 +390,7 @@ class ReaderEnd:
 
     def _finish(self, attempt: Attempt) -> None:
         # Held first: the engine must have the pages for its request before the read's hold goes.
-        held = Held(attempt.id, attempt.landed)
+        held = Held(attempt.id, attempt.landed, attempt.num_kv)
         confirm = Confirm(attempt.stream, held, attempt.sums)
         self._actions.append(confirm if attempt.sums else held)
         self._leave(attempt, KVPoll.SUCCESS)

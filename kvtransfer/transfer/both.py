@@ -3,12 +3,32 @@
 Streams of both kinds share one counter and never meet; nor do the two sides.
 """
 
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from common.config import TransferConfig
+from common.page_tables import PageTables
+from kvtransfer.backends.base import Backend, Owner, PagePool
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
-from kvtransfer.ports import CancelHandoff, GrantHandoff, NodeCommand, OpenHandoff
+from kvtransfer.pairing import Hello
+from kvtransfer.ports import (
+    CancelHandoff,
+    GrantHandoff,
+    NodeCommand,
+    NodeEvent,
+    OpenHandoff,
+    OwnerEvent,
+    ReaderEvent,
+)
 from kvtransfer.protocol.beats import earliest
+from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.read_meter import ReadMeter
 from kvtransfer.transfer.reader import Reader
+from kvtransfer.transfer.thread import Outlet
 
 
 class BothSides:
@@ -51,3 +71,47 @@ class BothSides:
     def close(self) -> None:
         self._reader.close()
         self._publisher.close()
+
+
+def both_sides(
+    config: TransferConfig,
+    tables: PageTables,
+    hello: Hello,
+    pool: PagePool,
+    backends: Mapping[str, Backend],
+    owners: Mapping[str, Owner],
+    reads: ReadMeter,
+    *,
+    max_untaken_tokens: int,
+) -> Callable[[Outlet[NodeEvent], Callable[[], None]], BothSides]:
+    """Makes them for a TransferThread.
+
+    Args:
+        backends, owners: over which this node reads, and over which `pool` is served.
+        reads: told of every read.
+        max_untaken_tokens: see Publisher.
+    """
+
+    def made(outlet: Outlet[NodeEvent], wake: Callable[[], None]) -> BothSides:
+        reader = Reader(
+            ReaderEnd(config, tables),
+            hello,
+            pool,
+            backends,
+            config,
+            cast(Outlet[ReaderEvent], outlet),  # it takes the events of both
+            wake,
+            reads,
+        )
+        publisher = Publisher(
+            OwnerEnd(config, tables),
+            hello,
+            owners,
+            cast(Outlet[OwnerEvent], outlet),
+            wake,
+            PageSums(pool, config.check_every),
+            max_untaken_tokens=max_untaken_tokens,
+        )
+        return BothSides(reader, publisher)
+
+    return made

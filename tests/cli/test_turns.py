@@ -86,5 +86,6 @@ def test_who_does_not_answer_is_not_drained():
 
 
 def test_pairs_are_of_decode_nodes_with_prefill_nodes():
-    look = cluster(node("prefill", 100), node("decode", 200, reads=[100, 201]), node("decode", 201))
+    prefill = node("prefill", 100), node("prefill", 101, reads=[100, 200])
+    look = cluster(*prefill, node("decode", 200, reads=[100, 201]), node("decode", 201))
     assert paired(look) == {("127.0.0.1:200", "127.0.0.1:100")}

@@ -156,10 +156,9 @@ def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, 
         # By this alone it is known where there is no cluster secret, and as nothing else.
         role = "router" if program.role == "router" else "node"
         assert of_caller["uris"] == [f"urn:baton:{role}"]
-        if program.role != "prefill":  # which calls nobody
-            of_node = named(objects, "Certificate", "baton-node")["spec"]
-            assert [calls.server_name] == of_node["dnsNames"]
-            assert role == "node" or not of_caller.get("dnsNames")
+        of_node = named(objects, "Certificate", "baton-node")["spec"]
+        assert [calls.server_name] == of_node["dnsNames"]
+        assert role == "node" or not of_caller.get("dnsNames")
 
 
 @pytest.mark.parametrize("name", TLS)

@@ -31,6 +31,7 @@ DNS = _namespace(**{"kubernetes.io/metadata.name": "kube-system"})
 WHO = {
     "clients": [_pods("baton-client"), _namespace(**{"baton-client": "true"})],
     "routers": [_pods("baton-router")],
+    "prefill nodes": [_pods("baton-prefill")],
     "decode nodes": [_pods("baton-decode")],
     "Prometheus": [MONITORING],
     "only its own host": [],  # which policies let in without a rule

@@ -127,7 +127,10 @@ def test_a_handoff_goes_from_open_to_held() -> None:
     assert end.read_ended(STREAM, "", 0.0) == []
     assert end.read_ended(STREAM, "", 0.0) == [Send(STREAM, Done(ID))]
     # Held first: the pages must have another holder before the read lets go of them.
-    assert end.received(STREAM, Released(ID, True), 0.0) == [Held(ID), ReadsEnded(ID)]
+    assert end.received(STREAM, Released(ID, True), 0.0) == [
+        Held(ID, num_tokens=7),
+        ReadsEnded(ID),
+    ]
     assert end.num_open == 0 and end.num_reads == 0
 
 
@@ -142,7 +145,10 @@ def test_a_full_prefix_hit_moves_no_page(end: ReaderEnd) -> None:
     end.command(grant(prefix=7, pages=()), 0.0)
     ready = end.received(STREAM, Ready(ID, 7, 7, (), True, 42), 0.0)
     assert ready == [FirstToken(ID, 42), Send(STREAM, Done(ID))]
-    assert end.received(STREAM, Released(ID, True), 0.0) == [Held(ID), ReadsEnded(ID)]
+    assert end.received(STREAM, Released(ID, True), 0.0) == [
+        Held(ID, num_tokens=7),
+        ReadsEnded(ID),
+    ]
 
 
 def test_an_owner_that_is_not_paired_loses_it_at_once(end: ReaderEnd) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from common.errors import ProtocolViolation
 from common.priority import HIGHEST, LOWEST
 from common.requests.namespace import SHARED, namespace_of
+from common.requests.prefix_at import MAX_HINTS, PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
 from common.requests.trial import MAX_DEATHS
@@ -93,6 +94,9 @@ seconds = st.floats(0.0, wire.MAX_BUDGET_S)
 times = st.builds(PrefillTimes, seconds, seconds, seconds, u32)
 
 
+hints = st.builds(PrefixAt, st.sampled_from(["127.0.0.1:1", "node:50100", "[::1]:2"]), u32)
+
+
 @st.composite
 def opens(draw: st.DrawFn) -> Open:
     tokens = tuple(draw(st.lists(i31, min_size=1, max_size=30)))
@@ -113,6 +117,7 @@ def opens(draw: st.DrawFn) -> Open:
         kind=draw(st.sampled_from(Kind)),
         ticket=draw(u64),
         priority=draw(st.integers(LOWEST, HIGHEST)),
+        prefix_at=tuple(draw(st.lists(hints, max_size=MAX_HINTS))),
     )
 
 
@@ -122,7 +127,7 @@ def readies(draw: st.DrawFn) -> Ready:
     first_token = draw(st.none() | i31)
     pages = tuple(draw(st.lists(u32, max_size=30)))
     end = draw(st.integers(start, 2**32 - 1))
-    last = first_token is not None
+    last = first_token is not None or draw(st.booleans())
     told = draw(st.none() | times) if last else None
     places = draw(st.sets(st.integers(0, len(pages) - 1))) if pages else ()
     sums = tuple((place, draw(st.integers(0, 2**64 - 1))) for place in sorted(places))
@@ -252,6 +257,8 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(token_ids=[]), "without tokens"),
         (_open(token_ids=[1] * (wire.MAX_TOKENS + 1)), "token_ids"),
         (_open(token_ids=[2**31]), "token id"),
+        (_open(prefix_at=[{"address": "here", "tokens": 1}]), "host:port"),
+        (_open(prefix_at=[{"address": "h:1", "tokens": 1}] * 5), "4 are allowed"),
         (_open(num_generated=2), "generated"),
         (_open(budget_s=math.nan), "budget"),
         (_open(budget_s=math.inf), "budget"),
@@ -268,7 +275,6 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(kind=7), "unknown kind 7"),
         (_open(priority=101), "priority"),
         (_open(priority=-101), "priority"),
-        (_ready(first_token=None), "first token"),
         (_ready(last=False), "first token"),
         (_ready(first_token=2**31), "token id"),
         (_ready(token_ids=[2**31]), "token id"),

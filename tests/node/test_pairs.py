@@ -23,6 +23,7 @@ from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameConnection, socket_pair
+from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.rpc import last_words
 from kvtransfer.front_messages import (
@@ -142,17 +143,20 @@ def check_length(num_tokens: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def paired(guard=None, make_channel=rpc.make_channel, hello_s=QUICK.hello_s):
+async def paired(guard=None, make_channel=rpc.make_channel, hello_s=QUICK.hello_s, on_named=list):
     """
     Args:
         guard: of the owner.
         make_channel: of the reader.
         hello_s: how long either waits for the other's.
+        on_named: of the owner's PairService.
     """
     owner, reader = Transfer(), Transfer()
     await owner.start()
     await reader.start()
-    service = PairService(owner.streams, lambda: None, check_length, hello_s=hello_s)
+    service = PairService(
+        owner.streams, lambda: None, check_length, on_named=on_named, hello_s=hello_s
+    )
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
     assert service.register(server, guard) == ("baton.v1.KvTransfer",)
@@ -392,6 +396,21 @@ async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are
         assert answer == Failed(HandoffId(7, 0, 1), sentence, retryable=False)
         await call.write(wire.to_proto(Beat(1, 0), as_reader=True))
         assert await pair.owner.hear(PairMessage) == PairMessage(stream, Beat(1, 0))
+
+
+async def test_whom_a_reader_names_with_a_prompt_is_told():
+    named = []
+    hints = (PrefixAt("10.0.0.1:50100", 64), PrefixAt("node:1", 1 << 31))
+    prompts = [Open(HandoffId(7, n, 1), (5,), 0, SAMPLING, 60.0, "") for n in (1, 2)]
+    prompts[1] = msgspec.structs.replace(prompts[1], prefix_at=hints)
+    async with paired(on_named=named.extend) as pair, bare_call(pair.address) as call:
+        await call.write(HELLO)
+        await pair.owner.hear(PairOpened)
+        for message in (*prompts, Beat(1, 0)):
+            await call.write(wire.to_proto(message, as_reader=True))
+        for message in (*prompts, Beat(1, 0)):
+            assert (await pair.owner.hear(PairMessage)).message == message
+        assert named == ["10.0.0.1:50100", "node:1"]
 
 
 # Seen failing with the lines of pair streams written by `log.info`: 120.

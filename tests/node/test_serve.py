@@ -6,8 +6,9 @@ import grpc
 import pytest
 
 from common import serve_protocol
+from common.requests.prefix_at import MAX_HINTS
 from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS
-from protos import decode_pb2, decode_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, prefixes_pb2
 from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
 from tests.support.programs import Program
@@ -96,6 +97,23 @@ def test_a_cancelled_request_ends_and_its_neighbour_goes_on(address):
         said = len(router.tokens[2])
         router.wait_for(lambda: len(router.tokens[2]) > said + 2)
     eventually(lambda: running(address) == 0)
+
+
+def test_hints_are_heeded_or_not_and_too_many_are_refused(address):
+    hints = [
+        prefixes_pb2.PrefixAt(address=f"127.0.0.1:{n}", tokens=1 << 31)
+        for n in range(1, MAX_HINTS + 2)
+    ]
+    nowhere = [prefixes_pb2.PrefixAt(address="nowhere", tokens=1)]
+    with RouterEnd(address) as router:
+        router.send(submit(1, [5], 1, prefix_at=hints[:-1]))  # who is none of the peers is left out
+        router.send(submit(2, [5], 1, prefix_at=hints), submit(3, [5], 1, prefix_at=nowhere))
+        router.wait_for_end(1, 2, 3)
+        assert router.ends[1][0] == LENGTH
+        for refused, words in ((2, "4 are allowed"), (3, "host:port")):
+            reason, error, code = router.ends[refused]
+            assert (reason, code) == (ERROR, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+            assert words in error
 
 
 def test_one_message_tells_peers_submits_and_cancels(node, address):

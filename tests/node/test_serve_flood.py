@@ -58,6 +58,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
         None,
         serves_alone=True,
         falls_back=False,
+        fetches=True,
         on_peers=lambda prefill, decode: None,
         first_message_s=first_message_s,
     )

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.config import CacheConfig, DecodeConfig, EngineConfig, SchedulerConfig, TransferConfig
+from common.config import (
+    CacheConfig,
+    DecodeConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SharingConfig,
+    TransferConfig,
+)
 from common.engine.build import Engine
 from common.engine.features.composition import every_feature
 from common.engine.features.guides import Guides
@@ -46,19 +53,16 @@ from common.requests.guide import Guide
 from common.requests.logprobs import TokenLogprobs
 from common.requests.sampling import SamplingParams
 from decode_node.role import DecodeRole
-from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.base import Owner, PagePool
 from kvtransfer.backends.loopback import Faults, LoopbackBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
-from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.transfer.both import BothSides
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.both import both_sides
 from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.reader import Reader
 from kvtransfer.transfer.thread import TransferThread
+from kvtransfer.transfer.untaken import MAX_TOKENS
 from prefill_node.role import PrefillRole
+from sharing.prefixes import PrefixSharing
 from tests.support.pair_wires import FrontEnd
 
 STREAM = 1  # of the only router
@@ -109,6 +113,7 @@ class Common:
     make_stream: Callable[[], Stream]
     backend: LoopbackBackend
     wake: Callable[[], None]
+    sharing: SharingConfig
 
 
 @dataclass(eq=False)
@@ -305,19 +310,7 @@ def prefill_node(
     owner = common.backend.serve(_pool(engine), instance)
     hello = _hello(engine, instance, front.address)
     news, ears = News(common.wake), Ears()
-    transfer: TransferThread[Any, Any] = TransferThread(
-        frames,
-        lambda outlet, wake: Publisher(
-            OwnerEnd(common.transfer, engine.shape.layout.tables),
-            hello,
-            {common.backend.name: owner},
-            outlet,
-            wake,
-            PageSums(_pool(engine), common.transfer.check_every),
-        ),
-        engine_moves=ears.turn,
-        wake_engine=news.tell,
-    )
+    transfer = _transfer(common, engine, hello, owner, frames, news, ears)
     router = RouterEnd()
     desk = _desk(router, engine)
     role = PrefillRole(
@@ -330,6 +323,7 @@ def prefill_node(
         port=transfer,
         desk=desk,
         guides=engine.guides,
+        sharing=_sharing(common, instance, engine, transfer),
     )
     engine.guides.tell = news.tell
     overlap = config.scheduler.overlap
@@ -347,41 +341,20 @@ def decode_node(
 ) -> Node:
     """fields: of DecodeConfig."""
     engine, engine_config = _engine(common, size)
-    config = DecodeConfig(engine=engine_config, transfer=common.transfer, **fields)
+    config = DecodeConfig(
+        engine=engine_config, transfer=common.transfer, sharing=common.sharing, **fields
+    )
     owner, tables = common.backend.serve(_pool(engine), instance), engine.shape.layout.tables
     hello = _hello(engine, instance, front.address)
     news, ears = News(common.wake), Ears()
-    transfer: TransferThread[Any, Any] = TransferThread(
-        frames,
-        lambda outlet, wake: BothSides(
-            Reader(
-                ReaderEnd(common.transfer, tables),
-                hello,
-                _pool(engine),
-                {common.backend.name: common.backend},
-                common.transfer,
-                outlet,
-                wake,
-                ReadMeter(engine.pool.page_bytes),
-            ),
-            Publisher(
-                OwnerEnd(common.transfer, tables),
-                hello,
-                {common.backend.name: owner},
-                outlet,
-                wake,
-                PageSums(_pool(engine), common.transfer.check_every),
-            ),
-        ),
-        engine_moves=ears.turn,
-        wake_engine=news.tell,
-    )
+    transfer = _transfer(common, engine, hello, owner, frames, news, ears)
     router = RouterEnd()
     desk = _desk(router, engine)
+    sharing = _sharing(common, instance, engine, transfer)
     role = DecodeRole(
         config=config,
         instance=instance,
-        scheduler=engine.scheduler(engine_config, lambda request, pages: None),
+        scheduler=engine.scheduler(engine_config, lambda request, pages: sharing.admitted(request)),
         pages=engine.pages,
         cache=engine.cache,
         tables=tables,
@@ -391,10 +364,47 @@ def decode_node(
         desk=desk,
         outbox=Outbox(router),
         guides=engine.guides,
+        sharing=sharing,
     )
     engine.guides.tell = news.tell
     overlap = engine_config.scheduler.overlap
     return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
+
+
+def _transfer(
+    common: Common,
+    engine: Engine,
+    hello: Hello,
+    owner: Owner,
+    frames: FrameSocket[PairInput],
+    news: News,
+    ears: Ears,
+) -> TransferThread[Any, Any]:
+    sides = both_sides(
+        common.transfer,
+        engine.shape.layout.tables,
+        hello,
+        _pool(engine),
+        {common.backend.name: common.backend},
+        {common.backend.name: owner},
+        ReadMeter(engine.pool.page_bytes),
+        max_untaken_tokens=MAX_TOKENS,
+    )
+    return TransferThread(frames, sides, engine_moves=ears.turn, wake_engine=news.tell)
+
+
+def _sharing(
+    common: Common, instance: int, engine: Engine, transfer: TransferThread[Any, Any]
+) -> PrefixSharing:
+    return PrefixSharing(
+        common.sharing,
+        instance=instance,
+        page_bytes=engine.pool.page_bytes,
+        cache=engine.cache,
+        pages=engine.pages,
+        tables=engine.shape.layout.tables,
+        port=transfer,
+    )
 
 
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:

@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 import torch
 
-from common.config import TransferConfig
+from common.config import SharingConfig, TransferConfig
 from common.engine.run.stream import Stream, WorkerStream
 from common.node.ipc import FrameSocket, socket_pair
 from common.node.messages import Ask, CancelSubmitted, MoveFrom, StreamEnded, SubmitRequest
 from common.requests.namespace import SHARED, Namespace
+from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
@@ -58,6 +59,8 @@ class PairRig:
         scheduler: fields of SchedulerConfig.
         make_stream: the forward stream of each node.
         moves: decode nodes are paired with each other too.
+        shares: all nodes are paired with all others, and what they are told of others' prefixes
+            they read, once they know what computing takes (`learn_what_computing_takes`).
         config: fields of DecodeConfig. Who has lost all its owners waits for none, unless they
             say so.
     """
@@ -76,6 +79,7 @@ class PairRig:
         transfer: TransferConfig = PATIENT,
         make_stream: Callable[[], Stream] = WorkerStream,
         moves: bool = False,
+        shares: SharingConfig | None = None,
         **config: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -89,12 +93,20 @@ class PairRig:
             make_stream,
             LoopbackBackend(),
             self._wake.wake,
+            shares or SharingConfig(enabled=False),
         )
+        all_read, moves = shares is not None, moves or shares is not None
+        port = ":1" if all_read else ""  # they are named in messages, where addresses have one
         self._exits = ExitStack()
         self._numbers = itertools.count(1)
         self.wires = Wires()
         made = [
-            prefill_node(common, 1000 + i, size, *self._ends(f"prefill-{i}", is_owner=True))
+            prefill_node(
+                common,
+                1000 + i,
+                size,
+                *self._ends(f"prefill-{i}{port}", is_owner=True, is_reader=all_read),
+            )
             for i, size in enumerate(prefill)
         ]
         self.prefill = [node for node, _ in made]
@@ -104,12 +116,13 @@ class PairRig:
                 common,
                 2000 + i,
                 size,
-                *self._ends(f"decode-{i}", is_owner=moves),
+                *self._ends(f"decode-{i}{port}", is_owner=moves),
                 {"pair_again_s": 0.0, **config},
             )
             for i, size in enumerate(decode)
         ]
         self._num_owners = len(prefill) + (len(decode) - 1 if moves else 0)
+        self._readers = self.nodes if all_read else self.decode
         self.asked: list[Asked] = []
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -136,6 +149,7 @@ class PairRig:
         engine_deaths: int = 0,
         move_from: MoveFrom | None = None,
         priority: int = 0,
+        prefix_at: Sequence[PrefixAt] = (),
         **sampling: Any,
     ) -> Asked:
         """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
@@ -167,9 +181,21 @@ class PairRig:
                 ticket=asked.ticket,
                 move_from=move_from,
                 priority=priority,
+                prefix_at=tuple(prefix_at),
+                own_address=self.decode[node].front.address,
             )
         )
         return asked
+
+    def learn_what_computing_takes(self) -> None:
+        """Every prefill node, or decode node without any, computes as many prompts as it takes."""
+        for turn in range(9):
+            for i in range(len(self.prefill)):
+                self.ask([200, turn], 1, owners=[i])
+            if not self.prefill:
+                for i in range(len(self.decode)):
+                    self.ask([200, turn], 1, node=i)
+            self.run()
 
     def move(self, asked: Asked, source: int, target: int) -> Asked:
         """Submits a request that runs on one decode node to another, with the tokens that it has;
@@ -269,7 +295,7 @@ class PairRig:
 
     def until_paired(self) -> None:
         self.until(
-            lambda: all(len(node.desk.links) == self._num_owners for node in self.decode),
+            lambda: all(len(node.desk.links) == self._num_owners for node in self._readers),
             "all nodes are paired",
         )
 
@@ -303,8 +329,10 @@ class PairRig:
                 for node in self.nodes:
                     node.check_at_rest()
 
-    def _ends(self, address: str, *, is_owner: bool) -> tuple[FrontEnd, FrameSocket[PairInput]]:
+    def _ends(
+        self, address: str, *, is_owner: bool, is_reader: bool = True
+    ) -> tuple[FrontEnd, FrameSocket[PairInput]]:
         """The front of a node, and its transfer thread's socket to it."""
         ours, theirs = socket_pair()
-        front = self.wires.add(theirs, address, is_owner=is_owner)
+        front = self.wires.add(theirs, address, is_owner=is_owner, is_reader=is_reader)
         return front, FrameSocket(ours, PairInput)

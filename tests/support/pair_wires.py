@@ -39,6 +39,7 @@ class FrontEnd:
 
     address: str
     is_owner: bool
+    is_reader: bool
     frames: FrameSocket[PairOutput]
     hello: Hello | None = None  # what this node says first as a reader
     numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
@@ -77,9 +78,11 @@ class Wires:
         self.num_begun = 0  # streams, ever
         self.seen: list[AnyMessage] = []  # what has arrived, but for beats
 
-    def add(self, sock: socket.socket, address: str, *, is_owner: bool) -> FrontEnd:
+    def add(
+        self, sock: socket.socket, address: str, *, is_owner: bool, is_reader: bool = True
+    ) -> FrontEnd:
         """The front of one node. `sock` leads to its transfer thread."""
-        front = FrontEnd(address, is_owner, FrameSocket(sock, PairOutput))
+        front = FrontEnd(address, is_owner, is_reader, FrameSocket(sock, PairOutput))
         self._fronts.append(front)
         return front
 
@@ -128,7 +131,8 @@ class Wires:
                 moved = True
                 self._take(front, output)
         for reader, owner in itertools.product(self._fronts, self._fronts):
-            if reader.hello is not None and owner.is_owner and reader is not owner:
+            joined = reader.is_reader and owner.is_owner and reader is not owner
+            if joined and reader.hello is not None:
                 self._dial(reader, reader.hello, owner)
         for line in self._lines:
             for front in line.numbers:

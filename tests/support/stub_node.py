@@ -17,6 +17,7 @@ def parts(front: Front) -> NodeParts:
         front.tracer,
         serves_alone=True,
         falls_back=False,
+        fetches=True,
         on_peers=lambda peers, _: print("peers", *sorted(peers), flush=True),
     )
 

@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from common.engine.rows.batch import Ints
-from common.page_tables import Span
+from common.page_tables import PageTables, Span
 
 NO_PAGE = -1  # page 0 is a page
 _NO_STATE = np.empty(0, np.int32)
@@ -29,6 +29,19 @@ class Holding:
     @classmethod
     def none(cls, num_tables: int) -> Self:
         return cls(np.empty((num_tables, 0), np.int32))
+
+    @classmethod
+    def laid_out(cls, tables: PageTables, cached: Ints, fresh: Ints, num_tokens: int) -> Self:
+        """Of so many tokens: `cached` [full tables, n], then `fresh` as it is handed over."""
+        num_cached = cached.shape[1]
+        pages = np.full((tables.num_tables, tables.num_pages(num_tokens)), NO_PAGE, np.int32)
+        pages[: tables.num_full, :num_cached] = cached
+        place = 0
+        spans = tables.handed_over(num_tokens, num_cached * tables.page_size)
+        for table, first, past in spans[: tables.num_tables]:
+            pages[table, first:past] = fresh[place : place + past - first]
+            place += past - first
+        return cls(pages, fresh[place:])
 
     @property
     def num_pages(self) -> int:

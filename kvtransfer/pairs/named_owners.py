@@ -1,0 +1,47 @@
+"""Owners that this node pairs with because somebody has named them: whoever has been named lately,
+and not too many. Knows addresses and a dialer."""
+
+import time
+from collections.abc import Callable, Iterable
+
+MAX_OWNERS = 64
+REMEMBERED_S = 600.0  # since an owner was named last
+
+
+class NamedOwners:
+    """Event loop only.
+
+    Args:
+        own_address: this node's, which is not dialled.
+        dial: called with all of them whenever that changes.
+    """
+
+    def __init__(
+        self,
+        own_address: str,
+        dial: Callable[[frozenset[str]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._own_address = own_address
+        self._dial = dial
+        self._clock = clock
+        self._named: dict[str, float] = {}  # by address, when; the latest last
+        self._dialled: frozenset[str] = frozenset()
+
+    def name(self, addresses: Iterable[str]) -> None:
+        """Somebody says that there is something to be read there."""
+        now = self._clock()
+        for address in addresses:
+            if address != self._own_address:
+                self._named.pop(address, None)
+                self._named[address] = now
+        oldest = list(self._named)
+        while oldest and self._is_too_many(oldest[0], now):
+            del self._named[oldest.pop(0)]
+        wanted = frozenset(self._named)
+        if wanted != self._dialled:
+            self._dialled = wanted
+            self._dial(wanted)
+
+    def _is_too_many(self, oldest: str, now: float) -> bool:
+        return len(self._named) > MAX_OWNERS or now - self._named[oldest] > REMEMBERED_S

@@ -1,0 +1,1 @@
+"""Prefixes that one node has cached and another one reads: what any node lends, and fetches."""

@@ -1,0 +1,102 @@
+"""Prefixes that other nodes read from this one's cache.
+
+    Opened --Granted: what the tree has is held--> lent --HandoffDropped--> gone
+                        `--nothing, or too much is lent--> refused ---^
+
+An owner answers from its own tree alone: it neither computes nor fetches for somebody else, and so
+never waits for one who waits for it. It holds nothing before the reader has its pages, and what it
+holds stays in the tree: the tree may forget it, and its pages are free when the reader is done.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import Ints
+from common.engine.rows.holding import Holding
+from common.page_tables import PageTables
+from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
+
+SHARE = 8  # no more than the pool's so-manieth part is lent at once
+MAX_ASKED = 256  # opened and not granted; more are refused
+_NONE = np.empty(0, np.int32)
+
+
+class Loans:
+    """Engine thread only.
+
+    Args:
+        enabled: False: whoever asks is refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        cache: RadixCache,
+        pages: PageAllocator,
+        tables: PageTables,
+        port: OwnerCommands,
+    ) -> None:
+        self._enabled = enabled
+        self._cache = cache
+        self._pages = pages
+        self._tables = tables
+        self._port = port
+        self._asked: dict[int, Opened] = {}  # by serial, until they are granted
+        self._lent: dict[int, Ints] = {}  # by serial; nothing of those that are refused
+        self._num_lent = 0  # pages, each loan's own
+        self._counts = dict.fromkeys(("held", "lost", "refused"), 0)
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self._asked or serial in self._lent
+
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._lent)
+
+    def lent(self) -> Iterator[Ints]:
+        """Pages held for publication."""
+        return iter(self._lent.values())
+
+    def counters(self) -> dict[str, int]:
+        return {f"prefix_loans/{outcome}": number for outcome, number in self._counts.items()}
+
+    def opened(self, event: Opened) -> None:
+        if len(self._asked) >= MAX_ASKED:
+            self._refuse(event.serial, "busy: many ask for prefixes already")
+        else:
+            self._asked[event.serial] = event
+
+    def granted(self, event: Granted) -> None:
+        asked = self._asked.pop(event.serial, None)
+        if asked is None:
+            return  # refused, or dropped
+        if not self._enabled:
+            return self._refuse(event.serial, "this node lends nothing")
+        match = self._cache.match(asked.token_ids, asked.namespace)
+        end, prefix = match.num_tokens, event.prefix_tokens
+        if end <= prefix:
+            return self._refuse(event.serial, f"this node has no more than {end} tokens of it")
+        holding = Holding(match.holding.tables, match.state)
+        lent = holding.take(self._tables.handed_over(end, prefix))
+        if self._num_lent + len(lent) > self._pages.num_pages // SHARE:
+            return self._refuse(event.serial, "busy: much is lent already")
+        self._pages.hold(lent, Holder.PUBLICATION)
+        self._lent[event.serial] = lent
+        self._num_lent += len(lent)
+        self._port.post(Publish(event.serial, prefix, end, lent, last=True, first_token=None))
+
+    def dropped(self, event: HandoffDropped) -> None:
+        self._asked.pop(event.serial, None)
+        lent = self._lent.pop(event.serial, _NONE)
+        self._pages.drop(lent, Holder.PUBLICATION)
+        self._num_lent -= len(lent)
+        if event.held or len(lent):
+            self._counts["held" if event.held else "lost"] += 1
+
+    def _refuse(self, serial: int, reason: str) -> None:
+        self._counts["refused"] += 1
+        self._lent[serial] = _NONE  # until it is dropped
+        self._port.post(FailHandoff(serial, reason, retryable=False))

@@ -1,0 +1,122 @@
+"""Both ends of sharing prefixes at one node: what it lends, and what it fetches for prompts that it
+is to compute."""
+
+import time
+
+from common.config import SharingConfig
+from common.engine.memory.pages import PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.request import Request
+from common.page_tables import PageTables
+from common.requests.prefix_at import PrefixAt
+from kvtransfer.messages import Kind
+from kvtransfer.ports import (
+    Granted,
+    HandoffDropped,
+    Held,
+    Lost,
+    NodeEvent,
+    NodePort,
+    Opened,
+    OwnerDown,
+    OwnerUp,
+    ReadsEnded,
+)
+from sharing.fetches import Fetches
+from sharing.loans import Loans
+from sharing.ways import Ways
+
+
+class PrefixSharing:
+    """Engine thread only. Prompts by the keys of their requests."""
+
+    def __init__(
+        self,
+        config: SharingConfig,
+        *,
+        instance: int,
+        page_bytes: int,
+        cache: RadixCache,
+        pages: PageAllocator,
+        tables: PageTables,
+        port: NodePort,
+    ) -> None:
+        self.loans = Loans(
+            enabled=config.enabled, cache=cache, pages=pages, tables=tables, port=port
+        )
+        self.fetches = Fetches(
+            config,
+            instance=instance,
+            page_bytes=page_bytes,
+            cache=cache,
+            pages=pages,
+            tables=tables,
+            port=port,
+        )
+        self.ways = Ways()
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody reads here, or bytes may land here."""
+        return bool(len(self.loans) or self.fetches.busy)
+
+    def counters(self) -> dict[str, int]:
+        return {**self.loans.counters(), **self.fetches.counters(), **self.ways.counters()}
+
+    def fetch(
+        self, request: Request, hints: tuple[PrefixAt, ...], *, room: int, queued_s: float
+    ) -> bool:
+        """Begins to read what another node has of its prompt, where that pays. True: the scheduler
+        is to have the request once `fetches.take_over` has its key.
+
+        Args:
+            room: pages that may be taken now.
+            queued_s: until it would be its turn.
+        """
+        if request.computed_whole:
+            return False
+        return self.fetches.begin(
+            request.key,
+            request.token_ids,
+            request.namespace,
+            hints,
+            room=room,
+            token_s=self.ways.token_s,
+            queued_s=queued_s,
+        )
+
+    def admitted(self, request: Request) -> None:
+        """Its turn has come, with what the tree has of it."""
+        fetched = self.fetches.fetched_tokens(request.key)
+        self.ways.admitted(request, fetched, time.monotonic())
+
+    def forget(self, key: int) -> None:
+        """The request has ended, wherever it was."""
+        self.fetches.forget(key)
+        self.ways.ended(key)
+
+    def take(self, event: NodeEvent) -> bool:
+        """Takes what the transfer thread says of a prefix. False: it is of another hand-off, or of
+        interest to others too."""
+        match event:
+            case OwnerUp():
+                self.fetches.owner_up(event)
+                return False
+            case OwnerDown():
+                self.fetches.owner_down(event)
+                return False
+            case Held() if event.id in self.fetches:
+                self.fetches.held(event)
+            case Lost() if event.id in self.fetches:
+                self.fetches.lost(event)
+            case ReadsEnded() if event.id in self.fetches:
+                self.fetches.reads_ended(event)
+            case Opened(kind=Kind.PREFIX):
+                self.loans.opened(event)
+            case Granted() if event.serial in self.loans:
+                self.loans.granted(event)
+            case HandoffDropped() if event.serial in self.loans:
+                self.loans.dropped(event)
+            case _:
+                return False
+        return True

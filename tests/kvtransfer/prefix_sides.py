@@ -1,0 +1,356 @@
+"""A prefix that one node reads from another's cache, as a pair for the search: the product's own
+ends, loans and fetches, trees and page books; prompts that want it, and caches that evict.
+
+What a page holds is tracked, page by page: whose tokens' KV, or what somebody else has written.
+"""
+
+import copy
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.config import SharingConfig, TransferConfig
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.holding import Holding
+from common.page_tables import PageTables
+from common.requests.namespace import Namespace
+from common.requests.prefix_at import PrefixAt
+from kvtransfer.messages import HandoffId
+from kvtransfer.ports import (
+    Granted,
+    HandoffDropped,
+    Held,
+    Lost,
+    Opened,
+    OwnerDown,
+    OwnerUp,
+    ReadsEnded,
+)
+from sharing.fetches import Fetches
+from sharing.loans import SHARE, Loans
+from tests.kvtransfer.sides import (
+    FREE,
+    PAGE_SIZE,
+    Input,
+    Job,
+    Output,
+    OwnerSide,
+    Plan,
+    ReaderSide,
+    require,
+)
+from tests.kvtransfer.world import Simulation
+
+ENDED = Job("ended", 0, 0, 0, 0, ())
+OTHERS = "others"  # what whoever takes a page writes into it
+TABLES = PageTables(PAGE_SIZE)
+
+
+class PrefixPlan(NamedTuple):
+    """What is searched.
+
+    namespaces: of the prompts that want a prefix; all have the same tokens.
+    told: pages that the reader is told of.
+    has: pages that the owner has.
+    own: pages that the reader has.
+    """
+
+    namespaces: tuple[Namespace, ...] = (b"",)
+    told: int = 2
+    has: int = 2
+    own: int = 0
+    reader_pages: int = 4
+    loans: int = 1  # as many as fit at once
+    asynchronous: bool = False
+    only_faults: tuple[str, ...] = ()
+
+    def plan(self) -> Plan:
+        return Plan(
+            (0,) * len(self.namespaces),
+            (0,) * len(self.namespaces),
+            asynchronous=self.asynchronous,
+            late_owner=self.asynchronous,
+            only_faults=self.only_faults,
+        )
+
+
+@dataclass(eq=False)
+class Memory:
+    """A pool, its tree, and what is in each page."""
+
+    num_pages: int
+    pages: PageAllocator = field(init=False)
+    cache: RadixCache = field(init=False)
+    cells: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pages = PageAllocator(self.num_pages, lifo=True)
+        self.cache = RadixCache(PAGE_SIZE, self.pages)
+        self.cells = [FREE] * self.num_pages
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        pages = twin.pages  # some of its books are views of others
+        pages._of = tuple(pages._holds)
+        pages._cached = pages._of[Holder.CACHE]
+        return twin
+
+    def learn(self, namespace: Namespace, num_pages: int) -> None:
+        """The tree gets the first pages of a prompt."""
+        taken = self.pages.allocate(num_pages, Holder.REQUEST)
+        assert taken is not None
+        for place, page in enumerate(taken.tolist()):
+            self.cells[page] = (namespace, place)
+        self.cache.insert(_tokens(num_pages * PAGE_SIZE), Holding.of(taken), namespace)
+        self.pages.drop(taken, Holder.REQUEST)
+
+    def vandalise(self) -> None:
+        """Somebody takes all that can be had, writes there, and goes."""
+        taken = self.cache.allocate(self.cache.num_available, Holder.REQUEST)
+        assert taken is not None
+        for page in taken.tolist():
+            self.cells[page] = OTHERS
+        self.pages.drop(taken, Holder.REQUEST)
+
+    def check(self, namespaces: tuple[Namespace, ...]) -> None:
+        """What the tree has is right; what nobody holds is no matter any more."""
+        self.pages.check()
+        self.cache.check()
+        for page in self.pages._free.all().tolist():
+            self.cells[page] = FREE
+        for namespace in dict.fromkeys(namespaces):
+            (row,) = self.cache.match(_tokens(8 * PAGE_SIZE), namespace).shared.tolist()
+            for place, page in enumerate(row):
+                right = (namespace, place)
+                require(self.cells[page] == right, f"the tree has {self.cells[page]} in {page}")
+
+    def key(self) -> Hashable:
+        tree = tuple(
+            (node.key, node.tokens.tobytes(), node.pages.tobytes())
+            for node in self.cache._root.below()
+        )
+        free = tuple(self.pages._free.all().tolist())
+        return tuple(self.cells), tree, free, self.pages._holds.tobytes()
+
+
+@dataclass(eq=False)
+class Posts:
+    """A port."""
+
+    waiting: list[Any] = field(default_factory=list)
+
+    def post(self, command: Any) -> None:
+        self.waiting.append(command)
+
+    def take(self) -> list[Any]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+def _tokens(count: int) -> Any:
+    return np.arange(count, dtype=np.int32)
+
+
+# The owner ---------------------------------------------------------------------------------------
+
+
+class LenderSide(OwnerSide):
+    def __init__(
+        self, plan: PrefixPlan, config: TransferConfig, instance: int, *, knows: bool = True
+    ) -> None:
+        super().__init__(plan.plan(), config, instance)
+        self.sharing_plan = plan
+        self.memory = Memory(SHARE * plan.has * plan.loans)
+        if knows:
+            for namespace in dict.fromkeys(plan.namespaces):
+                self.memory.learn(namespace, plan.has)
+        self.port = Posts()
+        self.loans = Loans(
+            enabled=True,
+            cache=self.memory.cache,
+            pages=self.memory.pages,
+            tables=TABLES,
+            port=self.port,
+        )
+
+    def fork(self) -> "LenderSide":
+        twin = super().fork()
+        assert isinstance(twin, LenderSide)
+        twin.memory, twin.port, twin.loans = copy.deepcopy((self.memory, self.port, self.loans))
+        return twin
+
+    def key(self) -> Hashable:
+        asked = [(n, each.namespace, len(each.token_ids)) for n, each in self.loans._asked.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._lent.items()]
+        books = tuple(sorted(asked)), tuple(sorted(lent))
+        return super().key(), self.memory.key(), books
+
+    def moves(self) -> list[Input]:
+        return [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
+
+    def faults(self) -> list[Input]:
+        ticks: list[Input] = [("tick",)] if self._end.next_deadline() is not None else []
+        return [("evict",), *ticks]
+
+    def ids(self) -> set[HandoffId]:
+        waiting = {event.id for event in self.inbox if isinstance(event, Opened | HandoffDropped)}
+        return self._end._handoffs.keys() | waiting
+
+    def at_rest(self) -> bool:
+        lent = self.memory.pages.holds(Holder.PUBLICATION).any()
+        return not (self._end.num_open or self.exposed or len(self.loans) or lent)
+
+    def contents(self, pages: Any) -> tuple[Any, ...]:
+        return tuple(self.memory.cells[page] for page in pages)
+
+    def react(self, given: Input) -> list[Output]:
+        # Serials that loans know of are not used again.
+        known = [*self.loans._asked, *self.loans._lent]
+        self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
+        outputs = super().react(given)
+        self.prompts = {}
+        self.memory.check(self.sharing_plan.namespaces)
+        held = np.flatnonzero(self.memory.pages.holds(Holder.PUBLICATION)).tolist()
+        require(self._readable() <= set(held), "pages let go while exposed")
+        return outputs
+
+    def _react(self, given: Input) -> list[Output]:
+        match given:
+            case ("evict",):
+                self.memory.vandalise()
+                return []
+            case ("restart", instance):
+                fresh = LenderSide(self.sharing_plan, self.config, instance, knows=False)
+                self.__dict__.update(fresh.__dict__)
+                return []
+        return super()._react(given)
+
+    def _take(self, event: Any) -> list[Output]:
+        match event:
+            case Opened():
+                self.loans.opened(event)
+            case Granted():
+                self.loans.granted(event)
+            case HandoffDropped():
+                self.loans.dropped(event)
+        return [output for command in self.port.take() for output in self._posted(command)]
+
+
+# The reader --------------------------------------------------------------------------------------
+
+
+class FetcherSide(ReaderSide):
+    def __init__(self, plan: PrefixPlan, config: TransferConfig, instance: int) -> None:
+        super().__init__(plan.plan(), config, instance)
+        self.sharing_plan = plan
+        self.memory = Memory(plan.reader_pages)
+        if plan.own:
+            self.memory.learn(plan.namespaces[0], plan.own)
+        self.port = Posts()
+        self.fetches = Fetches(
+            SharingConfig(),
+            instance=instance,
+            page_bytes=1,
+            cache=self.memory.cache,
+            pages=self.memory.pages,
+            tables=TABLES,
+            port=self.port,
+            clock=lambda: 0.0,
+        )
+        self.cells = self.memory.cells
+
+    def fork(self) -> "FetcherSide":
+        twin = super().fork()
+        assert isinstance(twin, FetcherSide)
+        twin.memory, twin.port, twin.fetches = copy.deepcopy((self.memory, self.port, self.fetches))
+        twin.cells = twin.memory.cells
+        return twin
+
+    def key(self) -> Hashable:
+        fetches = self.fetches
+        under_way = tuple(
+            (id, fetch.namespace, fetch.prefix_tokens, fetch.fresh.tobytes(), tuple(fetch.waiting))
+            for id, fetch in fetches._fetches.items()
+        )
+        return super().key(), self.memory.key(), under_way, tuple(fetches._over)
+
+    def moves(self) -> list[Input]:
+        moves = [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
+        jobs = enumerate(self.jobs)
+        return moves + [("begin", r) for r, job in jobs if job.state == "new" and self.owners]
+
+    def faults(self) -> list[Input]:
+        faults: list[Input] = [("forget", r) for r, j in enumerate(self.jobs) if j.state == "open"]
+        ticks: list[Input] = [("tick",)] if self._end.next_deadline() is not None else []
+        return [("evict",), *faults, *ticks]
+
+    def at_rest(self) -> bool:
+        held = any(self.memory.pages.holds(h).any() for h in (Holder.READ, Holder.REQUEST))
+        return not held and super().at_rest() and not self.fetches.busy
+
+    def react(self, given: Input) -> list[Output]:
+        match given:
+            case ("begin", r):
+                outputs = self._begin(r)
+            case ("forget", r):
+                self.fetches.forget(r)
+                self.jobs[r] = ENDED
+                outputs = []
+            case ("evict",):
+                self.memory.vandalise()
+                outputs = []
+            case _:
+                outputs = super().react(given)
+        for r in self.fetches.take_over():
+            self.jobs[r] = ENDED  # computed here, with what the tree has
+        self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches._reads.items()}
+        self.memory.check(self.sharing_plan.namespaces)
+        return outputs
+
+    def _begin(self, r: int) -> list[Output]:
+        plan = self.sharing_plan
+        begun = self.fetches.begin(
+            r,
+            _tokens(plan.told * PAGE_SIZE + 1),
+            plan.namespaces[r],
+            [PrefixAt("owner", plan.told * PAGE_SIZE)],
+            room=self.memory.cache.num_available,
+            token_s=1e6,
+            queued_s=0.0,
+        )
+        self.jobs[r] = self.jobs[r]._replace(state="open") if begun else ENDED
+        return [output for command in self.port.take() for output in self._posted(command)]
+
+    def _restart(self, instance: int) -> None:
+        fresh = FetcherSide(self.sharing_plan, self.config, instance)
+        fresh.jobs = [ENDED] * len(self.jobs)
+        self.__dict__.update(fresh.__dict__)
+
+    def _take(self, event: Any) -> None:
+        match event:
+            case OwnerUp():
+                self.owners[event.owner] = True
+                self.fetches.owner_up(event)
+            case OwnerDown():
+                self.owners.pop(event.owner, None)
+                self.fetches.owner_down(event)
+            case Held():
+                self.fetches.held(event)
+            case Lost():
+                self.fetches.lost(event)
+            case ReadsEnded():
+                self.fetches.reads_ended(event)
+            case _:
+                raise AssertionError(event)
+
+
+class PrefixSimulation(Simulation):
+    def __init__(self, plan: PrefixPlan, config: TransferConfig) -> None:
+        super().__init__(plan.plan(), config)
+        self.readers = type(self.readers)(FetcherSide(plan, config, instance=101))
+        self.owners = type(self.owners)(LenderSide(plan, config, instance=11))

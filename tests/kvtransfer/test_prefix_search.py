@@ -1,0 +1,65 @@
+"""Every interleaving of prefixes that one node reads from another's cache, over one pair of the
+product's own ends, loans, fetches and trees: no tree ever has what is not the KV of its tokens, no
+page is let go while it may be read, and what can move no more is at rest, every prompt computed.
+docs/prefix-sharing.md has the rules, and what is seen here without each.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from common.config import TransferConfig
+from tests.kvtransfer.prefix_sides import PrefixPlan, PrefixSimulation
+from tests.kvtransfer.search import search_in
+
+pytestmark = pytest.mark.slow
+
+PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
+SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
+ONE, OTHER = b"", b"another's prompts"[:16]
+
+
+@pytest.fixture(autouse=True)
+def _without_collector() -> Iterator[None]:
+    """Many tuples without a cycle among them."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    "plan, config, faults, states",
+    [
+        pytest.param(PrefixPlan(), PATIENT, 0, 10, id="no-fault"),
+        pytest.param(PrefixPlan(), PATIENT, 2, 2_000, id="two-faults"),
+        pytest.param(PrefixPlan(), SILENT, 1, 200, id="one-silence"),
+        pytest.param(PrefixPlan(told=4, own=1), PATIENT, 1, 250, id="less-than-was-told"),
+        pytest.param(PrefixPlan(has=1, own=1, told=3), PATIENT, 1, 150, id="nothing-more"),
+        pytest.param(PrefixPlan((ONE, ONE)), PATIENT, 1, 1_000, id="two-want-the-same"),
+        pytest.param(PrefixPlan((ONE, OTHER)), PATIENT, 0, 75, id="one-loan-at-once"),
+        pytest.param(
+            PrefixPlan((ONE, OTHER), reader_pages=2, loans=2), PATIENT, 0, 40, id="pages-for-one"
+        ),
+        pytest.param(
+            PrefixPlan(asynchronous=True),
+            PATIENT,
+            1,
+            2_000,
+            id="events-cross-commands",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            PrefixPlan((ONE, OTHER), loans=2),
+            PATIENT,
+            1,
+            3_000,
+            id="two-at-once-one-fault",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_no_interleaving_of_fetches_breaks_an_invariant(
+    plan: PrefixPlan, config: TransferConfig, faults: int, states: int
+) -> None:
+    assert search_in(PrefixSimulation(plan, config), faults=faults).states > states

@@ -1,0 +1,281 @@
+"""Prefixes that one node has cached and another one reads: the answers are those of a node that
+computes everything, whatever the others have, say or do meanwhile."""
+
+import random
+
+import pytest
+
+from common.config import SharingConfig
+from common.requests.prefix_at import PrefixAt
+from kvtransfer.messages import Done, Kind, Open, Ready
+from tests.pair.conftest import Known
+from tests.support.pair_node import Asked, Node, Size
+from tests.support.pair_rig import PairRig
+
+ROOM = Size(num_pages=256)
+SMALL = Size(num_pages=40)
+TWO = (ROOM, ROOM)
+# Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
+ALWAYS = SharingConfig(margin=1e9, fetch_s=300.0)
+SALTED = b"s" * 16
+PAGE = 16
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
+
+
+def rig_of(known: Known, **how: object) -> PairRig:
+    fields = {"prefill": (ROOM,), "decode": (ROOM,), "shares": ALWAYS, **how}
+    return PairRig(known.loaded, **fields)  # type: ignore[arg-type]
+
+
+def ways(node: Node) -> tuple[int, int, int]:
+    """Tokens from its own cache, from other nodes', and computed."""
+    return tuple(node.count(f"prompt_token_ways/{way}") for way in ("own", "fetched", "computed"))
+
+
+def since(node: Node, before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(now - then for now, then in zip(ways(node), before, strict=True))
+
+
+def opened(rig: PairRig) -> list[Open]:
+    """Prefixes that were asked for."""
+    return [one for one in rig.wires.seen if isinstance(one, Open) and one.kind is Kind.PREFIX]
+
+
+def answered(rig: PairRig, known: Known, asked: Asked) -> None:
+    rig.run(asked)
+    assert asked.tokens == known.greedy(asked.prompt, len(asked.tokens)) and asked.tokens
+
+
+def test_the_next_turn_is_read_from_where_the_last_answer_was_computed(known: Known) -> None:
+    with rig_of(known) as rig:
+        (prefill,), (decode,) = rig.prefill, rig.decode
+        rig.learn_what_computing_takes()
+        first = rig.ask(prompt(50), 60)
+        answered(rig, known, first)
+        longer = [*prompt(50), *first.tokens, *prompt(20, 3)]
+        before = ways(prefill)
+        answered(rig, known, rig.ask(longer, 10))
+        # Of 50 + 60 + 20 tokens the prefill node had 3 pages, the decode node has 109.
+        assert since(prefill, before) == (48, 48, 34)
+        assert decode.count("prefix_loans/held") == prefill.count("prefix_fetches/held") == 1
+        # It is in the tree: whoever comes next needs nobody.
+        before = ways(prefill)
+        answered(rig, known, rig.ask([*longer, 1, 2, 3], 10))
+        assert since(prefill, before)[1] == 0
+
+
+def test_a_prefill_node_reads_what_another_one_has(known: Known) -> None:
+    with rig_of(known, prefill=TWO) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        before = ways(rig.prefill[1])
+        hint = PrefixAt("prefill-0:1", 96)
+        rest = [*prompt(100), *prompt(30, 7)]
+        answered(rig, known, rig.ask(rest, 5, owners=[1], prefix_at=[hint]))
+        assert since(rig.prefill[1], before) == (0, 96, 34)
+
+
+def test_a_decode_node_that_prefills_itself_reads_what_another_one_has(known: Known) -> None:
+    with rig_of(known, prefill=(), decode=TWO, mode="colocated") as rig:
+        rig.learn_what_computing_takes()
+        first = rig.ask(prompt(60), 30, node=0)
+        answered(rig, known, first)
+        longer = [*prompt(60), *first.tokens, *prompt(9, 3)]
+        before = ways(rig.decode[1])
+        asked = rig.ask(longer, 10, node=1, prefix_at=[PrefixAt("decode-0:1", 80)])
+        answered(rig, known, asked)
+        assert since(rig.decode[1], before) == (0, 80, 19)
+        assert asked.cached_tokens == 80
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
+def test_states_and_windows_come_along(model, architecture: str) -> None:
+    known = model(architecture)
+    with rig_of(known, prefill=TWO, chunk_tokens=32) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(130), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        rest = [*prompt(130), *prompt(30, 7)]
+        answered(
+            rig, known, rig.ask(rest, 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 128)])
+        )
+        assert rig.prefill[1].count("prompt_token_ways/fetched") == 128
+
+
+def test_who_was_told_wrong_computes(known: Known) -> None:
+    with rig_of(known, prefill=TWO) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(70), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        (_, second) = rig.prefill
+        # It has another prompt; it has less of it; nobody is there; and there is no such prompt.
+        for number, (tokens, hint) in enumerate(
+            (
+                (prompt(90, 5), PrefixAt("prefill-0:1", 80)),
+                (prompt(120), PrefixAt("prefill-0:1", 112)),
+                (prompt(90, 6), PrefixAt("nobody:1", 80)),
+                (prompt(90, 7), PrefixAt("prefill-0:1", 1 << 31)),
+            )
+        ):
+            answered(rig, known, rig.ask(tokens, 3, owners=[1], prefix_at=[hint]))
+            assert len(opened(rig)) == (1, 2, 2, 3)[number]
+        assert second.count("prompt_token_ways/fetched") == 64
+        assert second.count("prefix_fetches/lost") == 2
+        assert second.count("prefix_fetches/unpaired") == 1
+        assert rig.prefill[0].count("prefix_loans/refused") == 2
+
+
+def test_nobody_reads_what_is_of_another_namespace(known: Known) -> None:
+    with rig_of(known, prefill=TWO) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0], namespace=SALTED))
+        rig.flush(rig.decode[0])
+        hint = PrefixAt("prefill-0:1", 96)
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint]))
+        assert rig.prefill[1].count("prompt_token_ways/fetched") == 0
+        rig.flush(*rig.decode, rig.prefill[1])
+        again = rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint], namespace=SALTED)
+        answered(rig, known, again)
+        assert rig.prefill[1].count("prompt_token_ways/fetched") == 96
+
+
+@pytest.mark.parametrize("what", ["the read fails", "the stream is cut", "a byte is wrong"])
+def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what: str) -> None:
+    with rig_of(known, prefill=TWO) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        match what:
+            case "the read fails":
+                rig.faults[0].fail_next("the test wants it")
+            case "a byte is wrong":
+                rig.faults[0].corrupt_next()
+            case _:
+                rig.wires.hold_back(Ready)
+        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 96)])
+        if what == "the stream is cut":
+            rig.until(lambda: opened(rig), "it asks")
+            rig.wires.cut(rig.prefill[0].front, rig.prefill[1].front)
+            rig.wires.let_go()
+        answered(rig, known, asked)
+        rig.wires.heal()
+        assert rig.prefill[1].count("prefix_fetches/lost") == 1
+        assert rig.prefill[1].count("prompt_token_ways/fetched") == 0
+
+
+def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
+    with rig_of(known, prefill=TWO) as rig:
+        owner, reader = rig.prefill
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        rig.wires.hold_back(Done)
+        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 96)])
+        rig.until(lambda: owner.pages("publication") == 6, "it is lent")
+        owner.role.flush_cache()
+        assert owner.pages("publication") == 6
+        rig.wires.let_go()
+        answered(rig, known, asked)
+        assert reader.count("prompt_token_ways/fetched") == 96
+        assert owner.pages("cache") == 0
+
+
+def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:
+    with rig_of(known, prefill=(ROOM, Size(num_pages=8)), page_size=16) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        # Pages for one prompt of 100 tokens: another one that is computed has them.
+        rig.wires.hold_back(Done)
+        busy = rig.ask(prompt(90, 9), 2, owners=[1])
+        rig.until(lambda: rig.prefill[1].queue("inflight"), "it has the pages")
+        hint = PrefixAt("prefill-0:1", 96)
+        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[hint])
+        rig.until(lambda: rig.prefill[1].count("prefix_fetches/no_room"), "it is not tried")
+        rig.wires.let_go()
+        rig.run(busy)
+        answered(rig, known, asked)
+        assert not opened(rig)
+
+
+def test_no_more_than_a_part_of_the_pool_is_lent_at_once(known: Known) -> None:
+    with rig_of(known, prefill=(Size(num_pages=40), ROOM)) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(120), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        hint = PrefixAt("prefill-0:1", 112)  # 7 pages, and 5 may be lent
+        answered(rig, known, rig.ask(prompt(120), 20, owners=[1], prefix_at=[hint]))
+        assert rig.prefill[0].count("prefix_loans/refused") == 1
+
+
+def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing(known: Known) -> None:
+    with rig_of(known, prefill=TWO) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        rig.wires.hold_back(Done)
+        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 96)])
+        rig.until(lambda: rig.prefill[1].queue("fetching"), "it waits for its prefix")
+        rig.cancel(asked)
+        rig.run(asked)
+        rig.wires.let_go()
+
+
+def test_those_who_want_the_same_prefix_read_it_once(known: Known) -> None:
+    with rig_of(known, prefill=TWO) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        rig.wires.hold_back(Done)
+        hint = PrefixAt("prefill-0:1", 96)
+        both = [
+            rig.ask([*prompt(100), *prompt(20, seed)], 9, owners=[1], prefix_at=[hint])
+            for seed in (3, 4)
+        ]
+        rig.until(lambda: rig.prefill[1].queue("fetching") == 2, "both wait")
+        rig.wires.let_go()
+        for asked in both:
+            answered(rig, known, asked)
+        assert len(opened(rig)) == 1
+
+
+def test_who_is_not_to_share_neither_reads_nor_lends(known: Known) -> None:
+    with rig_of(known, prefill=TWO, shares=SharingConfig(enabled=False)) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        hint = PrefixAt("prefill-0:1", 96)
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint]))
+        assert not opened(rig)
+
+
+def test_conversations_wander_between_nodes_that_evict(known: Known) -> None:
+    """Right hints, wrong ones, and pools in which everything is evicted soon."""
+    source = random.Random(11)
+    with rig_of(known, prefill=(SMALL, SMALL), decode=(SMALL, SMALL)) as rig:
+        rig.learn_what_computing_takes()
+        addresses = [node.front.address for node in rig.nodes]
+        talks = [prompt(30, seed) for seed in range(4)]
+        for _ in range(4):
+            asked = []
+            for talk in talks:
+                hints = [
+                    PrefixAt(address, source.choice((len(talk), 48, 400)))
+                    for address in source.sample(addresses, 2)
+                ]
+                asked.append(
+                    rig.ask(
+                        talk,
+                        source.randrange(3, 25),
+                        node=source.randrange(2),
+                        owners=[source.randrange(2)],
+                        prefix_at=hints,
+                    )
+                )
+            for talk, one in zip(talks, asked, strict=True):
+                answered(rig, known, one)
+                talk += [*one.tokens, *prompt(source.randrange(2, 20), source.randrange(9))]
+        assert sum(node.count("prefix_fetches/held") for node in rig.prefill)
