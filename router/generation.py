@@ -207,6 +207,7 @@ class Generator:
                 timeline,
                 queue_s,
                 move_from=move_from,
+                prefix_at=chosen.prefix_at,
                 submission=submission,
             )
         except NodeUnavailable:

@@ -1,4 +1,4 @@
-"""Listens to what the prefill nodes have cached, one WatchCache call to each, for the prefix index.
+"""Listens to what nodes have cached, one WatchCache call to each, for the prefix index.
 
 A node that cannot be heard is no failure: the index goes on with what this router remembers.
 """

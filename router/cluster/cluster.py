@@ -9,12 +9,14 @@ import msgspec
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
+from common.requests.prefix_at import PrefixAt
 from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
 from router.cluster.survey import NodeReport, Survey
 from router.policy import Policy
 from router.policy.backlogs import WHENEVER, Backlogs, Due
 from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
+from router.policy.hints import PrefixHints
 from router.policy.load import Charge, Load
 from router.requests.admission import SHUTTING_DOWN
 
@@ -33,21 +35,29 @@ class Chosen(msgspec.Struct, frozen=True):
     prefill: tuple[str, ...]
     charge: Charge
     start_by: float  # time.monotonic() when its prompt should be begun; -inf: it has no turn
+    prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that have some of its prompt
 
 
 class Cluster:
     """For one event loop. Members come and go by `add` and `remove`."""
 
     def __init__(
-        self, survey: Survey, policy: Policy, load: Load, on_change: Callable[[], None]
+        self,
+        survey: Survey,
+        policy: Policy,
+        load: Load,
+        hints: PrefixHints,
+        on_change: Callable[[], None],
     ) -> None:
         """
         Args:
+            hints: on who else has a prompt's beginning.
             on_change: called when `ready` may have changed.
         """
         self._survey = survey
         self._policy = policy
         self._load = load
+        self._hints = hints
         self.backlogs = Backlogs(load)
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
@@ -172,6 +182,7 @@ class Cluster:
             placement.prefill[:_MAX_CANDIDATES],
             self._load.charge(placement, num_tokens, start_by, due.priority),
             start_by,
+            self._hints.of(key, placement),
         )
 
     def choose_target(self, key: PlacementKey, source: str) -> Chosen:

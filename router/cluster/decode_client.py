@@ -19,8 +19,9 @@ from common import rpc, serve_protocol
 from common.errors import EngineDied, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.requests.logprobs import from_proto
+from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import to_fields
-from common.rpc import last_words
+from common.rpc import last_words, prefix_hints
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
 from router.cluster.engine_pulse import EnginePulse, Patience
@@ -91,7 +92,7 @@ class DecodeClient:
         # Requests whose timeline the node has not told; it may come after the request was left.
         self._untold: dict[int, tuple[RequestTimeline, Submission]] = {}
         self._trial: decode_pb2.Trial | None = None  # under way in the node
-        self._unsent = Unsent()
+        self._unsent = Unsent(address)
 
     @property
     def num_live(self) -> int:
@@ -147,6 +148,7 @@ class DecodeClient:
         queue_s: float = math.inf,
         *,
         move_from: MoveFrom | None = None,
+        prefix_at: Sequence[PrefixAt] = (),
         submission: Submission | None = None,
     ) -> "Submitted":
         """Submits `job`. Whoever gets what this returns must leave it.
@@ -157,6 +159,7 @@ class DecodeClient:
             timeline: of the request.
             queue_s: longest wait for the prompt's first forward.
             move_from: where it runs, and from where it is to come. Nothing is told of it before.
+            prefix_at: other nodes that have some of its prompt.
             submission: this one; default: the timeline's last.
         Raises:
             NodeUnavailable: the node has no open stream.
@@ -185,6 +188,7 @@ class DecodeClient:
             queue_s=queue_s if queue_s < math.inf else None,
             ticket=ticket,
             move_from=move_from,
+            prefix_at=prefix_hints.to_proto(prefix_at),
         )
         self._untold[number] = timeline, submission or timeline.submissions[-1]
         self._unsent.submit(submit)

@@ -49,7 +49,7 @@ class Membership:
     ) -> None:
         """
         Args:
-            cache_watch: None where it does not matter what prefill nodes have cached.
+            cache_watch: None where it does not matter what nodes have cached.
             pooling: learns which prefill nodes are members.
             budget_s: the longest that a request can still need a node that has left.
             patience: with decode nodes whose engine does not move.
@@ -139,6 +139,7 @@ class Membership:
             self._cluster.add(client)
             serving = tasks.create_task(client.run())
             moving = tasks.create_task(evacuate(client))
+            watching = tasks.create_task(self._watch_cache(address, channel))
             await left.wait()
             self._cluster.remove(client)
             with contextlib.suppress(TimeoutError):
@@ -147,6 +148,7 @@ class Membership:
                         await asyncio.sleep(_LOOK_S)
             serving.cancel()
             moving.cancel()
+            watching.cancel()
             self._clients.remove(client)
             self._shapes.pop(client, None)
             self._tell_peers()

@@ -14,9 +14,14 @@ _TOKEN_BYTES = 5  # at most
 
 class Unsent:
     """Bounded as the live requests are: never more than one entry for each of them, and a number
-    for each that was left. For one event loop."""
+    for each that was left. For one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        address: of the node that is told.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self._address = address
         self._peers: Peers | None = None
         self._submits: dict[int, Submit] = {}
         self._cancels: list[int] = []
@@ -32,7 +37,9 @@ class Unsent:
 
     def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
         """Replaces the lists of nodes."""
-        self._peers = Peers(prefill_addresses=prefill, decode_addresses=decode)
+        self._peers = Peers(
+            prefill_addresses=prefill, decode_addresses=decode, own_address=self._address
+        )
         self._news.set()
 
     def submit(self, submit: Submit) -> None:

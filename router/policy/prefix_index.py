@@ -1,4 +1,4 @@
-"""Which prefill nodes probably have which prefix in their caches.
+"""Which nodes probably have which prefix in their caches.
 
 A prefix is known by its name, which its namespace is part of: a prompt finds nothing of another's.
 Told by two: the nodes' own events, which are exact and a moment late, and this router's history of
@@ -69,6 +69,15 @@ class PrefixIndex:
         node = self._nodes.get(address)
         return node.match(prompt) if node else 0
 
+    def telling(self) -> set[str]:
+        """Nodes that have told of something."""
+        return {address for address, node in self._nodes.items() if node.told}
+
+    def told_tokens(self, prompt: PromptPrefixes, address: str) -> int:
+        """How much of the prompt the node has by its own words."""
+        node = self._nodes.get(address)
+        return node.match_told(prompt) if node else 0
+
     def placed(self, prompt: PromptPrefixes, address: str) -> None:
         """The node is about to compute the prompt."""
         self._node(address).remember(prompt.strides, self._clock())
@@ -134,7 +143,7 @@ class _Node:
 
     def match(self, prompt: PromptPrefixes) -> int:
         """Tokens of the longest prefix that it has."""
-        told = self._told(prompt) if self.told else 0
+        told = self.match_told(prompt)
         # From where history could say more.
         strides = prompt.strides[told // STRIDE :] if self._recent or self._older else ()
         known = told // STRIDE
@@ -169,8 +178,10 @@ class _Node:
         self.told.clear()
         self._tells = False
 
-    def _told(self, prompt: PromptPrefixes) -> int:
+    def match_told(self, prompt: PromptPrefixes) -> int:
         """O(log(pages)); most prompts that are not cached differ in the first page."""
+        if not self.told:
+            return 0
         told, size = self.told, self.page_size
         low, high = 0, prompt.num_tokens // size
         middle = 0

@@ -44,6 +44,7 @@ from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.survey import NodeReport, Survey
 from router.generation import Generator
 from router.policy import HEED_PREFIXES, make_policy
+from router.policy.hints import PrefixHints
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
 from router.pooling.pooler import Pooler
@@ -339,7 +340,7 @@ async def _make_cluster(
         on_reports=reported,
     )
     policy = make_policy(config.policy, load, prefixes)
-    cluster = Cluster(survey, policy, load, on_change=changed.set)
+    cluster = Cluster(survey, policy, load, PrefixHints(prefixes), on_change=changed.set)
     pooling = PoolingNodes(make_channel, survey.fit, policy, load, cluster.backlogs)
     membership = Membership(
         discovery,

@@ -18,6 +18,7 @@ from router.cluster.membership import Membership
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.survey import Survey
 from router.generation import Generator
+from router.policy.hints import PrefixHints
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
 from router.policy.round_robin import RoundRobin
@@ -58,7 +59,7 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
         await discovery.start()
         survey = Survey(tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh())
         load, policy = Load(), RoundRobin()
-        cluster = Cluster(survey, policy, load, on_change=lambda: None)
+        cluster = Cluster(survey, policy, load, PrefixHints(PrefixIndex()), on_change=lambda: None)
         membership = Membership(
             discovery,
             survey,
