@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from common.engine.build import Engine, build
 from common.engine.loop.loop import EventLoop
 from common.engine.rows.batch import BatchResult, ForwardMode, Launched, ScheduleBatch
 from common.engine.rows.request import Finish, FinishReason, Request
-from common.engine.schedule import scheduler as scheduler_module
 from common.engine.schedule.admission import ExtendRow
 from common.engine.schedule.next_rows import NextRows
 from common.engine.schedule.scheduler import Scheduler
@@ -135,22 +133,21 @@ def _engine(model: Path, plan: Plan) -> Engine:
 
 
 def _scheduler(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> Scheduler:
-    choice = _WithQuota if way == "quota" else NextRows
-    with mock.patch.object(scheduler_module, "NextRows", choice):
-        return Scheduler(
-            SchedulerConfig(
-                max_running=plan.running + plan.prompts,
-                chunk_tokens=chunk_tokens,
-                mixed_chunk=way == "mixed",
-            ),
-            eos_token_ids=(),
-            vocabulary_size=VOCABULARY_SIZE,
-            table=engine.table,
-            pages=engine.pages,
-            cache=engine.cache,
-            host_pages=0,
-            on_admit=lambda request, pages: None,
-        )
+    return Scheduler(
+        SchedulerConfig(
+            max_running=plan.running + plan.prompts,
+            chunk_tokens=chunk_tokens,
+            mixed_chunk=way == "mixed",
+        ),
+        eos_token_ids=(),
+        vocabulary_size=VOCABULARY_SIZE,
+        table=engine.table,
+        pages=engine.pages,
+        cache=engine.cache,
+        host_pages=0,
+        on_admit=lambda request, pages: None,
+        next_rows=_WithQuota if way == "quota" else NextRows,
+    )
 
 
 def measure(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Scheduler:
         host_pages: pages of host memory for the KV of retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
             and its cached prefix is held; again if it was retracted and has to be recomputed.
+        next_rows: what decides which rows a forward has; made of the parts of this scheduler.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Scheduler:
         cache: RadixCache,
         host_pages: int,
         on_admit: Callable[[Request, Holding], None],
+        next_rows: type[NextRows] = NextRows,
     ) -> None:
         self._table = table
         self._pages = pages
@@ -133,7 +135,7 @@ class Scheduler:
             residents=self._residents,
         )
         self.kept = Kept()
-        self._next_rows = NextRows(
+        self._next_rows = next_rows(
             self.kept,
             mixed_chunk=config.mixed_chunk,
             admission=self._admission,
