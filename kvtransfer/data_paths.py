@@ -7,9 +7,9 @@ from common.config import TransferConfig
 from common.errors import ConfigError, TransferError
 from common.logs import kv
 from kvtransfer.backends.base import Backend, Owner, PagePool
-from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_paths import PATHS
-from kvtransfer.backends.tcp import TcpBackend, memory_of
+from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.nixl.paths import PATHS
+from kvtransfer.backends.tcp.backend import TcpBackend, memory_of
 
 log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from bench.support.record import ROOT
 from kvtransfer.backends.base import Backend, Connection, Ints, PagePool, RemotePool
-from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_agent import HOST, load
-from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.backends.nixl.agent import HOST, load
+from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.tcp.backend import TcpBackend
 
 COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
 PATHS = {"tcp": "bare socket", "nixl": "bare nixl"}  # ours: its bare peer

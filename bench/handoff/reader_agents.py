@@ -16,10 +16,10 @@ import numpy as np
 from bench.support.record import percentiles, say
 from common.errors import TransferError
 from kvtransfer.backends.base import PagePool
-from kvtransfer.backends.nixl_memory import HostMemory, Memory
-from kvtransfer.backends.nixl_offering import Offering
-from kvtransfer.backends.nixl_paths import PATHS, PathKind
-from kvtransfer.backends.nixl_readers import ReaderAgents
+from kvtransfer.backends.nixl.memory import HostMemory, Memory
+from kvtransfer.backends.nixl.offering import Offering
+from kvtransfer.backends.nixl.paths import PATHS, PathKind
+from kvtransfer.backends.nixl.readers import ReaderAgents
 
 _WAIT_S = 60.0
 _WARM_UP = 3

@@ -5,7 +5,7 @@ over the pair stream. A reader that maps the memory behind the handles and finds
 there is on the same host, may map it, and its device reaches it.
 
 The mappings are kept for as long as the connection: UCX maps memory for each of its reads and
-keeps nothing mapped (nixl_agent.py), which costs little only where it is mapped already. When the
+keeps nothing mapped (agent.py), which costs little only where it is mapped already. When the
 connection closes nothing is left of it, so that the memory of an owner that died is free again.
 """
 

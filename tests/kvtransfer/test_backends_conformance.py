@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from common.errors import LayoutMismatch, TransferError
-from kvtransfer.backends import nixl, tcp_connection
 from kvtransfer.backends.base import Backend, PagePool, ReadRefused, RemotePool
+from kvtransfer.backends.nixl import backend as nixl
+from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.data_children import CANARY, Memory, scattered
 from tests.support.data_ends import Ends, wait_for
 

@@ -12,10 +12,10 @@ import pytest
 
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import Connection, ReadRefused
-from kvtransfer.backends.tcp import TcpBackend
-from kvtransfer.backends.tcp_owner import TcpOwner
-from kvtransfer.backends.tcp_staging import StagedMemory
-from kvtransfer.backends.tcp_wire import REPLY, REQUEST
+from kvtransfer.backends.tcp.backend import TcpBackend
+from kvtransfer.backends.tcp.owner import TcpOwner
+from kvtransfer.backends.tcp.staging import StagedMemory
+from kvtransfer.backends.tcp.wire import REPLY, REQUEST
 from tests.support.data_children import CANARY, READER, Memory, content, scattered
 from tests.support.data_ends import Ends, introduced, wait_for
 from tests.support.device_twin import DeviceTwin

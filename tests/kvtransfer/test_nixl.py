@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import Connection
-from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_agent import Agent
+from kvtransfer.backends.nixl.agent import Agent
+from kvtransfer.backends.nixl.backend import NixlBackend
 from tests.support.data_children import CANARY, Memory, scattered
 from tests.support.data_ends import Ends, FarOwner, closing, wait_for
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault, TransferError
-from kvtransfer.backends import nixl, path_proof, rdma_proof
+from kvtransfer.backends import path_proof, rdma_proof
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import DeviceFailure
-from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_agent import HOST, Agent, Transports, descriptors, segment
-from kvtransfer.backends.nixl_connection import Description
-from kvtransfer.backends.nixl_memory import HostMemory
-from kvtransfer.backends.nixl_paths import PATHS
+from kvtransfer.backends.nixl import backend as nixl
+from kvtransfer.backends.nixl.agent import HOST, Agent, Transports, descriptors, segment
+from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.nixl.connection import Description
+from kvtransfer.backends.nixl.memory import HostMemory
+from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.path_proof import SameHost
 from tests.support.data_children import READER, SOCKETS, Memory, TwoPathNixl, scattered
 from tests.support.data_ends import Ends, FarOwner

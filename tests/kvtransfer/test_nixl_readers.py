@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from common.errors import TransferError
 from kvtransfer.backends.base import Connection, PagePool
-from kvtransfer.backends.nixl import NixlBackend, NixlOwner
-from kvtransfer.backends.nixl_agent import Agent
-from kvtransfer.backends.nixl_connection import Description
-from kvtransfer.backends.nixl_memory import HostMemory
-from kvtransfer.backends.nixl_paths import PATHS, PathKind
-from kvtransfer.backends.nixl_readers import ReaderAgents
+from kvtransfer.backends.nixl.agent import Agent
+from kvtransfer.backends.nixl.backend import NixlBackend, NixlOwner
+from kvtransfer.backends.nixl.connection import Description
+from kvtransfer.backends.nixl.memory import HostMemory
+from kvtransfer.backends.nixl.paths import PATHS, PathKind
+from kvtransfer.backends.nixl.readers import ReaderAgents
 from kvtransfer.backends.path_proof import HostEvidence
 from tests.support.data_children import KEYED, KeyedNixl, Memory, scattered
 from tests.support.data_ends import Ends, closing, wait_for

@@ -13,8 +13,8 @@ import pytest
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Connection, ReadRefused
 from kvtransfer.backends.loopback import LoopbackBackend
-from kvtransfer.backends.tcp import TcpBackend
-from kvtransfer.backends.tcp_wire import (
+from kvtransfer.backends.tcp.backend import TcpBackend
+from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
     KEY_BYTES,
     REPLY,

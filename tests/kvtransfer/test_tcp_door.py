@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.tcp import TcpBackend
-from kvtransfer.backends.tcp_door import Door
-from kvtransfer.backends.tcp_owner import TcpOwner
-from kvtransfer.backends.tcp_wire import INTRODUCTION, Description
+from kvtransfer.backends.tcp.backend import TcpBackend
+from kvtransfer.backends.tcp.door import Door
+from kvtransfer.backends.tcp.owner import TcpOwner
+from kvtransfer.backends.tcp.wire import INTRODUCTION, Description
 from tests.support.data_children import READER, Memory
 from tests.support.data_ends import Ends, wait_for
 

@@ -12,14 +12,14 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import TransferError
-from kvtransfer.backends import nixl_connection
 from kvtransfer.backends.base import Backend
-from kvtransfer.backends.nixl_connection import Offer
+from kvtransfer.backends.nixl import connection as nixl_connection
+from kvtransfer.backends.nixl.connection import Offer
 from kvtransfer.backends.scatter import PageTable
-from kvtransfer.backends.tcp_certificate import make_owner_tls
-from kvtransfer.backends.tcp_channel import Channel
-from kvtransfer.backends.tcp_tls import reader_channel
-from kvtransfer.backends.tcp_wire import KEY_BYTES, REQUEST, Description
+from kvtransfer.backends.tcp.certificate import make_owner_tls
+from kvtransfer.backends.tcp.channel import Channel
+from kvtransfer.backends.tcp.tls import reader_channel
+from kvtransfer.backends.tcp.wire import KEY_BYTES, REQUEST, Description
 from kvtransfer.data_paths import backends
 from tests.support.data_children import CANARY, READER, Memory, make_backend
 from tests.support.data_ends import Ends, FarOwner, changed, introduced

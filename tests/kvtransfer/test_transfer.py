@@ -19,9 +19,9 @@ from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool, prepared
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
-from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_paths import PATHS
-from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.nixl.paths import PATHS
+from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.front_messages import PairInput, PairOpened
 from kvtransfer.messages import Cancel, Done, Failed, Grant, HandoffId, Open, Released
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region

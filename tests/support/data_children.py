@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Ints, PagePool, RemotePool
-from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.nixl_agent import Agent, Transports
-from kvtransfer.backends.nixl_paths import PATHS, PathKind
+from kvtransfer.backends.nixl.agent import Agent, Transports
+from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from kvtransfer.backends.path_proof import HostEvidence, Nonce, SameHost
-from kvtransfer.backends.tcp import TcpBackend
-from kvtransfer.backends.tcp_staging import StagedMemory
+from kvtransfer.backends.tcp.backend import TcpBackend
+from kvtransfer.backends.tcp.staging import StagedMemory
 from tests.support.cuda_pages import CudaPages
 from tests.support.device_twin import DeviceTwin
 from tests.support.namespaces import leave

@@ -14,7 +14,7 @@ import pytest
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Connection, Ints, RemotePool
 from kvtransfer.backends.path_proof import prove_same_host
-from kvtransfer.backends.tcp_wire import (
+from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
     KEY_BYTES,
     MAGIC,

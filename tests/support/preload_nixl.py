@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvtransfer.backends.nixl_agent import Agent, load
+from kvtransfer.backends.nixl.agent import Agent, load
 
 load()
 if not Path("/dev/nvidiactl").exists():  # or forked processes would inherit a CUDA they cannot use

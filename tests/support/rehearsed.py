@@ -24,8 +24,8 @@ from common.engine.models.linear import onednn
 from common.engine.rows import forward
 from common.engine.rows.upload import packed_bytes, upload
 from kvtransfer.backends.base import PagePool
-from kvtransfer.backends.tcp_staging import StagedMemory
-from kvtransfer.backends.tcp_wire import Kind
+from kvtransfer.backends.tcp.staging import StagedMemory
+from kvtransfer.backends.tcp.wire import Kind
 from tests.support.device_twin import DeviceTwin
 from tests.support.steps import Steps
 from tests.support.traffic import Traffic

@@ -20,8 +20,8 @@ from torch import Tensor
 from bench.support.record import ROOT
 from common.errors import TransferError
 from kvtransfer.backends.base import Backend, Owner, PagePool, RemotePool
-from kvtransfer.backends.nixl import NixlBackend
-from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.tcp.backend import TcpBackend
 
 OWNER, READER = 2, 1  # instance ids
 _POLL_S = 0.001

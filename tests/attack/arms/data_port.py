@@ -4,7 +4,7 @@ import asyncio
 import struct
 from random import Random
 
-from kvtransfer.backends.tcp_wire import INTRODUCTION, KEY_BYTES, MAGIC, REQUEST, Kind
+from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, REQUEST, Kind
 from tests.attack.crowds import crowd_at
 from tests.attack.target import Target, host_port
 

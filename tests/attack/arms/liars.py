@@ -25,7 +25,7 @@ from common.identity.program import identity_of
 from common.identity.refusals import uncounted
 from common.rpc.last_words import StreamEnded, heard
 from kvtransfer.backends.base import Owner, PagePool
-from kvtransfer.backends.tcp import TcpBackend
+from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.pairing import PROTOCOL_VERSION
 from protos import decode_pb2, kvtransfer_pb2
 from protos.decode_pb2_grpc import DecodeNodeStub

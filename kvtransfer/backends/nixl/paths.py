@@ -20,7 +20,7 @@ from typing import Protocol
 
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_proof import DeviceEvidence, MappedMemory
-from kvtransfer.backends.nixl_agent import HOST, Transports
+from kvtransfer.backends.nixl.agent import HOST, Transports
 from kvtransfer.backends.path_proof import HostEvidence, SameHost
 from kvtransfer.backends.rdma_proof import RdmaEvidence, RdmaPath, devices
 

@@ -9,8 +9,8 @@ import threading
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded, ProtocolViolation
-from kvtransfer.backends.tcp_channel import Channel
-from kvtransfer.backends.tcp_wire import KEY_BYTES, Proofs
+from kvtransfer.backends.tcp.channel import Channel
+from kvtransfer.backends.tcp.wire import KEY_BYTES, Proofs
 
 _MAX_OF_ONE_READER = 4  # its link needs one, and one more while it opens a successor
 _MAX_CONNECTIONS = 256

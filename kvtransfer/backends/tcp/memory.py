@@ -1,6 +1,6 @@
 """Where pages leave a pool for a socket, and where they enter one from it.
 
-Host memory has no such place: bytes go straight from and into the pool. tcp_staging.py has the
+Host memory has no such place: bytes go straight from and into the pool. staging.py has the
 one of a device's memory. The ends of a connection know neither, only what is promised here.
 """
 
@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 from kvtransfer.backends.base import Ints, PagePool
 from kvtransfer.backends.scatter import PageTable, Vectors
 from kvtransfer.backends.scratch import Scratch
-from kvtransfer.backends.tcp_wire import MAX_REQUEST_PAGES, Kind
+from kvtransfer.backends.tcp.wire import MAX_REQUEST_PAGES, Kind
 
 _REQUEST_BYTES = 1 << 20
 

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from common.errors import TransferError
 from kvtransfer.backends.scatter import Vectors, views
-from kvtransfer.backends.tcp_channel import end, is_readable
-from kvtransfer.backends.tcp_wire import KEY_BYTES
+from kvtransfer.backends.tcp.channel import end, is_readable
+from kvtransfer.backends.tcp.wire import KEY_BYTES
 
 # SSL_OP_ENABLE_KTLS, which Python names from 3.12 on. Without kernel TLS it changes nothing.
 _KERNEL_TLS = 1 << 3

@@ -1,9 +1,9 @@
 """One path that an owner offers: a passive agent with the pool registered, and what proves it."""
 
-from kvtransfer.backends.nixl_agent import Agent
-from kvtransfer.backends.nixl_connection import Offer
-from kvtransfer.backends.nixl_memory import Memory
-from kvtransfer.backends.nixl_paths import Evidence, PathKind
+from kvtransfer.backends.nixl.agent import Agent
+from kvtransfer.backends.nixl.connection import Offer
+from kvtransfer.backends.nixl.memory import Memory
+from kvtransfer.backends.nixl.paths import Evidence, PathKind
 
 
 class Offering:

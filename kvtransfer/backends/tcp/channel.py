@@ -1,5 +1,5 @@
 """How bytes cross a data connection whose ends have proved who they are: here as they are, in TLS
-in tcp_tls.py.
+in tls.py.
 
 Knows sockets and addresses of memory, neither frames nor readers.
 """

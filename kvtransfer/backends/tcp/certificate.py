@@ -1,6 +1,6 @@
 """The certificate of one owner process, made when it starts and gone with it.
 
-Apart from tcp_tls.py because the library that makes it takes longer to load than a program's own
+Apart from tls.py because the library that makes it takes longer to load than a program's own
 modules: imported only where data connections are encrypted.
 """
 
@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from kvtransfer.backends.tcp_tls import OwnerTls, fingerprint
+from kvtransfer.backends.tcp.tls import OwnerTls, fingerprint
 
 _LIFE = timedelta(days=3650)  # nobody looks: readers compare the fingerprint
 

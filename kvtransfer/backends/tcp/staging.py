@@ -19,8 +19,8 @@ from kernels.pages.pack import pack_pages, unpack_pages
 from kvtransfer.backends.base import Ints, PagePool
 from kvtransfer.backends.device_memory import CopyQueue, Device, Mark
 from kvtransfer.backends.scatter import Vectors, address_of
-from kvtransfer.backends.tcp_memory import Load
-from kvtransfer.backends.tcp_wire import Kind, max_request_pages
+from kvtransfer.backends.tcp.memory import Load
+from kvtransfer.backends.tcp.wire import Kind, max_request_pages
 
 _NUM_SLOTS = 2
 _LARGE_PAGE_BYTES = 1 << 20  # 20 us at 50 GB/s: several times what it costs to enqueue a copy

@@ -17,10 +17,10 @@ from typing import Any
 from common.errors import EngineFault, TransferError
 from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import prepared
-from kvtransfer.backends.nixl_connection import Offer
-from kvtransfer.backends.nixl_memory import Memory
-from kvtransfer.backends.nixl_offering import Offering
-from kvtransfer.backends.nixl_paths import PathKind
+from kvtransfer.backends.nixl.connection import Offer
+from kvtransfer.backends.nixl.memory import Memory
+from kvtransfer.backends.nixl.offering import Offering
+from kvtransfer.backends.nixl.paths import PathKind
 
 # Each has the pool registered: 8 bytes for every page that the network card maps, and as much of
 # RLIMIT_MEMLOCK as the pool has bytes.

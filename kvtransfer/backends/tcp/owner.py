@@ -1,8 +1,8 @@
 """The owner's end of the tcp backend: serves pages on threads of its own.
 
-One thread at the door (tcp_door.py), one per connection of a reader, which answers its requests in
+One thread at the door (door.py), one per connection of a reader, which answers its requests in
 order. Only pages published to that reader are served; a reader that asks for others, or lies, harms
-its own connection alone, and a reader that is dismissed has none any more (tcp_readers.py).
+its own connection alone, and a reader that is dismissed has none any more (readers.py).
 """
 
 import logging
@@ -22,12 +22,12 @@ from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside, prepared
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import Publications
-from kvtransfer.backends.tcp_channel import Channel, PlainChannel
-from kvtransfer.backends.tcp_door import Door
-from kvtransfer.backends.tcp_memory import Departures, Load, Memory
-from kvtransfer.backends.tcp_readers import Readers
-from kvtransfer.backends.tcp_tls import OwnerTls
-from kvtransfer.backends.tcp_wire import (
+from kvtransfer.backends.tcp.channel import Channel, PlainChannel
+from kvtransfer.backends.tcp.door import Door
+from kvtransfer.backends.tcp.memory import Departures, Load, Memory
+from kvtransfer.backends.tcp.readers import Readers
+from kvtransfer.backends.tcp.tls import OwnerTls
+from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
     MAGIC,
     REPLY,

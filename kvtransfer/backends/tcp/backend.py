@@ -5,12 +5,12 @@ from collections.abc import Callable
 from common.errors import TransferError
 from kvtransfer.backends.base import PagePool, RemotePool, parse_description
 from kvtransfer.backends.device_memory import cuda_device
-from kvtransfer.backends.tcp_connection import TcpConnection
-from kvtransfer.backends.tcp_memory import HostMemory, Memory
-from kvtransfer.backends.tcp_owner import TcpOwner
-from kvtransfer.backends.tcp_staging import StagedMemory
-from kvtransfer.backends.tcp_tls import OwnerTls
-from kvtransfer.backends.tcp_wire import Description
+from kvtransfer.backends.tcp.connection import TcpConnection
+from kvtransfer.backends.tcp.memory import HostMemory, Memory
+from kvtransfer.backends.tcp.owner import TcpOwner
+from kvtransfer.backends.tcp.staging import StagedMemory
+from kvtransfer.backends.tcp.tls import OwnerTls
+from kvtransfer.backends.tcp.wire import Description
 
 _ALIKE = "transfer.encrypt (and with auto, front.tls) must be alike on both"
 
@@ -57,6 +57,6 @@ class TcpBackend:
 
 
 def _tls() -> OwnerTls:
-    from kvtransfer.backends.tcp_certificate import make_owner_tls  # slow to load
+    from kvtransfer.backends.tcp.certificate import make_owner_tls  # slow to load
 
     return make_owner_tls()

@@ -1,7 +1,7 @@
 """The data path for a proved one-sided path: the reader copies, the owner does nothing.
 
 One passive agent for each path that the owner can offer (for each of its readers where the path
-gives them keys: nixl_readers.py), and one agent per connection on the reader. nixl_paths.py says
+gives them keys: readers.py), and one agent per connection on the reader. paths.py says
 which paths there are, and what proves them.
 """
 
@@ -23,11 +23,11 @@ from kvtransfer.backends.base import (
     check_pool,
     parse_description,
 )
-from kvtransfer.backends.nixl_connection import Description, NixlConnection
-from kvtransfer.backends.nixl_memory import Memory, memory_of
-from kvtransfer.backends.nixl_offering import Offering
-from kvtransfer.backends.nixl_paths import PATHS, PathKind, kind_of_memory
-from kvtransfer.backends.nixl_readers import ReaderAgents
+from kvtransfer.backends.nixl.connection import Description, NixlConnection
+from kvtransfer.backends.nixl.memory import Memory, memory_of
+from kvtransfer.backends.nixl.offering import Offering
+from kvtransfer.backends.nixl.paths import PATHS, PathKind, kind_of_memory
+from kvtransfer.backends.nixl.readers import ReaderAgents
 
 _log = logging.getLogger(__name__)
 

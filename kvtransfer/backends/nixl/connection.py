@@ -16,9 +16,9 @@ import numpy as np
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import Ints, PagePool, RemotePool, check_pages
 from kvtransfer.backends.device_memory import DeviceFailure
-from kvtransfer.backends.nixl_agent import Agent
-from kvtransfer.backends.nixl_memory import Memory
-from kvtransfer.backends.nixl_paths import PathKind
+from kvtransfer.backends.nixl.agent import Agent
+from kvtransfer.backends.nixl.memory import Memory
+from kvtransfer.backends.nixl.paths import PathKind
 from kvtransfer.backends.scratch import measure
 
 _GIB = 1 << 30

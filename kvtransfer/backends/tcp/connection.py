@@ -23,10 +23,10 @@ from kvtransfer.backends.base import (
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.scatter import receive_before
 from kvtransfer.backends.scratch import measure
-from kvtransfer.backends.tcp_channel import Channel, PlainChannel
-from kvtransfer.backends.tcp_memory import Memory
-from kvtransfer.backends.tcp_tls import reader_channel
-from kvtransfer.backends.tcp_wire import (
+from kvtransfer.backends.tcp.channel import Channel, PlainChannel
+from kvtransfer.backends.tcp.memory import Memory
+from kvtransfer.backends.tcp.tls import reader_channel
+from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
     KEY_BYTES,
     MAGIC,

@@ -1,0 +1,1 @@
+"""The data path where a one-sided path has been proved: agents of nixl."""

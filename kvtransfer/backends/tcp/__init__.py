@@ -1,0 +1,1 @@
+"""The data path that works everywhere: sockets of our own."""
