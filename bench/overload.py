@@ -32,10 +32,10 @@ import uvloop
 from bench.support.record import emit, percentiles, say, table
 from bench.support.systems import System, cpu_seconds_of, serving
 from common.rpc import make_channel
-from loadtest.lengths import Lengths
-from loadtest.load import Load
-from loadtest.outcome import Outcome
-from loadtest.workload import Job, Workload
+from loadtest.traffic.lengths import Lengths
+from loadtest.traffic.load import Load
+from loadtest.traffic.outcome import Outcome
+from loadtest.traffic.workload import Job, Workload
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling

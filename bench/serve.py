@@ -26,7 +26,7 @@ from bench.support.models import TINY
 from bench.support.peer import transformers_peer
 from bench.support.record import emit, say, table
 from bench.support.systems import Mode, System, serving
-from loadtest.workload import Job
+from loadtest.traffic.workload import Job
 from tests.support.checkpoints import make_checkpoint
 
 GOAL_STREAMS = 16

@@ -9,8 +9,10 @@ import uvloop
 
 from common import settings
 from common.config import DecodeConfig, PrefillConfig
-from loadtest import break_even_command, compare_command, load_command
-from loadtest.command import Command, run
+from loadtest.commands import break_even as break_even_command
+from loadtest.commands import compare as compare_command
+from loadtest.commands import load as load_command
+from loadtest.commands.command import Command, run
 from loadtest.errors import WrongInput
 
 PROGRAM = "baton bench"

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from loadtest.errors import WrongInput
-from loadtest.outcome import Outcome
 from loadtest.statistics import nearest_rank
+from loadtest.traffic.outcome import Outcome
 
 KINDS = ("ttft", "itl", "tpot", "e2e")
 

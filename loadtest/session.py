@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.load import Ask, Load, Run
 from loadtest.objectives import Objectives
-from loadtest.outcome import Outcome
 from loadtest.progress import Show
 from loadtest.summary import Warned, summary, warnings
+from loadtest.traffic.load import Ask, Load, Run
+from loadtest.traffic.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)

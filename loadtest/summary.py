@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.load import Run
 from loadtest.objectives import Objectives
-from loadtest.outcome import Outcome
 from loadtest.statistics import distribution
+from loadtest.traffic.load import Run
+from loadtest.traffic.outcome import Outcome
 
 LATE_S, LATE_SHARE = 0.01, 0.02
 BUSY_SHARE = 0.8  # of a core: above it, the client is likely what is measured

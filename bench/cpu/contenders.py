@@ -16,7 +16,7 @@ from bench.support.load import Answer, Client, cpu_row, summary
 from bench.support.peer import TRANSFORMERS, running
 from bench.support.record import ROOT, say
 from bench.support.systems import Mode, as_up
-from loadtest.workload import Job
+from loadtest.traffic.workload import Job
 
 _WARM_UP_TOKENS = 4
 _REPLY_S = 200.0

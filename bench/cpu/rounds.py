@@ -11,7 +11,7 @@ from bench.cpu.figures import Better, Figure, Table
 from bench.cpu.floor import Floor
 from bench.support.load import make_jobs
 from bench.support.record import say
-from loadtest.workload import Job
+from loadtest.traffic.workload import Job
 
 Systems = Mapping[str, Callable[[], AbstractAsyncContextManager[Contender]]]
 

@@ -22,7 +22,7 @@ from bench.support.load import Answer, Client, make_jobs
 from bench.support.record import percentiles, say
 from bench.support.systems import Mode, System, prefilling, serving
 from common.config import EngineConfig, TransferConfig
-from loadtest.workload import Job
+from loadtest.traffic.workload import Job
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 
 # 64 KiB of KV per token against little compute, so that moving it takes a while.

@@ -14,9 +14,9 @@ import numpy as np
 
 from bench.support.record import percentiles
 from common.rpc import make_channel
-from loadtest.load import Load, poisson
-from loadtest.outcome import Outcome
-from loadtest.workload import Job
+from loadtest.traffic.load import Load, poisson
+from loadtest.traffic.outcome import Outcome
+from loadtest.traffic.workload import Job
 from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from bench.support.load import Answer, cpu_row, summary
-from loadtest.workload import Job
+from loadtest.traffic.workload import Job
 
 PAGE_SIZE = 32
 RESULT_S = 60.0  # longest wait for any answer

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from loadtest.errors import Unusable, WrongInput
-from loadtest.http_pool import Server
-from loadtest.openai_client import OpenAiClient
-from loadtest.workload import Job
+from loadtest.traffic.http_pool import Server
+from loadtest.traffic.openai_client import OpenAiClient
+from loadtest.traffic.workload import Job
 from tests.support.stub_openai import Script, stub_openai
 
 JOB = Job((5, 6, 7, 8), max_tokens=6)

@@ -10,7 +10,7 @@ import pytest
 
 from cli.demo_model import write
 from loadtest.__main__ import parse
-from loadtest.command import run as run_command
+from loadtest.commands.command import run as run_command
 from loadtest.systems import Machine, Serving
 from tests.bench.pages import Page
 from tests.support.cluster import children_of

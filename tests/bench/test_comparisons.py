@@ -2,15 +2,15 @@
 
 import pytest
 
-from loadtest import break_even_report, compare_report
-from loadtest.command import About
-from loadtest.load import Run
+from loadtest.commands import break_even_report, compare_report
+from loadtest.commands.command import About
 from loadtest.objectives import Objectives
-from loadtest.outcome import Outcome
 from loadtest.progress import Show
 from loadtest.report.page import write
 from loadtest.session import Measured, Session
 from loadtest.systems import Arm
+from loadtest.traffic.load import Run
+from loadtest.traffic.outcome import Outcome
 from tests.bench.pages import Page
 
 ABOUT = About({"seed": 1}, {"cpu": "test"}, "now")

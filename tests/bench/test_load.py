@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from loadtest.errors import WrongInput
-from loadtest.lengths import Lengths
-from loadtest.load import Load, Run, poisson, until
 from loadtest.objectives import Objectives
-from loadtest.outcome import Outcome
 from loadtest.statistics import distribution, nearest_rank
 from loadtest.summary import gaps_during, summary, warnings
-from loadtest.workload import Job, Trace, Workload
+from loadtest.traffic.lengths import Lengths
+from loadtest.traffic.load import Load, Run, poisson, until
+from loadtest.traffic.outcome import Outcome
+from loadtest.traffic.workload import Job, Trace, Workload
 from tests.support.stub_openai import until as until_time
 
 JOBS = [Job((number,), 1) for number in range(1, 100)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.support.load import Answer, Client, make_jobs, summary
 from bench.support.record import percentiles
-from loadtest.workload import Job
+from loadtest.traffic.workload import Job
 
 
 @dataclass(frozen=True, slots=True)

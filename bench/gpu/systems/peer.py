@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.gpu.setting import Setting
 from bench.support.peer import transformers_peer
-from loadtest.workload import Job
+from loadtest.traffic.workload import Job
 
 LIMIT_S = 150.0
 WARM_UP_TOKENS = 8

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from loadtest.errors import Unusable
-from loadtest.http_pool import CutOff, HttpPool, NoConnection, Server
-from loadtest.outcome import Outcome
-from loadtest.workload import Job
+from loadtest.traffic.http_pool import CutOff, HttpPool, NoConnection, Server
+from loadtest.traffic.outcome import Outcome
+from loadtest.traffic.workload import Job
 
 Send = Literal["ids", "text", "chat"]
 SENDS: tuple[Send, ...] = ("ids", "text", "chat")

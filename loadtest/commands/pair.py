@@ -16,12 +16,12 @@ from common.config import DecodeConfig, PrefillConfig, Record
 from common.errors import ConfigError
 from common.model_directory import model_directory
 from loadtest.errors import Unusable, WrongInput
-from loadtest.http_pool import Server
-from loadtest.load import Load
-from loadtest.openai_client import OpenAiClient
 from loadtest.session import Session
 from loadtest.systems import Arm, Machine, abba
-from loadtest.workload import Workload
+from loadtest.traffic.http_pool import Server
+from loadtest.traffic.load import Load
+from loadtest.traffic.openai_client import OpenAiClient
+from loadtest.traffic.workload import Workload
 
 COLOCATED, DISAGGREGATED = "colocated", "disaggregated"
 WARM_UP_SEED = 1 << 40  # far from those of runs: nothing that a run sends is cached by it

@@ -3,13 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from loadtest.command import About, Findings, add_common_flags, check_common_flags
-from loadtest.compare_report import Setting, findings
-from loadtest.errors import WrongInput
-from loadtest.lengths import HELP, Lengths
-from loadtest.load import Load, Run, poisson, until
-from loadtest.objectives import Objectives
-from loadtest.pair_command import (
+from loadtest.commands.command import About, Findings, add_common_flags, check_common_flags
+from loadtest.commands.compare_report import Setting, findings
+from loadtest.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
     Pair,
@@ -19,9 +15,13 @@ from loadtest.pair_command import (
     seed_of,
     warm_up,
 )
+from loadtest.errors import WrongInput
+from loadtest.objectives import Objectives
 from loadtest.session import Session
 from loadtest.summary import latencies
-from loadtest.workload import Workload
+from loadtest.traffic.lengths import HELP, Lengths
+from loadtest.traffic.load import Load, Run, poisson, until
+from loadtest.traffic.workload import Workload
 
 SHARES = (0.3, 0.6, 0.9)  # of what the colocated system answers in a closed loop
 STREAMS_PER_NODE = 8  # of that closed loop

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.command import About, Findings, add_common_flags, check_common_flags
+from loadtest.commands.command import About, Findings, add_common_flags, check_common_flags
+from loadtest.commands.load_report import findings
 from loadtest.errors import WrongInput
-from loadtest.http_pool import Server
-from loadtest.lengths import HELP, Lengths
-from loadtest.load import Load, poisson, until
-from loadtest.load_report import findings
 from loadtest.objectives import Objectives
-from loadtest.openai_client import SENDS, Model, OpenAiClient
 from loadtest.session import Session
-from loadtest.workload import Job, Trace, Workload
+from loadtest.traffic.http_pool import Server
+from loadtest.traffic.lengths import HELP, Lengths
+from loadtest.traffic.load import Load, poisson, until
+from loadtest.traffic.openai_client import SENDS, Model, OpenAiClient
+from loadtest.traffic.workload import Job, Trace, Workload
 
 DEFAULT_REQUESTS = 100
 WARM_UP_STREAMS = 4

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from loadtest.errors import WrongInput
-from loadtest.lengths import Lengths
+from loadtest.traffic.lengths import Lengths
 
 VOCABULARY = (3, 250)  # at least the bytes are in every vocabulary; the first ids may be special
 TRACE_BLOCK_TOKENS = 512  # what one entry of hash_ids stands for

@@ -5,14 +5,10 @@ import asyncio
 from dataclasses import replace
 from statistics import median
 
-from loadtest.break_even_answer import KNOB
-from loadtest.break_even_report import Setting, findings
-from loadtest.command import About, Findings, add_common_flags, check_common_flags
-from loadtest.errors import Unusable, WrongInput
-from loadtest.lengths import Lengths
-from loadtest.load import Load, poisson, until
-from loadtest.objectives import Objectives
-from loadtest.pair_command import (
+from loadtest.commands.break_even_answer import KNOB
+from loadtest.commands.break_even_report import Setting, findings
+from loadtest.commands.command import About, Findings, add_common_flags, check_common_flags
+from loadtest.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
     Pair,
@@ -22,8 +18,12 @@ from loadtest.pair_command import (
     seed_of,
     warm_up,
 )
+from loadtest.errors import Unusable, WrongInput
+from loadtest.objectives import Objectives
 from loadtest.session import Session
-from loadtest.workload import Workload
+from loadtest.traffic.lengths import Lengths
+from loadtest.traffic.load import Load, poisson, until
+from loadtest.traffic.workload import Workload
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 LOCAL = "local"

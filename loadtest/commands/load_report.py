@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.command import About, Findings
+from loadtest.commands.command import About, Findings
 from loadtest.metrics import shown
 from loadtest.report.page import Page, Table
 from loadtest.report.svg import Plot, Series

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.outcome import Outcome
 from loadtest.statistics import distribution
-from loadtest.workload import Job
+from loadtest.traffic.outcome import Outcome
+from loadtest.traffic.workload import Job
 
 Ask = Callable[[Job, float, float], Awaitable[Outcome]]  # job, start, due
 _TICK_S = 0.02

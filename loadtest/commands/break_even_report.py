@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.break_even_answer import Answer, advice, advised, answer
-from loadtest.command import About, Findings
+from loadtest.commands.break_even_answer import Answer, advice, advised, answer
+from loadtest.commands.command import About, Findings
 from loadtest.metrics import (
     GOODPUT,
     GOODPUT_FLOOR,
@@ -14,13 +14,13 @@ from loadtest.metrics import (
     shown_ratio,
     shown_spread,
 )
-from loadtest.outcome import Outcome
 from loadtest.report.page import Page, Table
 from loadtest.report.svg import Plot, Series
 from loadtest.session import Measured, Session
 from loadtest.statistics import distribution
 from loadtest.summary import DEFINITIONS, gaps_during
 from loadtest.systems import Arm
+from loadtest.traffic.outcome import Outcome
 
 DEFINED = {
     "probe": "A prompt of the length in question, with a short answer. Probes come as a Poisson "

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.command import About, Findings
+from loadtest.commands.command import About, Findings
 from loadtest.metrics import (
     GOODPUT,
     GOODPUT_FLOOR,
