@@ -17,9 +17,11 @@ EVEN = [40, 33, 48, 16, 17]
 SKEWED = [5, 16, 2000, 17, 1, 32, 33, 15]
 
 
-def table_of(num_slots: int, context_length: int) -> RequestTable:
+def table_of(
+    num_slots: int, context_length: int, windows: tuple[int | None, ...] = (None,)
+) -> RequestTable:
     """Every page of every slot is another one, every token another one."""
-    table = RequestTable(num_slots, context_length, PAGE_SIZE)
+    table = RequestTable(num_slots, context_length, PAGE_SIZE, windows)
     table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
     table.tokens[:] = np.arange(table.tokens.size).reshape(table.tokens.shape)
     table.known[:] = context_length
@@ -64,6 +66,26 @@ def test_every_row_finds_its_pages_and_the_places_of_its_tokens(
     assert made.token_ids.tolist() == tokens
     (locations,) = made.locations
     assert locations.tolist() == places
+
+
+# Seen failing with a window of one token more or less, and with starts where the first page is.
+@pytest.mark.parametrize("chunk", [1, 20])
+def test_of_a_table_with_a_window_a_row_finds_what_its_tokens_see_and_no_more(chunk: int) -> None:
+    # The oldest token that the long row sees is a page's last one, of the row of 49 its first.
+    window, lengths = 33, [*SKEWED, 49]
+    table = table_of(9, 2048, (None, window))
+    new = [min(chunk, length) for length in lengths]
+    made = build(table, lengths, new)
+    num_ids = 0
+    for row, (length, own) in enumerate(zip(lengths, new, strict=True)):
+        oldest = max(0, length - own - (window - 1))
+        slot, first, end = table.num_slots - 1 - row, oldest // PAGE_SIZE, -(-length // PAGE_SIZE)
+        for number, begin in enumerate((0, first)):
+            start = int(made.page_starts[number][row])
+            pages = table.page_table[slot, number, begin:end]
+            assert made.page_ids[start + begin : start + end].tolist() == pages.tolist()
+            num_ids += end - begin
+    assert made.page_ids.numel() == num_ids
 
 
 def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise() -> None:
