@@ -48,6 +48,11 @@ class CacheConfig(Record):
         description="host pages for retracted requests, on decode nodes; -1: as many as the pool, "
         "and with CUDA 4 GiB of them at most, which are pinned",
     )
+    dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto",
+        description="of keys, values and latents in pages; auto: the one that is computed in, fp8: "
+        "half the memory of 16 bits; alike on nodes that pair",
+    )
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for reuse")
 
     @field_validator("page_size")

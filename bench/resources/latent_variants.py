@@ -24,10 +24,12 @@ class LatentModel:
     dtype: torch.dtype
     heads: int = 128
     page_size: int = 16
+    kept_in: torch.dtype | None = None  # of latents, where it is another one
 
     @cached_property
     def pool(self) -> KVPool:
-        layout = KVLayout.of((PagedLatent(RANK + ROTATED),) * LAYERS, self.page_size, self.dtype)
+        states = (PagedLatent(RANK + ROTATED),) * LAYERS
+        layout = KVLayout.of(states, self.page_size, self.dtype, self.kept_in)
         return KVPool(layout, NUM_PAGES, torch.device("cpu"))
 
     def tensor(self, *sizes: int) -> Tensor:

@@ -26,6 +26,7 @@ from kernels.layers.act_and_mul import Activation, act_and_mul
 from kernels.layers.embedding import embed
 from kernels.layers.rms_norm import add_rms_norm
 from kernels.layers.rope import rope_angles
+from kernels.narrow import FIRST_ARCHITECTURE
 from kernels.pages.pack import pack_pages, unpack_pages
 from kernels.pages.rope_and_store import rope_and_store
 from kernels.pages.store_kv import store_kv
@@ -105,6 +106,7 @@ class _Model:
     shape: Shape
     dtype: torch.dtype
     page_size: int
+    kept_in: torch.dtype | None = None  # of keys and values, where it is another one
 
     @cached_property
     def kv(self) -> Tensor:
@@ -115,7 +117,7 @@ class _Model:
     def pool(self) -> KVPool:
         shape = self.shape
         states = (PagedKV(shape.kv_heads, shape.head_dim),) * shape.layers
-        layout = KVLayout.of(states, self.page_size, self.dtype)
+        layout = KVLayout.of(states, self.page_size, self.dtype, self.kept_in)
         return KVPool(layout, NUM_PAGES, torch.device("cpu"))
 
     def tensor(self, *sizes: int) -> Tensor:
@@ -248,6 +250,12 @@ class _Model:
         logprobs(logits, _ints(n), NUM_TOP)
         sample(logits, None)
 
+    def narrow(self, n: int) -> None:
+        """All that writes or reads keys and values."""
+        self.store(n)
+        self.write(n)
+        self.mixed(n)
+
     def early(self, n: int) -> None:
         """A layer's kernels where each starts while the one before it ends."""
         with mock.patch.object(early_launch, "ENABLED", True):
@@ -275,18 +283,20 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
         experts += [_states(dtype) for dtype in DTYPES]
         experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
+        experts += _narrow() if arch >= FIRST_ARCHITECTURE else []
         return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
     early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
         few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
         experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
-        return [early, *few, *experts, _states(_BF16), *_latents(_BF16)]
+        narrow = _narrow() if arch >= FIRST_ARCHITECTURE else []
+        return [early, *few, *experts, _states(_BF16), *_latents(_BF16), *narrow]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
     others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
     experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
     experts += [_clamped(GPT_OSS, _BF16), _states(_BF16), _states(torch.float32)]
-    experts += _latents(_BF16)
+    experts += [*_latents(_BF16), *_narrow()]
     return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
 
 
@@ -302,6 +312,20 @@ def _latents(dtype: torch.dtype) -> list[Variant]:
         Variant(f"{DEEPSEEK_V3} {kind} latents", large.mixed),
         Variant(f"deepseek-v2-lite {kind} latents", LatentModel(dtype, heads=16).mixed),
     ]
+
+
+def _narrow() -> list[Variant]:
+    """Keys, values and latents in 8 bits."""
+    kinds = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    models = {
+        f"{shape.name} bfloat16 {kind}": _Model(shape, _BF16, 16, kept_in).narrow
+        for kind, kept_in in kinds.items()
+        for shape in (LLAMA3_8B, WIDE_HEAD)
+    }
+    latents = LatentModel(_BF16, kept_in=torch.float8_e4m3fn)
+    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3 store"] = latents.store
+    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3"] = latents.mixed
+    return [Variant(name, launch) for name, launch in models.items()]
 
 
 def _experts(shape: Shape, dtype: torch.dtype) -> Variant:

@@ -17,6 +17,7 @@ from common.engine.models import ModelSpec
 from common.engine.models.linear import form_of, rounding_of
 from common.engine.run.gpu import check_allocator, has_gpu
 from common.errors import ConfigError
+from kernels.narrow import FIRST_ARCHITECTURE
 
 # A CPU's pool, unless num_pages says otherwise: it shares memory with what else runs here, another
 # engine or two of `baton up` and the host pages of retracted requests, as many again.
@@ -26,6 +27,7 @@ DEVICE_CHUNK_TOKENS = 2048
 CUDA_CONTEXT_BYTES = 1 << 29  # what driver and libraries take beside torch's allocator
 PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages says otherwise:
 PINNED_FRACTION = 0.25  # and of what the host has left no more, for other nodes start here too
+_NARROW = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CPU_CHUNK_S = 0.4  # a chunk on a CPU takes at most so long: cancels wait for a chunk's edge
 
 
@@ -104,13 +106,31 @@ def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf if limit == "max" else max(0, int(limit) - taken)
 
 
+def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:
+    """What `engine.cache.dtype` means; None: the dtype that is computed in.
+
+    Raises:
+        ConfigError: this GPU has no such numbers.
+    """
+    if config.cache.dtype == "auto":
+        return None
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if 10 * major + minor < FIRST_ARCHITECTURE:
+            raise ConfigError(
+                f"engine.cache.dtype: {config.cache.dtype} wants a GPU of compute capability "
+                f"{FIRST_ARCHITECTURE / 10}, {device} has {major}.{minor}"
+            )
+    return _NARROW[config.cache.dtype]
+
+
 def resolve_shape(
     config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype, free: int
 ) -> EngineShape:
     """What this machine gives the model.
 
     Args:
-        dtype: that the model is computed in, and its KV kept.
+        dtype: that the model is computed in.
         free: bytes of device memory for pages: what is left after the weights, the largest
             forward and the graphs.
     Raises:
@@ -124,7 +144,7 @@ def resolve_shape(
             f"{spec.context_length}"
         )
     page_size = config.cache.page_size
-    layout = KVLayout.of(spec.layers, page_size, dtype)
+    layout = KVLayout.of(spec.layers, page_size, dtype, kept_in(config, device))
     room = min(free, _cpu_room(free)) if device.type == "cpu" else free
     num_pages = config.cache.num_pages or _pages_in(room, config, layout, context_length)
     if num_pages * layout.page_bytes > free:

@@ -204,7 +204,6 @@ def _decode_kernel(
             SOFT_CAP=SOFT_CAP,
             MASKED=True,
             SLACK=0,
-            UPCAST=UPCAST,
         )
         acc /= tl.maximum(total, 1e-30)[:, None]  # 0 of a row without keys
         out_place = ((first_query + row).to(tl.int64) * tl.num_programs(1) + head) * GROUP

@@ -94,9 +94,10 @@ def plan_decode(
 
 def _tile(head_dim: int, element_size: int) -> DecodeTile:
     """Of at most 16 KiB of K, in half precision; of latents, which are longer, of 36 KiB."""
+    held = max(2, element_size)  # in registers, where narrower numbers are widened
     if head_dim > LONGEST_HEAD:
-        return DecodeTile(keys=64 // element_size, warps=8)
-    keys = 64 if head_dim * element_size <= 256 else 32
+        return DecodeTile(keys=64 // held, warps=8)
+    keys = 64 if head_dim * held <= 256 else 32
     return DecodeTile(keys, registers=MAX_REGISTERS if element_size == 2 else None)
 
 

@@ -50,7 +50,8 @@ def extend_attention(
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     group, head_dim = heads // kv_heads, out.shape[1] // heads
     rest = key_dim - head_dim
-    tile = _tile(key_dim, q.element_size(), device.architecture(), masked=bool(window or soft_cap))
+    masked, widened = bool(window or soft_cap), kv.element_size() < q.element_size()
+    tile = _tile(key_dim, q.element_size(), device.architecture(), masked=masked, widened=widened)
     if group > tile.rows:
         raise ValueError(f"at most {tile.rows} query heads to a KV head, got {group}")
     early = early_launch.launches_early()
@@ -95,15 +96,19 @@ def extend_attention(
     )
 
 
-def _tile(head_dim: int, element_size: int, architecture: int, *, masked: bool) -> Tile:
+def _tile(
+    head_dim: int, element_size: int, architecture: int, *, masked: bool, widened: bool
+) -> Tile:
     """Starting points by count of instructions, to be tuned by bench/gpu.
 
     architecture: 90 for compute capability 9.0. Data center GPUs since then multiply operands that
     stay in shared memory; others need more registers, and some have 100 KiB of shared memory.
-    masked: scores have a window or a cap, which takes registers.
+    masked: scores have a window or a cap, which takes registers; widened: keys and values are
+        narrower than queries, likewise.
     """
     if head_dim > LONGEST_HEAD:
-        return Tile(64 // element_size, 64 // element_size, 8, 3, slack=0)
+        rows = 64 // element_size
+        return Tile(rows, rows // 2 if widened else rows, 8, 3, slack=0)
     if element_size > 2:
         return Tile(32, 16, 8, 2, slack=0)
     slack = 8 if architecture < 100 else 0  # from then on sums are not in registers
@@ -239,7 +244,6 @@ def _extend_kernel(
                 SOFT_CAP=SOFT_CAP,
                 MASKED=part != 1,
                 SLACK=SLACK,
-                UPCAST=UPCAST,
             )
     out_places = (places * (tl.num_programs(1) * GROUP) + heads) * HEAD_DIM
     total = tl.maximum(total, 1e-30)  # 0 of a lane without a query, or a row without keys

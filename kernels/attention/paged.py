@@ -15,7 +15,8 @@ from kernels.attention.decode_plan import LONGEST_HEAD, DecodePlan, plan_decode
 from kernels.attention.extend import extend_attention
 from kernels.attention.latents import as_heads
 from kernels.attention.reference import plan_reference
-from kernels.cpu.operators import Operators
+from kernels.cpu.operators import DTYPES, Operators
+from kernels.narrow import may_keep
 
 MAX_VALUE_DIM = 512  # of latents
 
@@ -91,7 +92,7 @@ def plan_attention(
     if not device.uses_triton(kv):
         columns = (page_ids, page_starts, query_starts, lengths)
         compiled = device.compiled(kv)
-        if compiled is None or value_dim is not None:
+        if compiled is None or value_dim is not None or kv.dtype not in DTYPES:
             return plan_reference(
                 *columns, kv, num_tokens=num_tokens, window=window, value_dim=value_dim
             )
@@ -131,12 +132,12 @@ def paged_attention(
     """softmax(scale * q k) v for every query of a plan, reading live pages only.
 
     Args:
-        q: [num_tokens, heads, head_dim] of kv's dtype, rows may be strided; heads a multiple of
-            kv_heads, query head h reads KV head h // (heads / kv_heads).
+        q: [num_tokens, heads, head_dim], rows may be strided; heads a multiple of kv_heads, query
+            head h reads KV head h // (heads / kv_heads).
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim], or of latents
-            [num_pages, 1, 1, page_size, head_dim], any strides but the last (pages are addressed
-            in int64); page_size a power of two, at least 16. What stale pages or tails hold, even
-            NaN, has no effect.
+            [num_pages, 1, 1, page_size, head_dim], of q's dtype or a narrow one, whose scales are
+            the caller's; any strides but the last (pages are addressed in int64); page_size a power
+            of two, at least 16. What stale pages or tails hold, even NaN, has no effect.
         scale: above 0.
         soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
         sinks: contiguous [heads] of any dtype of floats: the score of a key that every query of
@@ -152,7 +153,7 @@ def paged_attention(
         or q.shape[2] != kv.shape[4]
         or q.shape[1] % kv.shape[1]
         or q.stride(2) != 1
-        or q.dtype != kv.dtype
+        or not may_keep(kv.dtype, q.dtype)
     ):
         raise ValueError(f"q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}")
     if q.shape[0] != plan.num_tokens:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.narrow import as_stored, widened
+
 GROUP_BYTES = 2 << 20  # rows share a padded gather up to this size: it then stays in cache
 QUERY_BLOCK = 256  # queries of a chunk that share one mask
 
@@ -77,7 +79,9 @@ class ReferencePlan:
         num_tokens, heads, head_dim = q.shape
         kv_heads = kv.shape[1]
         grouped = q.view(num_tokens, kv_heads, heads // kv_heads, head_dim)
-        by_head = kv.permute(1, 2, 0, 3, 4)  # gathered pages then have K and V contiguous by head
+        by_head = as_stored(kv).permute(
+            1, 2, 0, 3, 4
+        )  # gathered pages then have K and V contiguous by head
         out = result.view(*grouped.shape[:3], -1)
         # Of a latent all is attended to, for torch is fast where values are as wide as keys.
         value_dim = out.shape[3]
@@ -85,7 +89,7 @@ class ReferencePlan:
         if self.blind is not None:
             out[self.blind] = 0
         for row in self.rows:
-            gathered = by_head.index_select(2, row.pages).flatten(2, 3)
+            gathered = _gathered(by_head, row.pages, kv.dtype, q.dtype)
             k, v = gathered[:, 0], gathered[:, -1]
             for chunk in row.chunks:
                 attended = _attend_chunk(
@@ -99,7 +103,7 @@ class ReferencePlan:
                 )
                 out[chunk.start : chunk.end] = attended[..., :value_dim]
         for group in self.groups:
-            gathered = by_head.index_select(2, group.pages).flatten(2, 3)
+            gathered = _gathered(by_head, group.pages, kv.dtype, q.dtype)
             # A stale key may be NaN, left by another request, and NaN times a weight of 0 is NaN.
             gathered.index_fill_(2, group.stale, 0)
             by_vector = (kv_heads, -1, *group.visible.shape, head_dim)
@@ -115,6 +119,13 @@ class ReferencePlan:
                 by_group,
             )
             out[group.queries] = attended[..., :value_dim]
+
+
+def _gathered(
+    by_head: Tensor, pages: Tensor, kept_in: torch.dtype, computed_in: torch.dtype
+) -> Tensor:
+    """The tokens of these pages, [kv_heads, vectors, pages * page_size, head_dim]."""
+    return widened(by_head.index_select(2, pages).flatten(2, 3), kept_in, computed_in)
 
 
 def plan_reference(

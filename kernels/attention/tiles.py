@@ -70,7 +70,6 @@ def attend_tiles(
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
     SLACK: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """One step of the online softmax for each tile of keys from `first`, a multiple of BLOCK_N, on.
 
@@ -106,13 +105,10 @@ def attend_tiles(
             v = k
         else:
             v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # of what is kept in fewer bits
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
-            if UPCAST:
-                k_rest = k_rest.to(tl.float32)
-            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
         if SOFT_CAP:
             scores = _capped(scores, scale, soft_cap)
             unit = 1.0

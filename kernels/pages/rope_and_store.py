@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels import device, early_launch
 from kernels.layers.rms_norm import rms_norm_reference, weighted
 from kernels.layers.rope import rotate_reference
+from kernels.narrow import UNSCALED, KVScales, as_stored, kept, largest, may_keep, narrowed
 
 BLOCK = 1024  # elements per program: 16 bytes a thread of each half in 16-bit, in 2 warps
 
@@ -21,6 +22,7 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Norms (optionally) and rotates Q and K; writes K and V of each token to its location.
 
@@ -31,12 +33,14 @@ def rope_and_store(
             rows may be strided.
         angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`: each head's first
             2 * pairs numbers are rotated, all of them where pairs is head_dim / 2.
-        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of qkv's dtype, any
-            strides but the last, which is 1 (pages are addressed in int64); written in place.
+        kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of qkv's dtype or a
+            narrow one, any strides but the last, which is 1 (pages are addressed in int64); written
+            in place.
         locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
             V of this token are written nowhere.
         q_norm, k_norm: contiguous [head_dim] weights of an RMSNorm over each head, of qkv's dtype
             or float32; both or neither.
+        scales: of K and V in a narrow dtype.
     Returns:
         Q, [num_tokens, heads, head_dim].
     Raises:
@@ -47,7 +51,7 @@ def rope_and_store(
     kv_heads, head_dim = kv.shape[1], kv.shape[4]
     if qkv.ndim != 2 or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit kv {tuple(kv.shape)}")
-    if qkv.dtype != kv.dtype or qkv.stride(1) != 1 or kv.stride(4) != 1:
+    if not may_keep(kv.dtype, qkv.dtype) or qkv.stride(1) != 1 or kv.stride(4) != 1:
         raise ValueError(f"qkv {qkv.dtype} {qkv.stride()} does not fit kv {kv.dtype} {kv.stride()}")
     fits = angles.ndim == 3 and angles.shape[:2] == (2, qkv.shape[0])
     if not fits or not 0 < angles.shape[2] <= head_dim // 2 or not angles.is_contiguous():
@@ -60,11 +64,11 @@ def rope_and_store(
         if norm is not None and (norm.shape != (head_dim,) or norm.stride(0) != 1):
             raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
     if device.uses_triton(qkv):
-        return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps)
-    whole = angles.shape[2] == head_dim // 2
-    if whole and (compiled := device.compiled(qkv)) is not None:
+        return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
+    as_it_is = angles.shape[2] == head_dim // 2 and kv.dtype == qkv.dtype
+    if as_it_is and (compiled := device.compiled(qkv)) is not None:
         return compiled.rope_and_store(qkv, angles, kv, locations, q_norm, k_norm, eps)
-    return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps)
+    return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
 
 
 def rope_and_store_reference(
@@ -75,6 +79,7 @@ def rope_and_store_reference(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     kv_heads, page_size, head_dim = kv.shape[1], kv.shape[3], kv.shape[4]
     packed = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
@@ -85,11 +90,14 @@ def rope_and_store_reference(
         k = rms_norm_reference(packed[:, heads : heads + kv_heads], k_norm, eps)
         rotated = torch.cat((q, k), dim=1)
     rotated = rotate_reference(rotated, angles)
-    stored = torch.stack((rotated[:, heads:], packed[:, heads + kv_heads :]), dim=1)
-    kept = locations >= 0
-    if not bool(kept.all()):
-        locations, stored = locations[kept], stored[kept]
-    by_token = kv.permute(0, 3, 2, 1, 4)  # [num_pages, page_size, 2, kv_heads, head_dim]
+    k, v = rotated[:, heads:], packed[:, heads + kv_heads :]
+    stored = torch.stack(
+        (narrowed(k, scales.key, kv.dtype), narrowed(v, scales.value, kv.dtype)), dim=1
+    )
+    stored, live = as_stored(stored), locations >= 0
+    if not bool(live.all()):
+        locations, stored = locations[live], stored[live]
+    by_token = as_stored(kv).permute(0, 3, 2, 1, 4)  # [num_pages, page_size, 2, kv_heads, head_dim]
     by_token[locations // page_size, locations % page_size] = stored
     return rotated[:, :heads]
 
@@ -102,6 +110,7 @@ def rope_and_store_triton(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     num_tokens, kv_heads, page_size, head_dim = qkv.shape[0], kv.shape[1], kv.shape[3], kv.shape[4]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -122,6 +131,8 @@ def rope_and_store_triton(
             qkv.stride(0),
             *kv.stride()[:4],
             eps,
+            scales.key,
+            scales.value,
             heads,
             kv_heads,
             page_size,
@@ -129,6 +140,7 @@ def rope_and_store_triton(
             angles.shape[2],
             block_heads,
             block_half,
+            largest(kv.dtype),
             early,
             launch_pdl=early,
             num_warps=2,
@@ -152,6 +164,8 @@ def _rope_and_store_kernel(
     kv_stride,
     offset_stride,
     eps,
+    k_scale,
+    v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -159,6 +173,7 @@ def _rope_and_store_kernel(
     PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    LARGEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per token and block of heads: first Q's, then those of K and V together."""
@@ -193,13 +208,13 @@ def _rope_and_store_kernel(
             source, k_norm_ptr, cosines, sines, col, low_col, gap, mask, eps, HALF, PAIRS
         )
         page, offset = location // PAGE_SIZE, location % PAGE_SIZE
-        target = kv_ptr + page * page_stride + offset * offset_stride + head * head_stride + low_col
-        tl.store(target, low, mask=mask)
-        tl.store(target + gap, high, mask=mask)
+        into = kv_ptr + page * page_stride + offset * offset_stride + head * head_stride + low_col
+        tl.store(into, kept(low, k_scale, LARGEST), mask=mask)
+        tl.store(into + gap, kept(high, k_scale, LARGEST), mask=mask)
         source += KV_HEADS * 2 * HALF
-        target += kv_stride
-        tl.store(target, tl.load(source, mask=mask), mask=mask)
-        tl.store(target + gap, tl.load(source + gap, mask=mask), mask=mask)
+        into += kv_stride
+        tl.store(into, kept(tl.load(source, mask=mask), v_scale, LARGEST), mask=mask)
+        tl.store(into + gap, kept(tl.load(source + gap, mask=mask), v_scale, LARGEST), mask=mask)
 
 
 @triton.jit

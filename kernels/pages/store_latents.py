@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels import device
 from kernels.layers.rms_norm import rms_norm_reference, weighted
 from kernels.layers.rope import rotate_reference
+from kernels.narrow import as_stored, kept, largest, may_keep, narrowed
 
 BLOCK = 1024  # numbers of queries per program
 
@@ -35,7 +36,7 @@ def rope_and_store_latents(
         q: [num_tokens, heads, 2 * pairs] of kv's dtype, any strides but the last, which is 1.
         angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`.
         latents: one layer of the pool, [num_pages, 1, 1, page_size, value_dim + 2 * pairs] of kv's
-            dtype, any strides but the last; written in place.
+            dtype or a narrow one, any strides but the last; written in place.
         locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: the
             token's is written nowhere.
         out: as q; written.
@@ -56,8 +57,10 @@ def rope_and_store_latents(
     for name, x in (("q", q), ("out", out)):
         if x.ndim != 3 or (x.shape[0], x.shape[2]) != (len(kv), turned) or x.stride(2) != 1:
             raise ValueError(f"{name}: [{len(kv)}, heads, {turned}], got {tuple(x.shape)}")
-    if q.shape != out.shape or {q.dtype, out.dtype, latents.dtype} != {kv.dtype}:
+    if q.shape != out.shape or {q.dtype, out.dtype} != {kv.dtype}:
         raise ValueError(f"q {q.dtype} {tuple(q.shape)} and out {out.dtype} {tuple(out.shape)}")
+    if not may_keep(latents.dtype, kv.dtype):
+        raise ValueError(f"latents of {latents.dtype} do not keep {kv.dtype}")
     if locations.shape != kv.shape[:1] or locations.dtype != torch.int64:
         raise ValueError(f"locations: int64 [{len(kv)}] expected, got {tuple(locations.shape)}")
     run = _triton if device.uses_triton(kv) else _reference
@@ -84,10 +87,10 @@ def _reference(
     latent = rms_norm_reference(kv[:, :value_dim], norm, eps)
     key = turned(kv[:, None, value_dim:])[:, 0]
     stored, page_size = torch.cat((latent, key), dim=1), latents.shape[3]
-    kept = locations >= 0
-    if not bool(kept.all()):
-        locations, stored = locations[kept], stored[kept]
-    latents[locations // page_size, 0, 0, locations % page_size] = stored
+    stored, live = as_stored(narrowed(stored, 1.0, latents.dtype)), locations >= 0
+    if not bool(live.all()):
+        locations, stored = locations[live], stored[live]
+    as_stored(latents)[locations // page_size, 0, 0, locations % page_size] = stored
 
 
 def _triton(
@@ -128,6 +131,7 @@ def _triton(
         turned // 2,
         block,
         block_heads,
+        largest(latents.dtype),
         interleaved,
         num_warps=2,
         enable_fp_fusion=True,
@@ -158,6 +162,7 @@ def _latents_kernel(
     PAIRS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """One program per token for its latent, and one for each block of heads of its query."""
@@ -176,7 +181,8 @@ def _latents_kernel(
         weight = tl.load(norm_ptr + cols, mask=cols < VALUE_DIM, other=0.0)
         page, offset = location // PAGE_SIZE, location % PAGE_SIZE
         target = latents_ptr + page * page_stride + offset * token_stride
-        tl.store(target + cols, weighted(wide * scale, weight).to(x.dtype), mask=cols < live)
+        latent = weighted(wide * scale, weight).to(x.dtype)
+        tl.store(target + cols, kept(latent, 1.0, LARGEST), mask=cols < live)
         ends = VALUE_DIM + tl.zeros([1, 1], tl.int64)
         _turn(
             kv_ptr + ends,
@@ -186,6 +192,7 @@ def _latents_kernel(
             sines,
             PAIRS,
             BLOCK_PAIRS,
+            LARGEST,
             INTERLEAVED,
         )
     else:
@@ -198,6 +205,7 @@ def _latents_kernel(
             sines,
             PAIRS,
             BLOCK_PAIRS,
+            0.0,
             INTERLEAVED,
         )
 
@@ -211,6 +219,7 @@ def _turn(
     sines,
     PAIRS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
+    LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Pairs at source [heads, 1], rotated, to numbers i and i + PAIRS of target, where live."""
@@ -223,5 +232,7 @@ def _turn(
     low, high = low.to(tl.float32), high.to(tl.float32)
     cos = tl.load(cosines + pair, mask=pair < PAIRS, other=1.0)
     sin = tl.load(sines + pair, mask=pair < PAIRS, other=0.0)
-    tl.store(target + pair, (low * cos - high * sin).to(dtype), mask=mask)
-    tl.store(target + PAIRS + pair, (high * cos + low * sin).to(dtype), mask=mask)
+    turned_low = (low * cos - high * sin).to(dtype)
+    turned_high = (high * cos + low * sin).to(dtype)
+    tl.store(target + pair, kept(turned_low, 1.0, LARGEST), mask=mask)
+    tl.store(target + PAIRS + pair, kept(turned_high, 1.0, LARGEST), mask=mask)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from common.engine.models import fingerprint, load, open_checkpoint
 from common.errors import ConfigError
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.seen_logits import Recorder
 from tests.support.steps import Steps
 from tests.support.tiny_models import VOCABULARY_SIZE, WINDOW, make_tiny, tiny_config
 
@@ -49,23 +50,6 @@ def checkpoints(tmp_path_factory):
         return made[kind]
 
     return checkpoint
-
-
-class Recorder:
-    """A model that keeps the logits it gave."""
-
-    def __init__(self, model):
-        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
-        self.seen = []
-        self._model = model
-
-    def forward(self, batch, pool, future_tokens):
-        return self._model.forward(batch, pool, future_tokens)
-
-    def logits(self, hidden):
-        logits = self._model.logits(hidden)
-        self.seen.append(logits.clone())
-        return logits
 
 
 def tokens_of(length, seed):

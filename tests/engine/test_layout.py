@@ -163,3 +163,17 @@ def test_what_cannot_be_laid_out_is_refused():
         KVLayout.of([KV, recurrent(size=1024)], 4, torch.float32)
     with pytest.raises(ConfigError, match="none of whose layers"):
         KVLayout.of([recurrent()], 16, BF16)
+
+
+def test_in_fewer_bits_pages_are_smaller_and_states_are_as_they_are():
+    layers = [PagedKV(2, 32), recurrent(), PagedKV(2, 32)]
+    wide = KVLayout.of(layers, 16, BF16)
+    narrow = KVLayout.of(layers, 16, BF16, torch.float8_e4m3fn)
+    assert 2 * narrow.token_bytes == wide.token_bytes
+    pages = torch.zeros(4, narrow.page_bytes, dtype=torch.uint8)
+    assert narrow.view(pages, 0).dtype == torch.float8_e4m3fn
+    kept = narrow.cells(pages, 1)
+    wide_pages = torch.zeros(4, wide.page_bytes, dtype=torch.uint8)
+    assert {name: each.view.dtype for name, each in kept.items()} == {
+        name: each.view.dtype for name, each in wide.cells(wide_pages, 1).items()
+    }

@@ -7,7 +7,13 @@ import torch
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine.models import read_spec
-from common.engine.sizing import container_bytes, free_bytes, resolve_device, resolve_shape
+from common.engine.sizing import (
+    container_bytes,
+    free_bytes,
+    kept_in,
+    resolve_device,
+    resolve_shape,
+)
 from common.errors import ConfigError
 from tests.support.checkpoints import make_checkpoint
 
@@ -67,3 +73,21 @@ def test_a_share_of_the_host_is_a_share():
 def test_a_device_that_is_not_there_is_named(name):
     with pytest.raises(ConfigError, match=name):
         resolve_device(name)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_in_8_bits_four_times_as_many_tokens_fit_as_in_32(tmp_path, dtype):
+    page_bytes = shape(tmp_path, free=1 << 30).layout.page_bytes
+    assert shape(tmp_path, free=10 * page_bytes, dtype=dtype).num_pages == 40
+
+
+# Seen failing without the check of the capability.
+def test_a_gpu_without_numbers_of_8_bits_is_refused(tmp_path, monkeypatch):
+    config = EngineConfig(model=str(tmp_path), cache=CacheConfig(dtype="fp8_e4m3"))
+    capability = [(8, 6)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    gpu = torch.device("cuda:0")
+    with pytest.raises(ConfigError, match=r"fp8_e4m3 wants .* 8\.9, cuda:0 has 8\.6"):
+        kept_in(config, gpu)
+    capability[0] = (8, 9)
+    assert kept_in(config, gpu) is torch.float8_e4m3fn

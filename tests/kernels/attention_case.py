@@ -6,6 +6,7 @@ import random
 import torch
 
 from kernels.attention.paged import paged_attention, plan_attention
+from kernels.narrow import narrowed
 from tests.kernels.conftest import DEVICE
 
 NUM_LAYERS = 2
@@ -29,6 +30,7 @@ class Case:
         dtype=torch.float32,
         enveloped=True,
         value_dim=None,
+        kept_in=None,
     ):
         self.rows, self.value_dim = rows, value_dim
         vectors = 2 if value_dim is None else 1
@@ -45,12 +47,16 @@ class Case:
             self.page_starts.append(len(entries))
             entries += pages + noise
             kept = torch.randn(vectors, length, kv_heads, head_dim, device=DEVICE).to(dtype)
+            if kept_in is not None:
+                kept = narrowed(kept, 1.0, kept_in).to(dtype)
             places = torch.arange(length)
             where = torch.tensor(pages, dtype=torch.int64)[places // page_size].to(DEVICE)
             for vector, numbers in enumerate(kept):
                 self.kv[where, :, vector, places.to(DEVICE) % page_size] = numbers
             self.keys.append(kept[0])
             self.values.append(kept[-1, ..., :value_dim])
+        if kept_in is not None:
+            self.kv = _in_8_bits(self.kv, kept_in)
         counts = [queries for queries, _ in rows]
         self.num_decodes = 0
         while self.num_decodes < len(rows) and counts[-1 - self.num_decodes] == 1:
@@ -128,6 +134,15 @@ def _layer(num_pages, kv_heads, page_size, head_dim, dtype, enveloped, vectors):
         return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)[:, :, 1]
     shape = (NUM_LAYERS, vectors, num_pages, page_size, kv_heads, head_dim)
     return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)[1].permute(1, 3, 0, 2, 4)
+
+
+def _in_8_bits(layer, kept_in):
+    """The same in a pool of numbers of 8 bits, of which 0x7f is no number."""
+    size = layer.untyped_storage().nbytes() // layer.element_size()
+    pool = torch.full((size,), 0x7F, dtype=torch.uint8, device=DEVICE)
+    own = pool.as_strided(layer.shape, layer.stride(), layer.storage_offset())
+    own.copy_(layer.to(kept_in).view(torch.uint8))
+    return own.view(kept_in)
 
 
 def _ints(numbers):

@@ -45,7 +45,7 @@ def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
     """Of chunks and of decode rows, which many programs share whose results are combined by parts
     of their heads."""
     monkeypatch.setattr(latent_heads, "HEADS", 4)
-    monkeypatch.setattr(extend_attention, "_tile", lambda *size, masked: Tile(16, 16, 4, 2, 0))
+    monkeypatch.setattr(extend_attention, "_tile", lambda *size, **kinds: Tile(16, 16, 4, 2, 0))
     monkeypatch.setattr(decode_plan, "_tile", lambda *size: decode_plan.DecodeTile(16))
     monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
     monkeypatch.setattr(decode_attention, "COMBINE_NUMBERS", 2 * 32)

@@ -99,6 +99,7 @@ class Size:
     host_pages: int = -1
     prefix_cache: bool = True
     max_waiting: int = 64
+    kept_in: str = "auto"  # CacheConfig.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +420,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
             num_pages=size.num_pages,
             host_pages=size.host_pages,
             prefix_cache=size.prefix_cache,
+            dtype=size.kept_in,
         ),
         scheduler=SchedulerConfig(
             max_running=size.num_slots, max_waiting=size.max_waiting, **common.scheduler

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from common.engine.features.composition import every_feature
 from common.engine.memory.kv import HostPool, KVPool
@@ -40,8 +41,9 @@ class Steps:
         context_length: int = 256,
         overlap: bool = True,
         recorder: Recorder | None = None,
+        kept_in: torch.dtype | None = None,
     ) -> None:
-        layout = KVLayout.of(model.spec.layers, page_size, model.dtype)
+        layout = KVLayout.of(model.spec.layers, page_size, model.dtype, kept_in)
         num_pages = num_slots * layout.tables.pages_to_compute(context_length)
         self.pool = KVPool(layout, num_pages, model.device)
         self.pool.tensor.fill_(0xFF)  # NaN

@@ -57,31 +57,44 @@ class KVLayout:
     """
     places: by layer.
     dtype: of all that is kept of tokens.
+    cell_dtype: of cells that say nothing else.
     state_pages: of one request's state.
     """
 
     page_size: int
     dtype: torch.dtype
+    cell_dtype: torch.dtype
     page_bytes: int
     windows: tuple[int | None, ...]  # by table, full ones first
     places: tuple[LayerPlace, ...]
     state_pages: int = 0
 
     @classmethod
-    def of(cls, layers: Sequence[State], page_size: int, dtype: torch.dtype) -> "KVLayout":
+    def of(
+        cls,
+        layers: Sequence[State],
+        page_size: int,
+        dtype: torch.dtype,
+        kept_in: torch.dtype | None = None,
+    ) -> "KVLayout":
         """The layout for a model's layers: of the page sizes that waste little, the largest.
 
+        Args:
+            dtype: that the model computes in.
+            kept_in: of what is kept of tokens; None: the same.
         Raises:
             ConfigError: no layer keeps keys and values, or a cell is larger than a page.
         """
         sizes = {
-            state: _token_bytes(state, dtype) * page_size for state in layers if state.token_numbers
+            state: _token_bytes(state, kept_in or dtype) * page_size
+            for state in layers
+            if state.token_numbers
         }
         if not sizes:
             raise ConfigError("a model none of whose layers keeps keys and values is not served")
         smallest = max(sizes.values())
         layouts = {
-            page_bytes: cls._with(layers, page_size, dtype, page_bytes)
+            page_bytes: cls._with(layers, page_size, kept_in or dtype, dtype, page_bytes)
             for state in sizes
             for count in range(1, layers.count(state) + 1)
             if (page_bytes := sizes[state] * count) >= smallest
@@ -92,7 +105,12 @@ class KVLayout:
 
     @classmethod
     def _with(
-        cls, layers: Sequence[State], page_size: int, dtype: torch.dtype, page_bytes: int
+        cls,
+        layers: Sequence[State],
+        page_size: int,
+        dtype: torch.dtype,
+        cell_dtype: torch.dtype,
+        page_bytes: int,
     ) -> "KVLayout":
         of_tokens = (state for state in layers if state.token_numbers)
         kinds = sorted(dict.fromkeys(of_tokens), key=lambda state: state.window or 0)
@@ -110,10 +128,10 @@ class KVLayout:
             places.get(layer, LayerPlace(state, NO_TABLE, 0, 0))
             for layer, state in enumerate(layers)
         )
-        return cls(page_size, dtype, page_bytes, tuple(windows), by_layer)
+        return cls(page_size, dtype, cell_dtype, page_bytes, tuple(windows), by_layer)
 
     def _and_cells(self, layers: Sequence[State]) -> "KVLayout":
-        cells, state_pages = _cell_places(layers, self.page_size, self.dtype, self.page_bytes)
+        cells, state_pages = _cell_places(layers, self.page_size, self.cell_dtype, self.page_bytes)
         places = tuple(
             replace(place, cells=mine) for place, mine in zip(self.places, cells, strict=True)
         )
@@ -153,7 +171,7 @@ class KVLayout:
             window = "" if place.state.window is None else f" of {place.state.window} tokens"
             if place.table != NO_TABLE:
                 tables[place.table] = f"{place.num_layers} layers x {place.state.words}{window}"
-            states |= dict.fromkeys(_described(each, self.dtype) for each in place.cells)
+            states |= dict.fromkeys(_described(each, self.cell_dtype) for each in place.cells)
         kinds = dict.fromkeys(tables.values())
         counts = [(list(tables.values()).count(kind), kind) for kind in kinds]
         described = ", ".join(f"{count} x ({kind})" for count, kind in counts)
@@ -187,7 +205,7 @@ class KVLayout:
         }
 
     def _cell_view(self, pages: Tensor, place: CellPlace) -> CellView:
-        dtype, shape = place.cells.dtype or self.dtype, place.cells.shape
+        dtype, shape = place.cells.dtype or self.cell_dtype, place.cells.shape
         numbers = pages.view(dtype)
         size = math.prod(shape)
         inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

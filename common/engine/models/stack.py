@@ -47,7 +47,7 @@ def stack_of(layers: tuple[Layer, ...]) -> Stack:
     whole = [layer for layer in compiled if layer is not None]
     if not layers or len(whole) < len(layers):
         return LayerByLayer(layers)
-    return InOneCall(CompiledLayers(whole), rotations)
+    return InOneCall(CompiledLayers(whole), rotations, LayerByLayer(layers))
 
 
 class LayerByLayer:
@@ -66,14 +66,20 @@ class InOneCall:
     """
     Args:
         rotations: of the angles that the layers name by their places.
+        one_by_one: the same layers, for what is kept in another dtype than is computed in.
     """
 
-    def __init__(self, layers: CompiledLayers, rotations: Sequence[Rotation]) -> None:
+    def __init__(
+        self, layers: CompiledLayers, rotations: Sequence[Rotation], one_by_one: LayerByLayer
+    ) -> None:
         self._layers = layers
+        self._one_by_one = one_by_one
         self._rotations = rotations
         self._pools: WeakKeyDictionary[KVPool, CompiledPool] = WeakKeyDictionary()
 
     def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+        if pool.layout.dtype != x.dtype:
+            return self._one_by_one.forward(x, step, pool)
         batch = step.batch
         compiled = CompiledStep(
             page_ids=batch.page_ids,

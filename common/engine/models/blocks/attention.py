@@ -12,6 +12,7 @@ from common.engine.models.blocks.protocol import Kept, Site, Step
 from common.engine.models.blocks.rotation import Rope, Rotation
 from common.engine.models.linear import Linear
 from kernels.attention.paged import paged_attention
+from kernels.narrow import KVScales
 from kernels.pages.rope_and_store import rope_and_store
 
 
@@ -62,6 +63,7 @@ class Attention:
             ),
             q_norm=None if norm is None else norm.build(source, "q_norm", size),
             k_norm=None if norm is None else norm.build(source, "k_norm", size),
+            kv_scales=KVScales(source.scale("k_scale"), source.scale("v_scale")),
             sinks=source.tensor("sinks", (self.heads,)) if self.sinks else None,
             output=source.linear({"o_proj": site.hidden_size}, q, bias=self.output_bias),
         )
@@ -74,12 +76,14 @@ class AttentionBlock:
     qkv: Linear  # hidden -> Q, K, V; each head's gate behind its query, where there is one
     q_norm: RmsNorm | None  # of a head
     k_norm: RmsNorm | None
+    kv_scales: KVScales  # where they are kept in 8 bits
     sinks: Tensor | None  # [heads]
     output: Linear
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
+        scales = self.kv_scales.where(kept.view.dtype)
         qkv, gate = self._parted(self.qkv.apply(x))
         q = rope_and_store(
             qkv,
@@ -89,11 +93,15 @@ class AttentionBlock:
             q_norm=None if self.q_norm is None else self.q_norm.weight,
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            scales=scales,
         )
         plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
+        scale = spec.scale * scales.key
         x = paged_attention(
-            q, kept.view, plan, scale=spec.scale, soft_cap=spec.soft_cap, sinks=self.sinks
+            q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
         )
+        if scales.value != 1.0:
+            x = x * scales.value
         return self.output.apply(x if gate is None else x * torch.sigmoid(gate))
 
     def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -49,6 +49,10 @@ class Source(Protocol):
         """
         ...
 
+    def scale(self, name: str) -> float:
+        """A stored number; 1 where there is none."""
+        ...
+
     def tied(self, embedding: Tensor) -> Linear:
         """The head that is the embedding [vocabulary, hidden], which lives on beside it."""
         ...

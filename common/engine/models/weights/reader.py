@@ -60,6 +60,10 @@ class Reader:
     ) -> Tensor:
         return own_copy(self._stored([name]), self.device, dtype or self.dtype)
 
+    def scale(self, name: str) -> float:
+        stored = self.prefix + name in self.checkpoint.tensors
+        return float(self._stored([name])) if stored else 1.0
+
     def tied(self, embedding: Tensor) -> Linear:
         return self.form.tied(embedding)
 

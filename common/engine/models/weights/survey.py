@@ -83,6 +83,11 @@ class Survey:
     ) -> Tensor:
         return self._kept(name, shape, dtype or self.dtype)
 
+    def scale(self, name: str) -> float:
+        if self.prefix + name in self.checkpoint.tensors:
+            self.needs.stored[self.prefix + name] = Wanted((), or_shapes=((1,),))
+        return 1.0
+
     def tied(self, embedding: Tensor) -> Linear:
         rows, columns = embedding.shape
         self.needs.num_bytes += self.form.tied_bytes(rows, columns)

@@ -1,0 +1,77 @@
+"""Keys and values in 8 bits, from one node to another: who reads them goes on as who made them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.pair.conftest import Known
+from tests.support.checkpoints import make_checkpoint
+from tests.support.pair_node import Loaded, Size
+from tests.support.pair_rig import PairRig
+
+LONG = 150
+NUM_TOKENS = 20
+ROOM = Size(num_pages=256)
+NARROW = Size(num_pages=256, kept_in="fp8_e4m3")
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma2", "qwen3_next", "deepseek_v3"])
+def known(request, model) -> Known:
+    """Of full attention, with windows, with states, with latents."""
+    return model(request.param)
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
+
+
+PROMPTS = [prompt(length, length) for length in (1, 16, 17, LONG)]
+
+
+def answers(loaded: Loaded, prefill: list[Size], decode: Size) -> list[list[int]]:
+    """And once more, from what is cached."""
+    chunks = {"chunk_tokens": 32}
+    with PairRig(loaded, prefill=prefill, decode=[decode], scheduler=chunks) as rig:
+        asked = []
+        for _ in range(2):
+            asked += [rig.ask(each, NUM_TOKENS) for each in PROMPTS]
+            rig.run()
+        return [one.tokens for one in asked]
+
+
+def test_a_pair_answers_as_a_node_that_computes_its_prompts_itself(known):
+    alone = answers(known.loaded, [], NARROW)
+    assert answers(known.loaded, [NARROW], NARROW) == alone
+
+
+def test_pages_are_half_as_large_as_of_16_bits_and_a_quarter_of_32(known):
+    with PairRig(known.loaded, prefill=(), decode=[ROOM, NARROW]) as rig:
+        wide, narrow = (node.engine.shape.layout for node in rig.decode)
+        assert 4 * narrow.token_bytes == wide.token_bytes
+
+
+def with_scales(directory: Path, key: float, value: float) -> Loaded:
+    path = make_checkpoint(directory, "qwen3") / "model.safetensors"
+    tensors = load_file(path)
+    layers = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn." in name}
+    for layer in layers:
+        tensors[f"{layer}.self_attn.k_scale"] = torch.tensor(key)
+        tensors[f"{layer}.self_attn.v_scale"] = torch.tensor([value])
+    save_file(tensors, path)
+    return Loaded.from_directory(directory)
+
+
+def test_scales_of_a_checkpoint_change_what_is_kept_and_not_what_it_means(tmp_path: Path) -> None:
+    """Powers of two cancel out to the digit, where nothing is too large or too small."""
+    size = Size(num_pages=256, kept_in="fp8_e5m2")
+    plain, scaled, large = (
+        answers(with_scales(tmp_path / name, *scales), [], size)
+        for name, scales in (
+            ("plain", (1.0, 1.0)),
+            ("scaled", (0.25, 0.125)),
+            ("large", (1e-8, 1.0)),  # then all keys are the largest number
+        )
+    )
+    assert plain == scaled != large

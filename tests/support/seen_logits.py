@@ -1,0 +1,18 @@
+"""What a model gave, as a runner asked for it."""
+
+
+class Recorder:
+    """A model that keeps the logits it gave."""
+
+    def __init__(self, model):
+        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.seen = []
+        self._model = model
+
+    def forward(self, batch, pool, future_tokens):
+        return self._model.forward(batch, pool, future_tokens)
+
+    def logits(self, hidden):
+        logits = self._model.logits(hidden)
+        self.seen.append(logits.clone())
+        return logits
