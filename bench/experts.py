@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from bench.products import forms
 from bench.support.record import emit, say, table
 from common.engine.models.blocks.experts import Experts, ExpertsBlock
+from common.engine.models.blocks.protocol import Step
 from common.engine.models.linear import Form, Matrix, StoredExpert
 from common.engine.run.cpu import use_cpu
 from kernels.experts.routing import Routing
@@ -64,9 +66,8 @@ def ours(block: Qwen3MoeSparseMoeBlock, form: Form) -> Net:
     stacks = zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True)
     stored = (StoredExpert(Matrix(gate_up), Matrix(down)) for gate_up, down in stacks)
     experts = form.experts(stored, SPEC.count, SPEC.gate)
-    return ExpertsBlock(
-        SPEC.routing, block.gate.weight.detach(), None, None, experts, None, None
-    ).forward
+    net = ExpertsBlock(SPEC.routing, block.gate.weight.detach(), None, None, experts, None, None)
+    return partial(net.forward, step=cast(Step, None))  # of which experts take nothing
 
 
 def measure(rows: Sequence[int], rounds: int) -> list[dict[str, object]]:

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from common.priority import HIGHEST, LOWEST
+from common.serve_protocol import MAX_ADAPTERS
 
 _COLLECTOR = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 
@@ -129,6 +130,48 @@ class SchedulerConfig(Record):
         return self.max_running + self.spare_slots
 
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+def check_adapter_name(name: str) -> str:
+    """Raises ValueError for what clients could not call an adapter."""
+    if _ADAPTER_NAME.fullmatch(name) is None:
+        raise ValueError(
+            "a name of an adapter is 1 to 128 letters, digits, and ._:/- after the first"
+        )
+    return name
+
+
+class LoraConfig(Record):
+    """LoRA adapters, see docs/lora.md."""
+
+    directory: Path | None = Field(
+        None,
+        description="adapters are read below it, and nowhere else; default: there are none, and no "
+        "memory is taken for them",
+    )
+    adapters: tuple[str, ...] = Field(
+        (), description="loaded at start: NAME, or NAME=PATH, of a directory below that one"
+    )
+    slots: Positive = Field(
+        4, description="on the device: of so many adapters requests are computed at once"
+    )
+    max_rank: int = Field(32, ge=1, le=512, description="of an adapter; slots have room for it")
+    max_loaded: int = Field(
+        64, ge=1, le=MAX_ADAPTERS, description="adapters in host memory, in slots or not"
+    )
+    max_bytes: Positive = Field(4 << 30, description="host memory that they take together")
+
+    @field_validator("adapters")
+    @classmethod
+    def _below(cls, adapters: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if adapters and info.data.get("directory") is None:
+            raise ValueError("needs lora.directory")
+        for adapter in adapters:
+            check_adapter_name(adapter.partition("=")[0])
+        return adapters
+
+
 Quantize = Literal["none", "int8"]
 ModelBackend = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "off"]
@@ -173,6 +216,7 @@ class EngineConfig(Record):
     )
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    lora: LoraConfig = LoraConfig()
 
 
 class TransferConfig(Record):

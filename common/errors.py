@@ -12,6 +12,7 @@ ServingError                      status sent to the peer
 ├── RequestAborted                CANCELLED
 ├── DeadlineExceeded              DEADLINE_EXCEEDED
 ├── NodeUnavailable               UNAVAILABLE          retry on another node
+│   └── AdapterNotLoaded                               the same: this one has not the adapter
 ├── TransferError                 UNAVAILABLE          retry the attempt
 │   ├── LayoutMismatch            FAILED_PRECONDITION  misconfigured pair, never retried
 │   └── ProtocolViolation         FAILED_PRECONDITION  ends the pair stream
@@ -97,6 +98,10 @@ class DeadlineExceeded(ServingError):
 
 class NodeUnavailable(ServingError):
     status = StatusCode.UNAVAILABLE
+
+
+class AdapterNotLoaded(NodeUnavailable):
+    """Nor will it have it by itself."""
 
 
 class TransferError(ServingError):

@@ -17,6 +17,7 @@ MAX_CANDIDATES = 64
 # Of one Step, in each of its columns: many times the requests that a node can have.
 MAX_ROWS = 1 << 16
 MAX_LINKS = 4096  # of one Status
+MAX_ADAPTERS = 4096  # likewise
 
 
 def difference(*, node: int, router: int) -> str:

@@ -7,14 +7,14 @@ from grpc import StatusCode
 from common import bounds
 from common.distribution import Counted, Distribution
 from common.engine.rows.request import Finish
-from common.errors import QueueTooLong, ServingError
+from common.errors import AdapterNotLoaded, QueueTooLong, ServingError
 
 _NAMES = (
     *("handoffs_opened", "handoffs_held", "handoffs_lost", "handoff_retries", "pages_read"),
     *("handoff_tokens/own_cache", "handoff_tokens/owner_cache", "handoff_tokens/computed"),
     *("link_changes/up", "link_changes/down"),
     *("refused/invalid", "refused/draining", "refused/overloaded", "refused/deadline"),
-    *("refused/late", "refused/dropped"),
+    *("refused/late", "refused/dropped", "refused/adapter"),
     *("moves/away", "moves/refused", "moves/here"),
 )
 _LOCAL = ("colocated", "short", "no_owner", "exhausted")
@@ -23,6 +23,7 @@ _REFUSALS = {
     StatusCode.DEADLINE_EXCEEDED: "deadline",
     StatusCode.UNAVAILABLE: "draining",
 }
+_REASONS: Mapping[type[ServingError], str] = {QueueTooLong: "late", AdapterNotLoaded: "adapter"}
 
 
 class DecodeCounts:
@@ -74,8 +75,7 @@ class DecodeCounts:
         self._totals["handoffs_lost"] += 1
 
     def refused(self, error: ServingError) -> None:
-        late = isinstance(error, QueueTooLong)
-        reason = "late" if late else _REFUSALS.get(error.status, "overloaded")
+        reason = _REASONS.get(type(error)) or _REFUSALS.get(error.status, "overloaded")
         self._totals[f"refused/{reason}"] += 1
 
     def dropped(self, finish: Finish) -> None:

@@ -147,6 +147,8 @@ class Departures:
         tokens = self._scheduler.tokens_of(request)
         if tokens is None:
             return "the request is not running"
+        if event.adapter != request.adapter:
+            return "the request has another adapter"
         num_known = len(event.token_ids)
         if num_known >= len(tokens) or not np.array_equal(tokens[:num_known], event.token_ids):
             return "the request has other tokens"

@@ -3,6 +3,7 @@
 import time
 
 from common.config import DecodeConfig
+from common.engine.adapters.meter import AdapterMeter
 from common.engine.build import build
 from common.engine.drive import drive, introduce
 from common.engine.loop.clock import StepClock
@@ -63,8 +64,9 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         channel,
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: clock.reading.finished,
-        meters=(clock.meter, reads),
+        meters=(clock.meter, reads, AdapterMeter(engine.adapters)),
         cache=CacheEvents(engine.cache),
+        adapters=engine.loader,
     )
     sharing = PrefixSharing(
         config.sharing,
@@ -88,10 +90,11 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         port=transfer,
         desk=desk,
         outbox=Outbox(channel),
+        adapters=engine.adapters,
         guides=engine.guides,
         sharing=sharing,
     )
-    engine.guides.tell = channel.wake
+    engine.guides.tell = engine.loader.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
@@ -99,6 +102,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
     finally:
         transfer.stop(TRANSFER_END_S)
         engine.guides.close()
+        engine.loader.close()
 
 
 if __name__ == "__main__":

@@ -161,6 +161,7 @@ class Handoffs:
                 request_id=request.request_id,
                 traceparent=told.trace.passed_on,
                 namespace=request.namespace,
+                adapter=request.adapter,
                 engine_deaths=request.engine_deaths,
                 queue_s=max(request.start_by - now, 0.0),
                 kind=Kind.LIVE if attempt.moves else Kind.PROMPT,

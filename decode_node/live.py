@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from common.engine.adapters.adapters import Adapters
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.errors import InvalidRequest, QueueTooLong, ServingError
@@ -32,9 +33,12 @@ class LiveRequests:
         most_tokens: of all requests together.
     """
 
-    def __init__(self, outbox: Outbox, counts: DecodeCounts, most_tokens: int) -> None:
+    def __init__(
+        self, outbox: Outbox, counts: DecodeCounts, adapters: Adapters, most_tokens: int
+    ) -> None:
         self._outbox = outbox
         self._counts = counts
+        self._adapters = adapters
         self._by_origin: dict[tuple[int, int], Request] = {}
         self._tokens = HeldTokens(most_tokens)
         self._stamps: dict[int, RequestStamps] = {}  # by request key
@@ -169,6 +173,7 @@ class LiveRequests:
     def _tell_end(self, request: Request, finish: Finish) -> None:
         self._tokens.drop(request.key)
         self._prefix_at.pop(request.key, None)
+        self._adapters.release(request.key)
         self._tickets.pop(self._ticket_of.pop(request.key, 0), None)
         if request.origin not in self._by_origin:  # else another has that number
             self._logprobs.pop(request.origin, None)

@@ -20,13 +20,22 @@ import numpy as np
 
 from common.config import DecodeConfig
 from common.distribution import Counted
+from common.engine.adapters.adapters import Adapters
 from common.engine.features.guided import Guided
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import Finish, FinishReason, Request, moved, out_of_time
+from common.engine.rows.request import (
+    Finish,
+    FinishReason,
+    Request,
+    moved,
+    out_of_time,
+    waited_too_long,
+)
+from common.engine.schedule.adapter_line import AdapterLine
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
 from common.node.desk import Desk
@@ -42,6 +51,7 @@ from common.node.stamps import RequestStamps
 from common.page_tables import PageTables
 from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain, may_wait_s
+from common.requests.adapter import within
 from common.requests.flight import Flight, Flights
 from common.requests.prefix_at import MAX_HINTS, PrefixAt
 from decode_node.answer_pace import AnswerPace
@@ -90,6 +100,7 @@ class DecodeRole:
         port: NodePort,
         desk: Desk,
         outbox: Outbox,
+        adapters: Adapters,
         guides: Guides,
         sharing: PrefixSharing,
     ) -> None:
@@ -107,7 +118,7 @@ class DecodeRole:
             pages.num_pages
         )
         self._counts = DecodeCounts()
-        self._live = LiveRequests(outbox, self._counts, most_tokens)
+        self._live = LiveRequests(outbox, self._counts, adapters, most_tokens)
         self._prompts = Drain()  # to be computed here
         self._answers = AnswerPace()
         self._destinations = Destinations(
@@ -148,6 +159,8 @@ class DecodeRole:
             on_moved=self._moved_away,
         )
         self._guided: Guided[SubmitRequest] = Guided(guides)
+        self._adapters = adapters
+        self._adapted: AdapterLine[SubmitRequest] = AdapterLine(adapters)
         self._told_trial: Request | None = None
         self._next_key = 1
 
@@ -162,6 +175,7 @@ class DecodeRole:
             self._ended(finished)
         self._desk.poll(self, self._take)
         self._place_guided(now)
+        self._place_adapted(now)
         self._departures.poll(now)
         self._dispatcher.pair_again(now)
         self._dispatcher.compute_fetched()
@@ -253,6 +267,7 @@ class DecodeRole:
         return {
             **self._scheduler.queues(),
             "guided": len(self._guided),
+            "adapter": len(self._adapted),
             "unpaired": len(self._dispatcher.unpaired),
             "fetching": len(self._dispatcher.fetching),
             "prealloc": len(self._handoffs.prealloc),
@@ -327,7 +342,8 @@ class DecodeRole:
             arrived=now,
             start_by=now + self._may_wait_s(message, len(token_ids)),
             priority=message.priority,
-            namespace=message.namespace,
+            namespace=within(message.namespace, message.adapter),
+            adapter=message.adapter,
         )
         request.suspect_of(message.engine_deaths)
         self._next_key += 1
@@ -350,6 +366,7 @@ class DecodeRole:
                 raise Overloaded(f"{self._num_waiting} requests wait here already")
             self._limits.check(token_ids)
             self._limits.check_sampling(message.sampling)
+            self._adapters.hold(request)
             self._live.let_in(
                 request,
                 times=times,
@@ -359,7 +376,7 @@ class DecodeRole:
             if message.sampling.guide is not None:
                 self._guided.put(request, message)
             else:
-                self._place(request, message)
+                self._place_unguided(request, message)
         except ServingError as error:
             self._live.refuse(request, error)
 
@@ -374,6 +391,13 @@ class DecodeRole:
         worth_naming = num_tokens >= WORTH_NAMING_TOKENS
         return (own, *message.prefix_at)[:MAX_HINTS] if worth_naming else message.prefix_at
 
+    def _place_unguided(self, request: Request, message: SubmitRequest) -> None:
+        """One that has no guide, or has it compiled."""
+        if request.adapter:
+            self._adapted.put(request, message)
+        else:
+            self._place(request, message)
+
     def _place(self, request: Request, message: SubmitRequest) -> None:
         if message.move_from is not None:
             self._dispatcher.place_mover(request, message.move_from)
@@ -386,19 +410,34 @@ class DecodeRole:
             try:
                 if refusal is not None:
                     raise refusal
-                self._place(request, message)
+                self._place_unguided(request, message)
             except ServingError as error:
                 self._live.refuse(request, error)
         for request in self._guided.requests():
             if request.deadline < now:
                 self._abort(request, out_of_time())
 
+    def _place_adapted(self, now: float) -> None:
+        """Those whose adapter has a slot."""
+        for request, message in self._adapted.with_slot(now):
+            try:
+                self._place(request, message)
+            except ServingError as error:
+                self._live.refuse(request, error)
+        for request in self._adapted.requests():
+            if request.deadline < now:
+                self._abort(request, out_of_time())
+            elif request.start_by < now:
+                finish = waited_too_long(self._prompts.queued_s)
+                self._counts.dropped(finish)
+                self._abort(request, finish)
+
     @property
     def _num_waiting(self) -> int:
         """For pages, in either queue, or for an owner. Whoever is let in may go from one to
         another."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
-        num_elsewhere += len(self._guided) + len(self._dispatcher.fetching)
+        num_elsewhere += len(self._guided) + len(self._adapted) + len(self._dispatcher.fetching)
         return num_elsewhere + self._scheduler.num_waiting
 
     def _may_wait_s(self, message: SubmitRequest, num_tokens: int) -> float:
@@ -412,7 +451,8 @@ class DecodeRole:
     # Ends ---------------------------------------------------------------------------------------
 
     def _abort(self, request: Request, finish: Finish) -> None:
-        waited = self._guided.remove(request) or self._dispatcher.give_up(request)
+        waited = self._guided.remove(request) or self._adapted.remove(request)
+        waited = waited or self._dispatcher.give_up(request)
         if waited or self._handoffs.give_up(request, finish.error):
             self._live.end(request, finish)
             return

@@ -46,6 +46,7 @@ from common.node.streams import Outgoing
 from common.node.supervision import Supervision
 from common.priority import check as check_priority
 from common.queueing.drain import Backlog
+from common.requests.adapter import check_adapter
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import check_namespace
 from common.requests.prefix_at import PrefixAt
@@ -365,6 +366,10 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             page_size=ready.page_size if ready else 0,
             prompts=router_pb2.Backlog(queued_s=prompts.queued_s, token_s=prompts.unit_s),
             pages_s=pages.queued_s,
+            adapters=[
+                decode_pb2.Adapter(name=name, id=adapter)
+                for name, adapter in (moving.adapters.items() if moving else ())
+            ],
         )
 
 
@@ -421,6 +426,7 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
         priority=submit.priority,
         prefix_at=stream.known(prefix_hints.from_proto(submit.prefix_at)),
         own_address=stream.own_address,
+        adapter=check_adapter(submit.adapter),
     )
 
 

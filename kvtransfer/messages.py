@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
@@ -54,6 +55,7 @@ class Open(Message, frozen=True, tag=True):
     ticket: int = 0  # LIVE: of the running request; token_ids are all that is known of it but one
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
+    adapter: AdapterId = NO_ADAPTER  # that computes it, and that the namespace is within
 
 
 class Grant(Message, frozen=True, tag=True):

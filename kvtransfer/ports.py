@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
@@ -48,6 +49,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     ticket: int = 0
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
+    adapter: AdapterId = NO_ADAPTER
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -186,6 +188,7 @@ class Opened(msgspec.Struct, frozen=True):
     ticket: int = 0  # LIVE
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where this node may read what it lacks
+    adapter: AdapterId = NO_ADAPTER
 
 
 class Granted(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 import time
 
 from common.config import EngineConfig, PrefillConfig
+from common.engine.adapters.meter import AdapterMeter
 from common.engine.build import build
 from common.engine.drive import drive, introduce
 from common.engine.loop.clock import StepClock
@@ -63,8 +64,9 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         channel,
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: clock.reading.finished,
-        meters=(clock.meter, reads),
+        meters=(clock.meter, reads, AdapterMeter(engine.adapters)),
         cache=CacheEvents(engine.cache),
+        adapters=engine.loader,
     )
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config.engine, on_admit),
@@ -75,6 +77,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         max_waiting_tokens=config.engine.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,
+        adapters=engine.adapters,
         guides=engine.guides,
         sharing=PrefixSharing(
             config.sharing,
@@ -86,7 +89,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
             port=transfer,
         ),
     )
-    engine.guides.tell = channel.wake
+    engine.guides.tell = engine.loader.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
@@ -94,6 +97,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
     finally:
         transfer.stop(TRANSFER_END_S)
         engine.guides.close()
+        engine.loader.close()
 
 
 if __name__ == "__main__":

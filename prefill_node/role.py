@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.distribution import Counted
+from common.engine.adapters.adapters import Adapters
 from common.engine.features.guided import Guided
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
@@ -28,8 +29,9 @@ from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.holding import Holding
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
+from common.engine.schedule.adapter_line import AdapterLine
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
-from common.errors import InvalidRequest, Overloaded, QueueTooLong
+from common.errors import AdapterNotLoaded, InvalidRequest, Overloaded, QueueTooLong
 from common.logs.throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.flight_recorder import FlightRecorder
@@ -87,6 +89,7 @@ class PrefillRole:
         max_waiting_tokens: int,
         port: NodePort,
         desk: Desk,
+        adapters: Adapters,
         guides: Guides,
         sharing: PrefixSharing,
     ) -> None:
@@ -109,6 +112,8 @@ class PrefillRole:
         self._recorder = FlightRecorder(HandoffStamps)
         self._prompts = Drain()  # granted, and not computed yet
         self._guided: Guided[int] = Guided(guides)
+        self._adapters = adapters
+        self._adapted: AdapterLine[int] = AdapterLine(adapters)
         self._pooled = PooledCalls(
             self.scheduler,
             limits=limits,
@@ -122,7 +127,7 @@ class PrefillRole:
             (
                 *("handoffs_held", "handoffs_lost", "handoffs_failed"),
                 *("refused/draining", "refused/overloaded", "refused/invalid", "refused/deadline"),
-                *("refused/late", "refused/dropped"),
+                *("refused/late", "refused/dropped", "refused/adapter"),
             ),
             0,
         )
@@ -148,7 +153,9 @@ class PrefillRole:
             if refusal is not None:
                 self._fail(serial, str(refusal), retryable=isinstance(refusal, Overloaded))
             else:
-                self._add(serial, request)
+                self._add_unguided(serial, request)
+        for request, serial in self._adapted.with_slot(time.monotonic()):
+            self._add(serial, request)
         for serial in self._sharing.fetches.take_over():
             fetched = self._fetching.pop(serial, None)
             if fetched is not None:
@@ -197,6 +204,7 @@ class PrefillRole:
             "bootstrap": len(self._bootstrap),
             "guided": len(self._guided),
             "fetching": len(self._fetching),
+            "adapter": len(self._adapted),
             "inflight": len(self._inflight),
             "pooled": len(self._pooled),
         }
@@ -336,8 +344,14 @@ class PrefillRole:
             start_by=start_by,
             priority=event.priority,
             namespace=event.namespace,
+            adapter=event.adapter,
         )
         request.suspect_of(event.engine_deaths)
+        try:
+            self._adapters.hold(request)
+        except AdapterNotLoaded as error:
+            self._counts["refused/adapter"] += 1
+            return self._fail(event.serial, str(error), retryable=True)
         if event.prefix_at:
             room, queued_s = self.scheduler.room().num_pages, self._prompts.queued_s
             self._sharing.fetch(request, event.prefix_at, room=room, queued_s=queued_s)
@@ -373,13 +387,20 @@ class PrefillRole:
         place = Place(request.due, len(request.token_ids), request.priority)
         self._prompts.join(event.serial, place, time.monotonic())
         if request.sampling.guide is None:
-            self._add(event.serial, request)
+            self._add_unguided(event.serial, request)
             return
         try:
             self._guided.put(request, event.serial)
         except Overloaded as error:
             self._counts["refused/overloaded"] += 1
             self._fail(event.serial, str(error), retryable=True)
+
+    def _add_unguided(self, serial: int, request: Request) -> None:
+        """One that has no guide, or has it compiled."""
+        if request.adapter:
+            self._adapted.put(request, serial)
+        else:
+            self._add(serial, request)
 
     def _add(self, serial: int, request: Request) -> None:
         if self._sharing.fetches.waits(serial):
@@ -425,6 +446,7 @@ class PrefillRole:
             return
         del self._prefilling[handoff.serial]
         self._inflight[handoff.serial] = handoff
+        self._adapters.release(handoff.serial)
         self._stamps[handoff.serial].done = time.monotonic()
         self._publish(handoff, chunk.end, chunk)
 
@@ -502,4 +524,6 @@ class PrefillRole:
         handoff = self._prefilling.pop(serial, None)
         if handoff is not None:
             self._guided.remove(handoff.request)
+            self._adapted.remove(handoff.request)
             self.scheduler.abort(handoff.request, finish)
+        self._adapters.release(serial)

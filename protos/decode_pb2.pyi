@@ -82,7 +82,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ..., own_address: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "prefix_at")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "prefix_at", "adapter")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class Submit(_message.Message):
     MOVE_FROM_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -113,7 +114,8 @@ class Submit(_message.Message):
     move_from: MoveFrom
     priority: int
     prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class MoveFrom(_message.Message):
     __slots__ = ("address", "ticket")
@@ -221,8 +223,16 @@ class Attempt(_message.Message):
     chunks: int
     def __init__(self, prefill_address: _Optional[str] = ..., path: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("name", "id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    id: bytes
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[bytes] = ...) -> None: ...
+
 class Status(_message.Message):
-    __slots__ = ("state", "serves_alone", "falls_back", "links", "pages_total", "pages_free", "page_size", "prompts", "pages_s")
+    __slots__ = ("state", "serves_alone", "falls_back", "links", "pages_total", "pages_free", "page_size", "prompts", "pages_s", "adapters")
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVES_ALONE_FIELD_NUMBER: _ClassVar[int]
     FALLS_BACK_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +242,7 @@ class Status(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     PAGES_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     state: str
     serves_alone: bool
     falls_back: bool
@@ -241,4 +252,5 @@ class Status(_message.Message):
     page_size: int
     prompts: _router_pb2.Backlog
     pages_s: float
-    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., falls_back: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., pages_s: _Optional[float] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., falls_back: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., pages_s: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...

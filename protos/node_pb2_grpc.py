@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from protos import node_pb2 as protos_dot_node__pb2
+from protos import router_pb2 as protos_dot_router__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -59,6 +60,16 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Node/LoadAdapter',
+                request_serializer=protos_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Node/UnloadAdapter',
+                request_serializer=protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.v1.Node/Explain',
                 request_serializer=protos_dot_node__pb2.ExplainHereRequest.SerializeToString,
@@ -104,6 +115,21 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter from below the node's engine.lora.directory. FAILED_PRECONDITION, with the
+        reason, where there is none for its model, no room for it, or the name is another's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Nobody has it by that name any more; requests that have it go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """What happened here to the requests of this id: those under way, and the last that have ended.
         """
@@ -138,6 +164,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_node__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_node__pb2.AbortResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_router__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_router__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -280,6 +316,60 @@ class Node:
             '/baton.v1.Node/Abort',
             protos_dot_node__pb2.AbortRequest.SerializeToString,
             protos_dot_node__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/LoadAdapter',
+            protos_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_router__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/UnloadAdapter',
+            protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_router__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,16 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Router/LoadAdapter',
+                request_serializer=protos_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Router/UnloadAdapter',
+                request_serializer=protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/baton.v1.Router/Drain',
                 request_serializer=protos_dot_router__pb2.DrainRouterRequest.SerializeToString,
@@ -152,6 +162,21 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Has all nodes load a LoRA adapter, which requests may then name; all of them, or none.
+        INVALID_ARGUMENT, with the node and its reason, where one of them does not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Has all nodes unload it. Requests that have it go on. NOT_FOUND where none of them has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes no new request, finishes those that it has, then ends. For operators; returns once that
         has begun.
@@ -207,6 +232,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=protos_dot_router__pb2.ExplainRequest.FromString,
                     response_serializer=protos_dot_router__pb2.ExplainResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_router__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_router__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -457,6 +492,60 @@ class Router:
             '/baton.v1.Router/Explain',
             protos_dot_router__pb2.ExplainRequest.SerializeToString,
             protos_dot_router__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/LoadAdapter',
+            protos_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_router__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/UnloadAdapter',
+            protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_router__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ from typing import TypedDict
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
+from common.requests.adapter import within
 from common.requests.logprobs import TokenLogprobs
 from protos.decode_pb2 import MoveFrom
 from router.clients.client import Client
@@ -110,6 +111,7 @@ class Generator:
                         self._model.limits,
                         client.namespaces_of,
                         priority,
+                        self._cluster.adapters.of(wanted.adapter),
                     )
                     await self._count(wanted.together, client)
                     record.timeline.tokenised = time.monotonic()
@@ -217,9 +219,7 @@ class Generator:
 
     def _move(self, submit: Callable[[Chosen, MoveFrom], Stay], stay: Stay) -> Stay:
         """Raises NodeUnavailable: there is no other node for it."""
-        job = stay.job
-        key = PlacementKey(job.token_ids, job.session_id, job.namespace)
-        return submit(self._cluster.choose_target(key, stay.address), stay.here)
+        return submit(self._cluster.choose_target(_key(stay.job), stay.address), stay.here)
 
     async def _follow(
         self,
@@ -261,8 +261,7 @@ class Generator:
     async def _choose(self, job: Job, due: Due = WHENEVER, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:
             await self._cluster.until_ready()
-        key = PlacementKey(job.token_ids, job.session_id, job.namespace)
-        return self._cluster.choose(key, avoid, due)
+        return self._cluster.choose(_key(job), avoid, due)
 
     async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
         """Where there is no other node, the request ends as the one that it had left it."""
@@ -270,6 +269,11 @@ class Generator:
             return await self._choose(job, avoid=avoid)
         except NodeUnavailable:
             raise lost from None
+
+
+def _key(job: Job) -> PlacementKey:
+    namespace = within(job.namespace, job.adapter)
+    return PlacementKey(job.token_ids, job.session_id, namespace, job.adapter)
 
 
 class _Tells(TypedDict, total=False):

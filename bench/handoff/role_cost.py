@@ -16,6 +16,10 @@ import numpy as np
 
 from bench.support.record import percentiles
 from common.config import DecodeConfig, SchedulerConfig, SharingConfig
+from common.engine.adapters.adapters import no_adapters
+from common.engine.adapters.library import Library
+from common.engine.adapters.loader import AdapterLoader
+from common.engine.adapters.shelf import no_shelf
 from common.engine.features.guides import Guides
 from common.engine.features.prover import Beside
 from common.engine.memory.cache_events import CacheEvents
@@ -167,6 +171,7 @@ def owner(load: Load) -> dict[str, Any]:
         max_waiting_tokens=1 << 24,
         port=port,
         desk=_desk(front, pages, cache),
+        adapters=no_adapters(table),
         guides=_GUIDES,
         sharing=_sharing(pages, cache, port),
     )
@@ -196,6 +201,7 @@ def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
         pages_by_holder=pages.by_holder,
         steps_finished=lambda: 0,
         cache=CacheEvents(cache),
+        adapters=AdapterLoader(no_shelf(), Library(0, 0)),
     )
 
 
@@ -227,6 +233,7 @@ def reader(load: Load) -> dict[str, Any]:
         port=port,
         desk=_desk(front, pages, cache),
         outbox=Outbox(front),
+        adapters=no_adapters(table),
         guides=_GUIDES,
         sharing=_sharing(pages, cache, port),
     )

@@ -19,6 +19,7 @@ from common.engine.memory.kv import KVPool
 from common.engine.memory.layout import KVLayout
 from common.engine.memory.states import PagedKV
 from kernels import early_launch
+from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.experts.grouped_mlp import grouped_mlp
 from kernels.experts.routing import Routing, route
@@ -89,6 +90,7 @@ GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4
 SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
 QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # of hybrids, and of latents
 WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
+ADAPTED = (QWEN3_8B, QWEN2_05B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,27 @@ class _Model:
             gate_up_bias=self.tensor(count, 2 * shape.intermediate),
             down_bias=self.tensor(count, shape.hidden),
         )
+
+    def adapters(self, n: int) -> None:
+        """Of every product of a layer, each token with an adapter."""
+        shape, slots, rank = self.shape, 4, 32
+        tiles = [(0, first, min(first + TILE_ROWS, n)) for first in range(0, n, TILE_ROWS)]
+        tokens = TokensBySlot(_ints(n), torch.tensor(tiles, dtype=torch.int32), ((0, 0, n),))
+        q, kv, inner = (
+            shape.heads * shape.head_dim,
+            shape.kv_heads * shape.head_dim,
+            shape.intermediate,
+        )
+        for inputs, parts in (
+            (shape.hidden, (q, kv, kv)),
+            (q, (shape.hidden,)),
+            (shape.hidden, (inner, inner)),
+            (inner, (shape.hidden,)),
+        ):
+            down = self.tensor(slots, len(parts) * rank, inputs)
+            up = self.tensor(slots, sum(parts), rank)
+            y = self.tensor(n, sum(parts))
+            add_low_rank(y, self.tensor(n, inputs), down, up, tokens, parts)
 
     def store(self, n: int) -> Tensor:
         shape = self.shape
@@ -282,6 +305,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
         experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
         experts += [_states(dtype) for dtype in DTYPES]
+        experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
         experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
         experts += _narrow() if arch >= FIRST_ARCHITECTURE else []
         return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
@@ -289,6 +313,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     if arch != 90:
         few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
         experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
+        experts.append(_adapters(QWEN3_8B, _BF16))
         narrow = _narrow() if arch >= FIRST_ARCHITECTURE else []
         return [early, *few, *experts, _states(_BF16), *_latents(_BF16), *narrow]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
@@ -296,6 +321,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
     experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
     experts += [_clamped(GPT_OSS, _BF16), _states(_BF16), _states(torch.float32)]
+    experts += [_adapters(shape, _BF16) for shape in ADAPTED]
     experts += [*_latents(_BF16), *_narrow()]
     return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
 
@@ -303,6 +329,11 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
 def _states(dtype: torch.dtype) -> Variant:
     name = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')} states"
     return Variant(name, HybridModel(dtype).states)
+
+
+def _adapters(shape: Shape, dtype: torch.dtype) -> Variant:
+    name = f"{shape.name} {str(dtype).removeprefix('torch.')} adapters"
+    return Variant(name, _Model(shape, dtype, 16).adapters)
 
 
 def _latents(dtype: torch.dtype) -> list[Variant]:

@@ -11,6 +11,11 @@ import torch
 
 from common.config import EngineConfig
 from common.cores import threads_at_hand
+from common.engine.adapters.adapters import Adapters
+from common.engine.adapters.bank import AdapterBank
+from common.engine.adapters.library import Library
+from common.engine.adapters.loader import AdapterLoader
+from common.engine.adapters.making import bank_of, load_all, shelf_of
 from common.engine.features.composition import every_feature
 from common.engine.features.guides import Guides
 from common.engine.features.prover import Beside
@@ -68,6 +73,8 @@ class Engine:
     stream: Stream
     runner: ModelRunner
     limits: RequestLimits
+    adapters: Adapters
+    loader: AdapterLoader
     guides: Guides
     fingerprint: dict[str, str]
     tokenizer_hash: str
@@ -106,7 +113,8 @@ def build(config: EngineConfig) -> Engine:
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
     model = _load(servable, device, precision.dtype, config)
     rounding = rounding_of(device, config.quantize, int8_stored=model.spec.int8_stored)
-    shape = _shape(config, model)
+    bank = bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction))
+    shape = _shape(config, model, bank)
     pool = KVPool(shape.layout, shape.num_pages, device)
     host_pool = HostPool(shape.layout, shape.host_pages, device)
     page_size, windows = shape.layout.page_size, shape.layout.windows
@@ -118,7 +126,10 @@ def build(config: EngineConfig) -> Engine:
     stream = open_stream(device)
     recorder = CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
     features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
-    runner = ModelRunner(model, pool, host_pool, table, features, stream, recorder)
+    adapters = Adapters(Library(config.lora.max_loaded, config.lora.max_bytes), bank, table)
+    shelf = shelf_of(config.lora, model)
+    load_all(config.lora, shelf, adapters.library)
+    runner = ModelRunner(model, pool, host_pool, table, features, adapters, stream, recorder)
     if device.type == "cuda":
         prepare(runner, largest_forward(shape, config.scheduler.num_slots))
     log.info(
@@ -137,6 +148,7 @@ def build(config: EngineConfig) -> Engine:
             chunk_tokens=shape.chunk_tokens,
             context=shape.context_length,
             threads=torch.get_num_threads(),
+            adapters=len(adapters.library),
         ),
     )
     return Engine(
@@ -148,6 +160,8 @@ def build(config: EngineConfig) -> Engine:
         cache=RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache),
         stream=stream,
         runner=runner,
+        adapters=adapters,
+        loader=AdapterLoader(shelf, adapters.library),
         guides=_guides(directory, model),
         limits=RequestLimits(
             context_length=shape.context_length,
@@ -189,14 +203,14 @@ def _load(
     return servable.load(device, dtype, config.quantize)
 
 
-def _shape(config: EngineConfig, model: Model) -> EngineShape:
+def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape:
     fraction = config.cache.memory_fraction
     free = free_bytes(model.device, fraction)
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free)
     if model.device.type == "cpu":
         return shape
     footprint = measure_footprint(
-        model, shape, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
+        model, shape, bank, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
     )
     log.info(
         "memory beside weights and pages %s",

@@ -11,6 +11,9 @@ from typing import Protocol
 
 import torch
 
+from common.engine.adapters.adapters import Adapters
+from common.engine.adapters.bank import AdapterBank
+from common.engine.adapters.library import Library
 from common.engine.features.composition import every_feature
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.models import Model
@@ -51,7 +54,7 @@ class Rehearsed(Protocol):
 
 
 def measure_footprint(
-    model: Model, shape: EngineShape, *, max_running: int, graphs: bool
+    model: Model, shape: EngineShape, bank: AdapterBank, *, max_running: int, graphs: bool
 ) -> Footprint:
     """Runs the largest forward and captures the two largest graphs over a pool of one page, and
     gives all their memory back. The kernels stay compiled.
@@ -78,6 +81,7 @@ def measure_footprint(
             HostPool(layout, 0, device),
             table,
             every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device),
+            Adapters(Library(0, 0), bank, table),
             stream,
             CudaRecorder() if graphs else None,
         )

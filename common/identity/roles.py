@@ -20,6 +20,8 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "/baton.v1.Node/Describe": _ROUTER_TOO,
     "/baton.v1.Node/WatchCache": _ROUTER_TOO,
     "/baton.v1.Node/Explain": _ROUTER_TOO,
+    "/baton.v1.Node/LoadAdapter": _ROUTER_TOO,
+    "/baton.v1.Node/UnloadAdapter": _ROUTER_TOO,
     "/baton.v1.Node/Drain": _OPERATOR,
     "/baton.v1.Node/FlushCache": _OPERATOR,
     "/baton.v1.Node/Abort": _OPERATOR,

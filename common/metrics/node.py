@@ -26,6 +26,7 @@ QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
     "guided",  # whose guide is being compiled
     "fetching",  # whose prefix is read from another node
+    "adapter",  # whose adapter has no slot
     *("bootstrap", "inflight", "pooled"),  # of a prefill node alone
     *("unpaired", "prealloc", "transfer", "leaving"),  # of a decode node alone
 )
@@ -39,8 +40,9 @@ REJECTED = Declared(
     "baton_node_rejected",
     "counter",
     "Requests, or hand-offs, that this node would not take, or not go on with; late: its queue is "
-    "longer than they may wait, dropped: they have waited so long and nothing was computed.",
-    {"reason": ("invalid", "draining", "overloaded", "late", "dropped", "deadline")},
+    "longer than they may wait, dropped: they have waited so long and nothing was computed, "
+    "adapter: their adapter is not loaded.",
+    {"reason": ("invalid", "draining", "overloaded", "late", "dropped", "deadline", "adapter")},
 )
 STREAMS = Declared("baton_streams", "gauge", "Open streams.", {"kind": ("router", "pair")})
 STREAM_ENDS = Declared(
@@ -164,6 +166,15 @@ PREEMPTED = Declared(
 )
 POOLED = Declared(
     "baton_pooled_prompts", "counter", "Prompts that were computed for their vectors or scores."
+)
+ADAPTERS = Declared("baton_adapters", "gauge", "LoRA adapters in host memory.")
+ADAPTER_BYTES = Declared("baton_adapter_bytes", "gauge", "Host memory that they take.")
+ADAPTER_SLOTS = Declared(
+    "baton_adapter_slots_used", "gauge", "Slots of the device whose adapter requests have."
+)
+ADAPTER_FILLS = Declared("baton_adapter_fills", "counter", "Adapters copied into a slot.")
+ADAPTERS_EVICTED = Declared(
+    "baton_adapters_evicted", "counter", "Adapters that went from host memory to make room."
 )
 HANDOFFS = Declared(
     "baton_handoffs",
@@ -289,6 +300,7 @@ BOTH = (
     *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
+    *(ADAPTERS, ADAPTER_BYTES, ADAPTER_SLOTS, ADAPTER_FILLS, ADAPTERS_EVICTED),
 )
 DECODE = (
     *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
@@ -330,8 +342,16 @@ _TOTALS = {
     "process_cpu": ENGINE_CPU,
     "self_checks": SELF_CHECKS,
     "pooled_prompts": POOLED,
+    "adapter_fills": ADAPTER_FILLS,
+    "adapters_evicted": ADAPTERS_EVICTED,
 }
-_GAUGES = {"host_pages": HOST_PAGES, "reads_in_flight": READS_IN_FLIGHT}
+_GAUGES = {
+    "host_pages": HOST_PAGES,
+    "reads_in_flight": READS_IN_FLIGHT,
+    "adapters": ADAPTERS,
+    "adapter_bytes": ADAPTER_BYTES,
+    "adapter_slots": ADAPTER_SLOTS,
+}
 _DISTRIBUTIONS = {
     "step_seconds": STEP_SECONDS,
     "batch_requests": BATCH_REQUESTS,

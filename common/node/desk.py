@@ -6,10 +6,11 @@ The role is asked through the small Inside protocol; the desk knows no queue by 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from common.distribution import Counted
-from common.errors import WrongState
+from common.errors import ServingError, WrongState
 from common.logs import kv
 from common.node.cache_reports import CacheReports, CacheSource
 from common.node.messages import (
@@ -23,6 +24,7 @@ from common.node.messages import (
 )
 from common.priority import CLASSES, PriorityClass
 from common.queueing.drain import Backlog
+from common.requests.adapter import AdapterId
 from common.requests.flight import Flights
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,27 @@ class Meter(Protocol):
     def gauges(self) -> Mapping[str, float]: ...
 
     def distributions(self) -> Mapping[str, Counted]: ...
+
+
+class AdapterShelf(Protocol):
+    """Adapters that come and go."""
+
+    def names(self) -> Mapping[str, AdapterId]:
+        """Of those that requests may have."""
+        ...
+
+    def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
+        """What is loaded, and whether it is new by that name. Fails with a ServingError, or raises
+        one at once."""
+        ...
+
+    def unload(self, name: str) -> bool:
+        """Whether there was one."""
+        ...
+
+    def poll(self) -> None:
+        """Takes up what has been loaded."""
+        ...
 
 
 class Inside(Protocol):
@@ -89,6 +112,7 @@ class Desk:
         pages_by_holder: Callable[[], dict[str, int]],
         steps_finished: Callable[[], int],
         cache: CacheSource,
+        adapters: AdapterShelf,
         meters: Sequence[Meter] = (),
     ) -> None:
         self._channel = channel
@@ -98,6 +122,8 @@ class Desk:
         self._rested_s = 0.0
         self._num_self_checks = 0
         self._cache = CacheReports(cache, channel.post)
+        self._adapters = adapters
+        self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of questions
         self._report_at = 0.0
         self._check_at = 0.0
         self._told_drained = False
@@ -108,6 +134,8 @@ class Desk:
         """Answers what the front asks; anything else goes to `requests`."""
         for message in self._channel.take():
             match message:
+                case Ask(what="load_adapter"):
+                    self._load_adapter(message)
                 case Ask():
                     self._channel.post(self._answer(message, inside))
                 case WatchCache():
@@ -120,6 +148,7 @@ class Desk:
                         kv(message_type=type(message).__name__),
                     )
         self._cache.flush()
+        self._tell_loaded()
         self._report(inside)
 
     def notify(self, message: EngineMessage) -> None:
@@ -171,6 +200,7 @@ class Desk:
                 links=tuple((address, *link) for address, link in self.links.items()),
                 distributions=distributions,
                 backlogs=inside.backlogs(),
+                adapters=dict(self._adapters.names()),
             )
         )
 
@@ -181,6 +211,29 @@ class Desk:
             "total_thread_cpu": time.thread_time(),
             "total_process_cpu": time.process_time(),
         }
+
+    def _load_adapter(self, ask: Ask) -> None:
+        """Answered once it is loaded."""
+        name, _, path = ask.argument.partition("=")
+        try:
+            self._loading.append((ask.number, self._adapters.load(name, path)))
+        except ServingError as error:
+            self._channel.post(Answer(ask.number, error=str(error)))
+
+    def _tell_loaded(self) -> None:
+        if not self._loading:
+            return
+        self._adapters.poll()
+        for number, loaded in [each for each in self._loading if each[1].done()]:
+            self._loading.remove((number, loaded))
+            error = loaded.exception()
+            if error is None:
+                self._report_at = 0.0
+                adapter, fresh = loaded.result()
+                answer = Answer(number, integer=int(fresh), adapter=adapter)
+            else:
+                answer = Answer(number, error=str(error))
+            self._channel.post(answer)
 
     def _answer(self, ask: Ask, inside: Inside) -> Answer:
         match ask.what:
@@ -204,5 +257,8 @@ class Desk:
                 return Answer(ask.number, integer=inside.abort(ask.argument))
             case "explain":
                 return Answer(ask.number, flights=inside.explain(ask.argument))
+            case "unload_adapter":
+                self._report_at = 0.0
+                return Answer(ask.number, integer=int(self._adapters.unload(ask.argument)))
             case unknown:
                 return Answer(ask.number, error=f"unknown question {unknown!r}")

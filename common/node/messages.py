@@ -12,6 +12,7 @@ import msgspec
 from common.distribution import Counted
 from common.node.stamps import HandoffStamps, RequestStamps
 from common.queueing.drain import Backlog
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.flight import Flights
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
@@ -51,6 +52,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     received: float = 0.0  # time.monotonic(), at the front
     trace: Trace = UNTRACED
     namespace: Namespace = SHARED
+    adapter: AdapterId = NO_ADAPTER
     engine_deaths: int = 0  # see common/requests/trial.py
     queue_s: float = math.inf  # longest wait for the prompt's first forward
     ticket: int = 0  # by which it may be moved to another node; 0: it stays
@@ -75,6 +77,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """A question of `Node`; answered by one Answer with the same number.
 
     what: "describe" | "drain" | "flush_cache" | "abort" | "explain" (argument = request_id of both)
+        | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME)
     """
 
     number: int
@@ -181,9 +184,10 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
 class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
     error: str = ""  # WrongState and the like; empty on success
-    integer: int = 0  # pages freed, requests aborted
+    integer: int = 0  # pages freed, requests aborted, adapters that came or went
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: Flights | None = None
+    adapter: AdapterId = NO_ADAPTER  # that is loaded
 
 
 class Moving(msgspec.Struct, frozen=True, tag=True):
@@ -200,6 +204,7 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
     distributions: dict[str, Counted] = {}
     pages_free: int = 0  # those that only the prefix cache holds are free
     backlogs: dict[str, Backlog] = {}  # "prompts", and of a decode node "pages"
+    adapters: dict[str, AdapterId] = {}  # that requests may have, by name
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from common.config import NodeConfig
+from common.config import NodeConfig, check_adapter_name
 from common.errors import InvalidRequest, NodeUnavailable
 from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
@@ -16,6 +16,9 @@ from common.node.supervision import Supervision
 from common.queueing.drain import Backlog
 from common.requests.flight import Flights, to_proto
 from protos import node_pb2, node_pb2_grpc, router_pb2
+
+MAX_PATH_CHARACTERS = 1024
+LOAD_S = 60.0  # for an adapter to be read
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
@@ -112,6 +115,25 @@ class NodeService(node_pb2_grpc.NodeServicer):
         answer = await self._engine.ask("abort", request.request_id)
         return node_pb2.AbortResponse(aborted=answer.integer)
 
+    async def LoadAdapter(
+        self, request: router_pb2.LoadAdapterRequest, context: Any
+    ) -> router_pb2.LoadAdapterResponse:
+        """FAILED_PRECONDITION with the reason why it is not loaded."""
+        _check_name(request.name)
+        if not 0 < len(request.path) <= MAX_PATH_CHARACTERS:
+            raise InvalidRequest(f"path: 1 to {MAX_PATH_CHARACTERS} characters")
+        argument = f"{request.name}={request.path}"
+        answer = await self._engine.ask("load_adapter", argument, timeout_s=LOAD_S)
+        return router_pb2.LoadAdapterResponse(id=answer.adapter, fresh=bool(answer.integer))
+
+    async def UnloadAdapter(
+        self, request: router_pb2.UnloadAdapterRequest, context: Any
+    ) -> router_pb2.UnloadAdapterResponse:
+        """A name that no adapter has is no error."""
+        _check_name(request.name)
+        answer = await self._engine.ask("unload_adapter", request.name)
+        return router_pb2.UnloadAdapterResponse(known=bool(answer.integer))
+
     async def Explain(
         self, request: node_pb2.ExplainHereRequest, context: Any
     ) -> node_pb2.ExplainHereResponse:
@@ -122,3 +144,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise NodeUnavailable("the engine of this node stands still")
         answer = await self._engine.ask("explain", request.request_id)
         return to_proto(answer.flights or Flights((), 0))
+
+
+def _check_name(name: str) -> None:
+    try:
+        check_adapter_name(name)
+    except ValueError as error:
+        raise InvalidRequest(f"name: {error}") from None

@@ -10,6 +10,7 @@ from typing import TypeAlias, cast
 
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
 from common.priority import check as check_priority
+from common.requests.adapter import check_adapter
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import check_namespace
 from common.requests.sampling import MAX_TOKEN_ID
@@ -212,7 +213,7 @@ def _open(body: pb.Open) -> Open:
         if not body.sampling.HasField(field):
             raise ProtocolViolation(f"an Open without sampling.{field}")
     try:
-        namespace = check_namespace(body.namespace)
+        namespace, adapter = check_namespace(body.namespace), check_adapter(body.adapter)
         check_priority(body.priority)
         sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
         prefix_at = prefix_hints.from_proto(body.prefix_at)
@@ -233,6 +234,7 @@ def _open(body: pb.Open) -> Open:
         ticket=body.ticket,
         priority=body.priority,
         prefix_at=prefix_at,
+        adapter=adapter,
     )
 
 
@@ -252,6 +254,7 @@ def _open_proto(record: Open) -> pb.Open:
         ticket=record.ticket,
         priority=record.priority,
         prefix_at=prefix_hints.to_proto(record.prefix_at),
+        adapter=record.adapter,
     )
 
 

@@ -214,6 +214,7 @@ class OwnerEnd:
                 message.ticket,
                 message.priority,
                 message.prefix_at,
+                message.adapter,
             )
         )
 

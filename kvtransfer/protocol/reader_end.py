@@ -363,6 +363,7 @@ class ReaderEnd:
             command.ticket,
             command.priority,
             command.prefix_at,
+            command.adapter,
         )
         self._actions.append(Send(stream, message))
 

@@ -11,7 +11,9 @@ from router.clients.guard import Guard
 
 _HEADER = "authorization"
 _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Explain"})
-_COMMANDS = frozenset({"/baton.v1.Router/Drain"})
+_COMMANDS = frozenset(
+    f"/baton.v1.Router/{name}" for name in ("Drain", "LoadAdapter", "UnloadAdapter")
+)
 
 
 class Callers:

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from common.errors import RateLimited, ServingError
 from common.metrics import RouterMetrics
+from router.api import adapters
 from router.api.dialect import problems
 from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
@@ -24,6 +25,7 @@ _OPEN = frozenset({"/", "/health", "/ready"})
 _OPEN_BELOW = "/page/"
 _FOR_OPERATORS = frozenset({"/cluster", "/requests", "/metrics"})
 _FOR_OPERATORS_BELOW = "/requests/"
+_COMMANDS = frozenset({adapters.LOAD_PATH, adapters.UNLOAD_PATH})
 
 
 class HttpChecks:
@@ -76,6 +78,8 @@ class HttpChecks:
             return None
         operators = path in _FOR_OPERATORS or path.startswith(_FOR_OPERATORS_BELOW)
         ask = self._guard.operator if operators else self._guard.client
+        if path in _COMMANDS:
+            ask = self._guard.commander
         try:
             client = ask(_authorization(request), request.peer.host)
             self._admit(client, request.peer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from router.api.adapters import LoadFields, UnloadFields
 from router.api.anthropic.count_tokens import Counted
 from router.api.anthropic.fields import CountedFields, MessagesFields
 from router.api.native.generate import Generated, NativeFields
@@ -26,7 +27,9 @@ from router.api.pooling.scores import ScoreFields, ScoreList
 Schema = dict[str, Any]
 
 FIELDS: Mapping[str, str] = {
-    "model": "Must be what `/v1/models` names; absent: that one.",
+    "model": "One that `/v1/models` names: the model, which it is where this is absent, or a LoRA "
+    "adapter.",
+    "lora_path": "SGLang's way to name a LoRA adapter.",
     "prompt": "A text, a list of texts, token ids, or a list of lists of them.",
     "messages": "The conversation, rendered with the model's own chat template.",
     "stream": "Send the answer as server-sent events while it is generated.",
@@ -146,6 +149,8 @@ _BESIDE = (
     ScoreList,
     RerankFields,
     Reranked,
+    LoadFields,
+    UnloadFields,
 )
 _OF_TOKENS = ("400", "401", "404", "413", "429", "504")
 _OTHERS = (
@@ -199,7 +204,7 @@ def document(version: str) -> Schema:
     completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records
     response, message, to_count, counted, native, generated = beside[:6]
     tokenize, tokenized, detokenize, detokenized = beside[6:10]
-    embed, embedded, score, scored, rerank, reranked = beside[10:]
+    embed, embedded, score, scored, rerank, reranked, load, unload = beside[10:]
     for record in REQUESTS:
         components[record.__name__]["description"] = _OTHERS
         for name, field in components[record.__name__]["properties"].items():
@@ -296,7 +301,13 @@ def document(version: str) -> Schema:
             "/get_server_info": {
                 "get": _plain("The server, as SGLang tells it; `/server_info`, too.", "401")
             },
-            "/v1/models": {"get": _plain("The model that is served.", "401")},
+            "/v1/models": {"get": _plain("The model that is served, and its adapters.", "401")},
+            "/v1/load_lora_adapter": {
+                "post": _command("Has all nodes load a LoRA adapter.", load, "400")
+            },
+            "/v1/unload_lora_adapter": {
+                "post": _command("Has all nodes unload one.", unload, "400", "404")
+            },
             "/v1/models/{model}": {
                 "parameters": [_in_path("model")],
                 "get": _plain("The same, by its name.", "401", "404"),
@@ -374,6 +385,11 @@ def _plain(summary: str, *problems: str) -> Schema:
 def _for_operators(summary: str, *problems: str) -> Schema:
     security: list[Schema] = [{"operator_key": []}, {}]
     return {**_plain(summary, "401", "403", *problems), "security": security}
+
+
+def _command(summary: str, fields: Schema, *problems: str) -> Schema:
+    body = {"required": True, "content": {"application/json": {"schema": fields}}}
+    return {**_for_operators(summary, *problems), "requestBody": body}
 
 
 def _for_anybody(summary: str, *problems: str) -> Schema:

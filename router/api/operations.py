@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from router.api import openapi
+from router.api.dialect.model_names import ModelNames
 from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Request
@@ -22,14 +23,16 @@ class Operations:
 
     def __init__(
         self,
-        model_name: str,
+        names: ModelNames,
         context_length: int,
         why_not_ready: Callable[[], str | None],
     ) -> None:
         """
         Args:
+            names: that clients may call the model by.
             why_not_ready: a sentence, or None when a request could be placed now.
         """
+        self._names, model_name = names, names.served
         self._model: Mapping[str, Any] = {
             "id": model_name,
             "object": "model",
@@ -60,15 +63,21 @@ class Operations:
         self._openapi = msgspec.json.encode(openapi.document(version("baton")))
 
     async def models(self, request: Request) -> web.Response:
-        content = {"object": "list", "data": [self._model]}
+        adapters = [self._adapter(name) for name in self._names.adapters]
+        content = {"object": "list", "data": [self._model, *adapters]}
         return whole(200, msgspec.json.encode(content))
 
     async def model(self, request: Request) -> web.Response:
         name = unquote(request.route.removeprefix(f"{MODELS_PATH}/"))
-        if name == self._model["id"]:
-            return whole(200, msgspec.json.encode(self._model))
-        message = f"there is no model {name!r} here; {self._model['id']!r} is served"
-        return Refusal(404, message, code="model_not_found").response()
+        try:
+            adapter = self._names.adapter(name)
+        except Refusal as refusal:
+            return refusal.response()
+        found = self._adapter(adapter) if adapter else self._model
+        return whole(200, msgspec.json.encode(found))
+
+    def _adapter(self, name: str) -> Mapping[str, Any]:
+        return {**self._model, "id": name, "root": name, "parent": self._names.served}
 
     async def version(self, request: Request) -> web.Response:
         return whole(200, msgspec.json.encode(self._version))

@@ -8,6 +8,7 @@ from router.api.anthropic.messages import AnthropicMessages
 from router.api.dialect import problems
 from router.api.dialect.asked import Dialect
 from router.api.dialect.generation_endpoint import Begin, GenerationEndpoint
+from router.api.dialect.model_names import ModelNames
 from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.http.request import Handler
 from router.api.http.routes import Routes
@@ -30,7 +31,7 @@ def routes(
     begin: Begin,
     *,
     model: ServedModel,
-    model_name: str,
+    names: ModelNames,
     budget_s: float,
     ignore_unknown: bool,
     why_not_ready: Callable[[], str | None],
@@ -40,23 +41,23 @@ def routes(
     """
     Args:
         begin: as of GenerationEndpoint.
-        model_name: what clients call the model.
+        names: that clients may call the model by.
         budget_s: total time that a request may take.
         ignore_unknown: take requests with fields that nobody knows as if they had none.
         why_not_ready: a sentence, or None when a request could be placed now.
         others: what is beside OpenAI's API, by path, by method.
         others_below: the same for every path that begins with this one.
     """
-    operations = Operations(model_name, model.limits.context_length, why_not_ready)
+    operations = Operations(names, model.limits.context_length, why_not_ready)
     prompts = PromptEndpoint(begin, budget_s)
-    tokens = Tokens(model, prompts, model_name=model_name, ignore_unknown=ignore_unknown)
-    count_tokens = CountTokens(model, prompts, model_name=model_name, ignore_unknown=ignore_unknown)
+    tokens = Tokens(model, prompts, names=names, ignore_unknown=ignore_unknown)
+    count_tokens = CountTokens(model, prompts, names=names, ignore_unknown=ignore_unknown)
     chat = Chat(model.speech, model.shown, ignore_unknown=ignore_unknown)
     messages = AnthropicMessages(model.speech, model.shown, ignore_unknown=ignore_unknown)
     responses = Responses(model.speech, model.shown, ignore_unknown=ignore_unknown)
 
     def generation(dialect: Dialect) -> GenerationEndpoint:
-        return GenerationEndpoint(dialect, answers, metrics, begin, model_name=model_name)
+        return GenerationEndpoint(dialect, answers, metrics, begin, names=names)
 
     return Routes(
         {
@@ -68,9 +69,7 @@ def routes(
             "/generate": {"POST": generation(Native(ignore_unknown=ignore_unknown))},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},
-            **pooling_routes(
-                vectors, metrics, begin, model_name=model_name, ignore_unknown=ignore_unknown
-            ),
+            **pooling_routes(vectors, metrics, begin, names=names, ignore_unknown=ignore_unknown),
             "/version": {"GET": operations.version},
             "/get_model_info": {"GET": operations.model_info},
             "/model_info": {"GET": operations.model_info},

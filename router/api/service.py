@@ -16,6 +16,7 @@ from router.api.explain import Explainer
 from router.api.grpc_voice import GrpcVoice
 from router.clients.client import Client
 from router.clients.guard import Guard
+from router.cluster.adapter_calls import AdapterCalls
 from router.parsers.listener import Listener
 from router.parsers.speech import NONE
 from router.pooling.vectors import Asker, Vectors
@@ -43,6 +44,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         vectors: Vectors,
         report: ClusterReport,
         explainer: Explainer,
+        adapters: AdapterCalls,
         model: ServedModel,
         ends: Ends,
         *,
@@ -57,6 +59,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._vectors = vectors
         self._report = report
         self._explainer = explainer
+        self._adapters = adapters
         self._model = model
         self._ends = ends
         self._budget_s = budget_s
@@ -172,6 +175,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if not request.name:
             raise InvalidRequest("name is empty")
         return await self._explainer.explain(request.name)
+
+    async def LoadAdapter(
+        self, request: router_pb2.LoadAdapterRequest, context: Context
+    ) -> router_pb2.LoadAdapterResponse:
+        return await self._adapters.load(request.name, request.path)
+
+    async def UnloadAdapter(
+        self, request: router_pb2.UnloadAdapterRequest, context: Context
+    ) -> router_pb2.UnloadAdapterResponse:
+        await self._adapters.unload(request.name)
+        return router_pb2.UnloadAdapterResponse(known=True)
 
     async def Drain(
         self, request: router_pb2.DrainRouterRequest, context: Context

@@ -9,9 +9,11 @@ import msgspec
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
+from common.requests.adapter import AdapterId
 from common.requests.prefix_at import PrefixAt
 from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
+from router.cluster.known_adapters import KnownAdapters
 from router.cluster.survey import NodeReport, Survey
 from router.policy import Policy
 from router.policy.backlogs import WHENEVER, Backlogs, Due
@@ -21,6 +23,7 @@ from router.policy.load import Charge, Load
 from router.requests.admission import SHUTTING_DOWN
 
 NOT_READY = "no decode node with a usable prefill node is ready"
+NO_ADAPTER_THERE = "no decode node that is ready has the adapter"
 # From the moment the last usable node was lost, or that it would come back. Longer than a reconnect
 # takes, shorter than a client's patience.
 GRACE_S = 2.0
@@ -61,6 +64,7 @@ class Cluster:
         self.backlogs = Backlogs(load)
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
+        self.adapters = KnownAdapters(self._clients)
         # What each decode node that takes requests can read from; and of those the ones in use,
         # made when a node says something: requests come more often.
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
@@ -99,6 +103,7 @@ class Cluster:
         else:
             self.backlogs.forget(client.address)
         self.heard(client)
+        self.adapters.told()
 
     def heard(self, client: DecodeClient) -> None:
         """What its engine's pulse says has changed."""
@@ -167,9 +172,9 @@ class Cluster:
             NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
             QueueTooLong: none of them can begin with the prompt in time.
         """
-        choices = self.usable()
+        choices = self._having(key.adapter)
         if not choices:
-            raise NodeUnavailable(NOT_READY)
+            raise NodeUnavailable(NO_ADAPTER_THERE if key.adapter else NOT_READY)
         choices = self.backlogs.in_time(choices, len(key.token_ids), due)
         if avoid:
             choices = [choice for choice in choices if choice.address not in avoid] or choices
@@ -191,7 +196,7 @@ class Cluster:
         Raises:
             NodeUnavailable: no other decode node is usable.
         """
-        choices = [choice for choice in self.usable() if choice.address != source]
+        choices = [choice for choice in self._having(key.adapter) if choice.address != source]
         if not choices:
             raise NodeUnavailable("no other decode node is ready")
         picked = self._policy.pick(key, choices)
@@ -199,6 +204,12 @@ class Cluster:
         charge = self._load.charge(placement, len(key.token_ids))
         charge.first_token()
         return Chosen(self._clients[placement.decode], (), charge, -math.inf)
+
+    def _having(self, adapter: AdapterId) -> Sequence[DecodeChoice]:
+        """The usable ones that have it."""
+        if not adapter:
+            return self.usable()
+        return [choice for choice in self.usable() if adapter in choice.adapters]
 
     def _read(self, client: DecodeClient) -> None:
         """Takes up what a decode node has said. Of one node only: each says something twice a
@@ -247,5 +258,6 @@ class Cluster:
                 continue
             if prefill or alone(status):
                 pages = status.pages_total, status.pages_free, status.page_size
-                usable.append(DecodeChoice(address, prefill, *pages))
+                adapters = frozenset(client.adapters.values())
+                usable.append(DecodeChoice(address, prefill, *pages, adapters))
         return usable

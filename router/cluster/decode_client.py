@@ -10,14 +10,15 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc.aio
 
 from common import rpc, serve_protocol
-from common.errors import EngineDied, NodeUnavailable, ProtocolViolation
+from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
+from common.requests.adapter import AdapterId, check_adapter
 from common.requests.logprobs import from_proto
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import to_fields
@@ -78,6 +79,7 @@ class DecodeClient:
         self.address = address
         # The node's last Status on the stream that is open; None: no stream, or none yet.
         self.status: decode_pb2.Status | None = None
+        self.adapters: Mapping[str, AdapterId] = {}  # of it, by name
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
         self.guests: set[Guest] = set()  # those of its requests that may be moved
@@ -189,6 +191,7 @@ class DecodeClient:
             ticket=ticket,
             move_from=move_from,
             prefix_at=prefix_hints.to_proto(prefix_at),
+            adapter=job.adapter,
         )
         self._untold[number] = timeline, submission or timeline.submissions[-1]
         self._unsent.submit(submit)
@@ -282,7 +285,8 @@ class DecodeClient:
                     log.info("decode node connected %s", kv(node=self.address))
                 if len(message.status.links) > serve_protocol.MAX_LINKS:
                     raise ProtocolViolation(f"the node has {len(message.status.links)} links")
-                self.status = message.status
+                adapters = _adapters(message.status)
+                self.status, self.adapters = message.status, adapters
                 self._note_drain()
                 self._on_move(self.address)
             case "trial":
@@ -351,6 +355,7 @@ class DecodeClient:
         for number, buffer in self._live.items():
             buffer.end(NodeLost(sentence, self._whose(number, over)))
         self.status = self._trial = self._pulse = None
+        self.adapters = {}
         self._note_drain()
         for buffer in self._live.values():
             buffer.tell()
@@ -377,6 +382,16 @@ class DecodeClient:
             return Doing.ANYBODYS
         alone = self._trial.HasField("request") and self._trial.request == number
         return Doing.ITS_OWN if alone else Doing.NOT_ITS_OWN
+
+
+def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
+    """By name. Raises ProtocolViolation for more than a node can have, or what is none."""
+    if len(status.adapters) > serve_protocol.MAX_ADAPTERS:
+        raise ProtocolViolation(f"the node has {len(status.adapters)} adapters")
+    try:
+        return {each.name: check_adapter(each.id) for each in status.adapters if each.id}
+    except InvalidRequest as error:
+        raise ProtocolViolation(str(error)) from error
 
 
 class Submitted:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.namespace import SHARED, Namespace
 
 
@@ -13,6 +14,7 @@ class PlacementKey(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     session_id: str = ""  # requests of one session belong together; "": of none
     namespace: Namespace = SHARED  # of prefix caches: what others have sent is of no use to it
+    adapter: AdapterId = NO_ADAPTER  # which the decode node must have
 
 
 class PrefillChoice(msgspec.Struct, frozen=True):
@@ -31,6 +33,7 @@ class DecodeChoice(msgspec.Struct, frozen=True):
     pages_total: int = 0  # 0: not told
     pages_free: int = 0  # those that the prefix cache alone holds are free
     page_size: int = 16
+    adapters: frozenset[AdapterId] = frozenset()  # that it has
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -25,8 +25,10 @@ from common.process import allocator
 from common.tracing import export
 from protos import router_pb2, router_pb2_grpc
 from router.api import metrics_endpoint, requests_endpoint
+from router.api.adapters import Adapters
 from router.api.callers import Callers
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
+from router.api.dialect.model_names import ModelNames
 from router.api.explain import Explainer, OwnEvents
 from router.api.http.server import HttpServer
 from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
@@ -34,6 +36,7 @@ from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
 from router.api.router_state import OwnState, WholeState
 from router.api.service import RouterService
 from router.clients.assembly import make_clients
+from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import NOT_READY, Cluster
 from router.cluster.discovery import Discovery
@@ -201,12 +204,15 @@ async def running(
             reranker=qwen3(served.tokenizer) if config.reranker == "qwen3" else None,
             has_nodes=bool(config.prefill),
         )
+        model_names = ModelNames(config.served_model_name or model.name, cluster.adapters.by_name)
+        adapters = AdapterCalls(survey, cluster, model_names.served)
         service = RouterService(
             clients.guard,
             answers,
             vectors,
             report,
             explainer,
+            adapters,
             served,
             KeptEnd(keeper) if place.is_shared else OwnEnd(on_drain),
             budget_s=config.budget_s,
@@ -238,12 +244,14 @@ async def running(
         http = make_http(
             config,
             served,
+            model_names,
             clients,
             answers,
             vectors,
             counts,
             why_not_ready,
             certificates,
+            Adapters(adapters),
             others={
                 "/cluster": ClusterEndpoint(report),
                 requests_endpoint.PATH: listed.all,

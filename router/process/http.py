@@ -6,7 +6,9 @@ from common import tls
 from common.config import RouterConfig
 from common.metrics import RouterMetrics
 from router.api import paths as api
+from router.api.adapters import Adapters
 from router.api.dialect import problems
+from router.api.dialect.model_names import ModelNames
 from router.api.http.request import Handler
 from router.api.http.server import HttpServer
 from router.api.http.service import Service
@@ -25,12 +27,14 @@ _SPARE_CONNECTIONS = 1024
 def make_http(
     config: RouterConfig,
     model: ServedModel,
+    names: ModelNames,
     clients: Clients,
     answers: KeptAnswers,
     vectors: Vectors,
     counts: RouterMetrics,
     why_not_ready: Callable[[], str | None],
     certificates: tls.Certificates | None,
+    adapters: Adapters,
     others: Mapping[str, Handler],
     others_below: Mapping[str, Handler],
 ) -> HttpServer:
@@ -46,11 +50,15 @@ def make_http(
         counts,
         checks.begin,
         model=model,
-        model_name=config.served_model_name or model.files.name,
+        names=names,
         budget_s=config.budget_s,
         ignore_unknown=config.ignore_unknown_fields,
         why_not_ready=why_not_ready,
-        others={**page.routes(), **{path: {"GET": each} for path, each in others.items()}},
+        others={
+            **page.routes(),
+            **adapters.routes(),
+            **{path: {"GET": each} for path, each in others.items()},
+        },
         others_below={path: {"GET": each} for path, each in others_below.items()},
     )
     limits = Limits(

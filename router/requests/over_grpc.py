@@ -38,6 +38,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         label=request.request_id,
         session_id=request.session_id,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+        adapter=request.adapter,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
         priority=request.priority if request.HasField("priority") else None,
     )

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from common.errors import InvalidRequest
 from common.requests import sampling
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from router.requests import namespaces
@@ -38,6 +39,7 @@ class Job(msgspec.Struct, frozen=True):
     engine_deaths: int = 0  # of nodes that had it, see common/requests/trial.py
     session_id: str = ""
     namespace: Namespace = SHARED  # of prefix caches
+    adapter: AdapterId = NO_ADAPTER
     shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
     echo: str | None = None  # the prompt's text, which the answer begins with
     silent: bool = False  # see Wanted
@@ -51,9 +53,13 @@ async def parse(
     limits: Limits,
     owner: str = "",
     priority: int = 0,
+    adapter: AdapterId = NO_ADAPTER,
 ) -> Job:
     """Checks prompt and sampling.
 
+    Args:
+        owner: as of `namespaces.decide`.
+        adapter: what `wanted` names.
     Raises:
         InvalidRequest: with a sentence that names the field.
     """
@@ -90,6 +96,7 @@ async def parse(
         stop_regex=stop_regex,
         session_id=wanted.session_id,
         namespace=namespace,
+        adapter=adapter,
         shown=wanted.shown,
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
         silent=wanted.silent,

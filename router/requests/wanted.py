@@ -122,6 +122,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str = ""  # "": of none
     cache_salt: str | None = None  # None: what is cached is shared with all who give none
     priority: int | None = None  # as its client counts; None: it does not say
+    adapter: str = ""  # its name; "": the model as it is
     timeout_s: float | None = None  # None: the router's own limit
     shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
 

@@ -10,6 +10,7 @@ import torch
 
 from common.config import EngineConfig
 from common.engine import footprint as footprint_module
+from common.engine.adapters.bank import AdapterBank
 from common.engine.footprint import (
     DRIVER_BYTES_PER_GRAPH,
     Footprint,
@@ -115,7 +116,8 @@ def measuring(tmp_path):
     spec = read_spec(make_checkpoint(tmp_path))
     config = EngineConfig(model=str(tmp_path), device="cpu")
     shape = resolve_shape(config, spec, dtype=torch.float32, free=GIB)
-    return SimpleNamespace(device=torch.device("cpu"), spec=spec), shape
+    model = SimpleNamespace(device=torch.device("cpu"), spec=spec)
+    return model, shape, AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
 
 
 # Seen failing without the features, whose counts of tokens for penalties are a part of the state,
@@ -124,7 +126,7 @@ def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(measuri
     FakeGpu(monkeypatch)
     measured = []
 
-    def runner(model, pool, host_pool, table, features, stream, recorder):
+    def runner(model, pool, host_pool, table, features, adapters, stream, recorder):
         return features
 
     def measure(make_runner, num_tokens, device):
@@ -134,8 +136,8 @@ def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(measuri
     monkeypatch.setattr(footprint_module, "ModelRunner", runner)
     monkeypatch.setattr(footprint_module, "every_feature", lambda *_: "every feature")
     monkeypatch.setattr(footprint_module, "footprint_of", measure)
-    model, shape = measuring
-    found = measure_footprint(model, shape, max_running=7, graphs=False)
+    _, shape, _ = measuring
+    found = measure_footprint(*measuring, max_running=7, graphs=False)
     assert found == Footprint(1, 2, 3)
     assert measured == [("every feature", shape.prefill_tokens + 7)]
 

@@ -75,7 +75,7 @@ class Scripted:
         self.device, self.dtype = CPU, torch.float32
         self._logits = logits
 
-    def forward(self, inputs, pool, future_tokens):
+    def forward(self, inputs, pool, future_tokens, adapted=None):
         return self._logits(inputs, future_tokens)
 
     def logits(self, hidden):

@@ -71,9 +71,11 @@ class Watched:
         self._model = model
         self._order = order
 
-    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor, adapted: None = None
+    ) -> Tensor:
         self._order.hazards.clear()
-        hidden = self._model.forward(batch, pool, future_tokens)
+        hidden = self._model.forward(batch, pool, future_tokens, adapted)
         self.hazards += self._order.hazards
         return hidden
 

@@ -8,6 +8,7 @@ import msgspec
 from common.errors import DeadlineExceeded
 from common.metrics import RouterMetrics
 from router.api.dialect.generation_endpoint import GenerationEndpoint
+from router.api.dialect.model_names import ModelNames
 from router.api.openai.completions import Completions
 from router.clients.client import Client, by_address
 from router.generation import Generator, Write
@@ -45,7 +46,7 @@ async def test_an_answer_that_has_ended_does_not_end_again() -> None:
         answers,
         RouterMetrics(),
         lambda request, num_requests: by_address("10.0.0.1"),
-        model_name="m",
+        names=ModelNames("m", dict),
     )
     response = await endpoint(request)
     await response.prepare(request)

@@ -88,7 +88,7 @@ async def test_a_list_of_prompts_makes_a_list_of_answers(model: Path) -> None:
         ({"text": ["x"] * 65, "sampling_params": {"n": 2}}, "sampling_params.n"),
         ({"text": "x", "return_logprob": True}, "return_logprob"),
         ({"text": "x", "image_data": "data:"}, "image_data"),
-        ({"text": "x", "lora_path": "a"}, "lora_path"),
+        ({"text": "x", "lora_path": 1}, "lora_path"),
         (
             {"text": "x", "sampling_params": {"skip_special_tokens": False}},
             "sampling_params.skip_special_tokens",

@@ -85,8 +85,8 @@ async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model: Path) -> 
     async with api_for(model, ignore_unknown_fields=True) as api:
         for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
             await _submitted(api, path, **prompt, nobody_knows_this=[1])
-            answer = await api.post(path, **prompt, nobody_knows_this=[1], lora_path="a")
-            assert (answer.status, answer.error["param"]) == (400, "lora_path")
+            answer = await api.post(path, **prompt, nobody_knows_this=[1], images=["a"])
+            assert (answer.status, answer.error["param"]) == (400, "images")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
         ({"prompt": "x", "skip_special_tokens": False}, "skip_special_tokens"),
         ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
         ({"prompt": "x", "stop_regex": "a("}, "stop_regex"),
-        ({"prompt": "x", "lora_path": "a"}, "lora_path"),
+        ({"prompt": "x", "lora_path": 1}, "lora_path"),
         ({"prompt": "x", "nobody_knows_this": 1}, "nobody_knows_this"),
         ({"prompt": "x", "stream_options": {"every": 1}}, "stream_options.every"),
     ],

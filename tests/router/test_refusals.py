@@ -17,6 +17,7 @@ from router.api.cluster_report import ClusterReport
 from router.api.explain import Explainer
 from router.api.service import RouterService
 from router.clients.guard import Guard
+from router.cluster.adapter_calls import AdapterCalls
 from router.parsers.speech import Speech
 from router.pooling.vectors import Vectors
 from router.requests.kept_answers import KeptAnswers
@@ -137,6 +138,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
         cast(Vectors, None),
         cast(ClusterReport, None),
         cast(Explainer, None),
+        cast(AdapterCalls, None),
         ServedModel(
             cast(ModelFiles, None),
             cast(RouterTokenizer, busy),

@@ -29,7 +29,6 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "images": ["data:"],
     "length_penalty": 1.5,
     "logprob_token_ids": [1],
-    "lora_path": "a",
     "return_hidden_states": True,
     "stream_interval": 10,
     "typical_p": 0.5,

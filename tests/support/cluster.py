@@ -437,6 +437,7 @@ class Cluster:
         *,
         request_id: str = "",
         cache_salt: str | None = None,
+        adapter: str = "",
         **sampling: Any,
     ) -> Answer:
         """Sends a prompt and collects the whole answer. Greedy unless told otherwise.
@@ -447,7 +448,9 @@ class Cluster:
         tokens: list[int] = []
         texts: list[str] = []
         last = GenerateResponse()
-        messages = self.stream(prompt, request_id=request_id, cache_salt=cache_salt, **sampling)
+        messages = self.stream(
+            prompt, request_id=request_id, cache_salt=cache_salt, adapter=adapter, **sampling
+        )
         async with aclosing(messages) as responses:
             async for last in responses:
                 tokens += last.token_ids
@@ -460,12 +463,14 @@ class Cluster:
         *,
         request_id: str = "",
         cache_salt: str | None = None,
+        adapter: str = "",
         **sampling: Any,
     ) -> AsyncGenerator[GenerateResponse, None]:
         """The answer, message by message. Leaving the iteration cancels the call."""
         request = GenerateRequest(
             request_id=request_id,
             cache_salt=cache_salt,
+            adapter=adapter,
             sampling=Sampling(**{"temperature": 0.0, **sampling}),
         )
         if isinstance(prompt, str):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -15,10 +16,15 @@ from common.config import (
     CacheConfig,
     DecodeConfig,
     EngineConfig,
+    LoraConfig,
     SchedulerConfig,
     SharingConfig,
     TransferConfig,
 )
+from common.engine.adapters.adapters import Adapters
+from common.engine.adapters.library import Library
+from common.engine.adapters.loader import AdapterLoader
+from common.engine.adapters.making import bank_of, load_all, shelf_of
 from common.engine.build import Engine
 from common.engine.features.composition import every_feature
 from common.engine.features.guides import Guides
@@ -100,6 +106,7 @@ class Size:
     prefix_cache: bool = True
     max_waiting: int = 64
     kept_in: str = "auto"  # CacheConfig.dtype
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +136,16 @@ class Asked:
     cached_tokens: int | None = None  # None: not told yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    adapter: bytes = b""
     ticket: int = 0
     moves: bool = False  # it runs elsewhere, and is to come here
 
     @property
     def reason(self) -> FinishReason | None:
         return FinishReason(self.ended.reason) if self.ended else None
+
+
+_read = msgspec.msgpack.Decoder(EngineMessage).decode
 
 
 class RouterEnd:
@@ -153,17 +164,17 @@ class RouterEnd:
         return [self.inbox.popleft() for _ in range(len(self.inbox))]
 
     def post(self, message: EngineMessage) -> None:
-        match message:
-            case StepTokens():
-                self._note(message)
-            case OnTrial():
-                self.trials.append(message.request)
+        match _read(msgspec.msgpack.encode(message)):  # as it is on the other side of a socket
+            case StepTokens() as said:
+                self._note(said)
+            case OnTrial() as said:
+                self.trials.append(said.request)
             case Drained():
                 self.drained = True
-            case Answer():
-                self.answers.append(message)
-            case Pooled():
-                self.pooled.append(message)
+            case Answer() as said:
+                self.answers.append(said)
+            case Pooled() as said:
+                self.pooled.append(said)
 
     def wait(self, timeout_s: float) -> None:
         """The rig sleeps, for all nodes at once."""
@@ -323,10 +334,11 @@ def prefill_node(
         max_waiting_tokens=config.scheduler.max_waiting_tokens,
         port=transfer,
         desk=desk,
+        adapters=engine.adapters,
         guides=engine.guides,
         sharing=_sharing(common, instance, engine, transfer),
     )
-    engine.guides.tell = news.tell
+    engine.guides.tell = engine.loader.tell = news.tell
     overlap = config.scheduler.overlap
     node = Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
     return node, owner.faults
@@ -364,10 +376,11 @@ def decode_node(
         port=transfer,
         desk=desk,
         outbox=Outbox(router),
+        adapters=engine.adapters,
         guides=engine.guides,
         sharing=sharing,
     )
-    engine.guides.tell = news.tell
+    engine.guides.tell = engine.loader.tell = news.tell
     overlap = engine_config.scheduler.overlap
     return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
 
@@ -425,6 +438,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         scheduler=SchedulerConfig(
             max_running=size.num_slots, max_waiting=size.max_waiting, **common.scheduler
         ),
+        lora=size.lora,
     )
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=1 << 40)
     pool = KVPool(shape.layout, shape.num_pages, shape.device)
@@ -440,6 +454,9 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     features = every_feature(
         table, model.spec.vocabulary_size, model.spec.eos_token_ids, shape.device
     )
+    library, shelf = Library(size.lora.max_loaded, size.lora.max_bytes), shelf_of(size.lora, model)
+    load_all(size.lora, shelf, library)
+    adapters = Adapters(library, bank_of(size.lora, model, 1 << 40), table)
     engine = Engine(
         shape=shape,
         model=model,
@@ -448,7 +465,9 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         pages=pages,
         cache=RadixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache),
         stream=stream,
-        runner=ModelRunner(model, pool, host_pool, table, features, stream),
+        runner=ModelRunner(model, pool, host_pool, table, features, adapters, stream),
+        adapters=adapters,
+        loader=AdapterLoader(shelf, library),
         guides=Guides(
             common.loaded.directory,
             model.spec.vocabulary_size,
@@ -490,4 +509,5 @@ def _desk(router: RouterEnd, engine: Engine) -> Desk:
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: 0,
         cache=CacheEvents(engine.cache),
+        adapters=engine.loader,
     )

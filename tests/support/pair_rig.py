@@ -22,6 +22,7 @@ from common.config import SharingConfig, TransferConfig
 from common.engine.run.stream import Stream, WorkerStream
 from common.node.ipc import FrameSocket, socket_pair
 from common.node.messages import Ask, CancelSubmitted, MoveFrom, StreamEnded, SubmitRequest
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
@@ -146,6 +147,7 @@ class PairRig:
         owners: Sequence[int] | None = None,
         request_id: str = "",
         namespace: Namespace = SHARED,
+        adapter: AdapterId = NO_ADAPTER,
         engine_deaths: int = 0,
         move_from: MoveFrom | None = None,
         priority: int = 0,
@@ -161,6 +163,7 @@ class PairRig:
         fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **sampling}
         asked = Asked(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **fields))
         asked.ticket, asked.moves = (1 << 63) + number, move_from is not None
+        asked.adapter = adapter
         self.asked.append(asked)
         router = self.decode[node].router
         router.asked[number] = asked
@@ -176,6 +179,7 @@ class PairRig:
                 prefill_addresses=tuple(self.prefill[i].front.address for i in indices),
                 budget_s=budget_s,
                 namespace=namespace,
+                adapter=adapter,
                 engine_deaths=engine_deaths,
                 queue_s=queue_s,
                 ticket=asked.ticket,
@@ -204,6 +208,7 @@ class PairRig:
             asked.prompt,
             generated=asked.tokens,
             node=target,
+            adapter=asked.adapter,
             move_from=MoveFrom(self.decode[source].front.address, asked.ticket),
             **msgspec.structs.asdict(asked.sampling),
         )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from common.engine.adapters.adapters import no_adapters
 from common.engine.features.composition import every_feature
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.layout import KVLayout
@@ -56,7 +57,14 @@ class Steps:
             self.table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
         )
         self.runner = ModelRunner(
-            model, self.pool, self.host_pool, self.table, self.features, self.stream, recorder
+            model,
+            self.pool,
+            self.host_pool,
+            self.table,
+            self.features,
+            no_adapters(self.table),
+            self.stream,
+            recorder,
         )
         self.overlap = overlap
         self.in_flight: LaunchedStep | None = None

@@ -7,6 +7,7 @@ is one that answers by itself, one token per live request and step, for measurin
 
 import argparse
 import asyncio
+import hashlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -15,7 +16,7 @@ import grpc.aio
 import uvloop
 
 from common import rpc, serve_protocol
-from common.errors import EngineDied, RequestFailed
+from common.errors import EngineDied, RequestFailed, WrongState
 from common.rpc.last_words import said
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 
@@ -53,6 +54,9 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.num_asked = 0  # to describe itself
         self.num_described = 0
         self.watchers: list[asyncio.Queue[node_pb2.CacheEvents | None]] = []
+        self.adapters: dict[str, bytes] = {}  # by name
+        self.refuses_adapters = ""  # why, if it does
+        self.calls_adapters: dict[str, bytes] = {}  # what it reads at a path; else its hash
         self.address = ""
         self._port = port
         self._server: grpc.aio.Server | None = None
@@ -90,6 +94,27 @@ class StubNode(node_pb2_grpc.NodeServicer):
                 await context.write(events)
         finally:
             self.watchers.remove(news)
+
+    async def LoadAdapter(
+        self, request: router_pb2.LoadAdapterRequest, context: Any
+    ) -> router_pb2.LoadAdapterResponse:
+        if self.refuses_adapters:
+            raise WrongState(self.refuses_adapters)
+        fresh = request.name not in self.adapters
+        content = hashlib.blake2b(request.path.encode(), digest_size=16).digest()
+        self.adapters[request.name] = self.calls_adapters.get(request.path, content)
+        self.adapters_changed()
+        return router_pb2.LoadAdapterResponse(id=self.adapters[request.name], fresh=fresh)
+
+    async def UnloadAdapter(
+        self, request: router_pb2.UnloadAdapterRequest, context: Any
+    ) -> router_pb2.UnloadAdapterResponse:
+        known = self.adapters.pop(request.name, None) is not None
+        self.adapters_changed()
+        return router_pb2.UnloadAdapterResponse(known=known)
+
+    def adapters_changed(self) -> None:
+        """Of a prefill node, nobody is told."""
 
     def tell_cache(self, **fields: Any) -> None:
         """CacheEvents with these fields to every watcher; without any, their calls end."""
@@ -193,6 +218,10 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
             self.status.ClearField(name)
         self.status.MergeFrom(changed)
         self.send(decode_pb2.FromNode(status=self.status))
+
+    def adapters_changed(self) -> None:
+        told = [decode_pb2.Adapter(name=name, id=each) for name, each in self.adapters.items()]
+        self.change_status(adapters=told)
 
     def lose_engine(self) -> None:
         """Ends every stream as a front does whose engine has died; the next ones are as before."""

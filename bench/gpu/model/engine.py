@@ -16,6 +16,7 @@ from torch import Tensor
 from bench.gpu.clock import Clock
 from bench.gpu.setting import Setting
 from common.config import SchedulerConfig
+from common.engine.adapters.adapters import no_adapters
 from common.engine.features.composition import every_feature
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.kv import HostPool, KVPool
@@ -96,7 +97,9 @@ class DecodeEngine:
         features = every_feature(
             table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
         )
-        runner = ModelRunner(model, pool, host_pool, table, features, self._stream, recorder)
+        runner = ModelRunner(
+            model, pool, host_pool, table, features, no_adapters(table), self._stream, recorder
+        )
         if way.graphs:
             runner.capture(batch)
         self._scheduler = Scheduler(

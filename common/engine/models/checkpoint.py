@@ -5,7 +5,7 @@ Knows names, shapes and bytes; not what they mean.
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,17 @@ class StoredTensor:
 class Checkpoint:
     """The stored tensors of a directory by name."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
         """Reads the index and the headers, not the tensors.
 
+        Args:
+            files: that it is made of; None: those of a model.
         Raises:
             ConfigError: no safetensors checkpoint there, or a damaged one.
         """
         self._directory = directory
         self.tensors: dict[str, StoredTensor] = {}
-        for path in _files(directory):
+        for path in _files(directory) if files is None else files:
             self.tensors.update(_header(path))
 
     def has_floats(self, name: str) -> bool:

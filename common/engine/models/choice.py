@@ -1,6 +1,6 @@
 """Which way a checkpoint is computed: by our own blocks, or by transformers' class for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from common.config import ModelBackend, Quantize
 from common.engine.memory.kv import KVPool
+from common.engine.models.blocks.protocol import Adapted
 from common.engine.models.families import FAMILIES
 from common.engine.models.fields import Fields
+from common.engine.models.linear import Product
 from common.engine.models.native import NativeCheckpoint
 from common.engine.models.spec import ModelSpec
 from common.engine.rows.forward import ForwardBatch
@@ -28,7 +30,18 @@ class Model(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor: ...
+    @property
+    def products(self) -> Sequence[Product]:
+        """Those that adapters may add to; without any it takes no adapters."""
+        ...
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        pool: KVPool,
+        future_tokens: Tensor,
+        adapted: Adapted | None = None,
+    ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of one that generates."""

@@ -1,5 +1,6 @@
 """A native decoder: embedding, layers of blocks, head. Knows nothing of what is in a block."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +10,11 @@ from torch.nn import functional as F
 from common.engine.memory.kv import KVPool
 from common.engine.models.blocks.layer import Layer, LayerSpec
 from common.engine.models.blocks.norm import Norm, RmsNorm
-from common.engine.models.blocks.protocol import Site, Step
+from common.engine.models.blocks.protocol import Adapted, Site, Step
 from common.engine.models.blocks.source import Source
-from common.engine.models.linear import Linear
+from common.engine.models.linear import Linear, Product
 from common.engine.models.spec import ModelSpec
-from common.engine.models.stack import stack_of
+from common.engine.models.stack import LayerByLayer, stack_of
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme
 from common.engine.rows.forward import ForwardBatch
@@ -49,16 +50,18 @@ class DecoderSpec:
         site = Site(source, hidden)
         # The largest first: nothing else is there yet while they are there twice.
         embedding = source.tensor(f"{self.prefix}embed_tokens.weight", (rows, hidden))
+        head = self._head(source, embedding)
         return Decoder(
             spec=self,
             embedding=embedding,
-            head=self._head(source, embedding),
+            head=head,
             classes=self._classes(source),
             layers=tuple(
                 layer.build(site.within(f"{self.prefix}layers.{number}."))
                 for number, layer in enumerate(self.layers)
             ),
             norm=self.norm.build(source, f"{self.prefix}norm", hidden),
+            products=[each for each in source.products if each.linear is not head],
         )
 
     def _head(self, source: Source, embedding: Tensor) -> Linear | None:
@@ -80,6 +83,7 @@ class Decoder:
         embedding: [vocabulary, hidden].
         head: hidden -> vocabulary; None: it generates nothing.
         classes: [labels, hidden]; None: it has none.
+        products: of the layers.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Decoder:
         classes: Tensor | None,
         layers: tuple[Layer, ...],
         norm: RmsNorm,
+        products: Sequence[Product] = (),
     ) -> None:
         self.spec = spec.model
         self.device = embedding.device
@@ -99,11 +104,19 @@ class Decoder:
         self.classes = classes
         self.layers = layers
         self.stack = stack_of(layers)
+        self.products = tuple(products)
+        self._adaptable = LayerByLayer(layers)
         self.norm = norm
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
 
-    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        pool: KVPool,
+        future_tokens: Tensor,
+        adapted: Adapted | None = None,
+    ) -> Tensor:
         """Computes a step and writes what its tokens leave into their pages.
 
         Never waits for the device, and launches the same kernels on the same addresses for
@@ -111,14 +124,16 @@ class Decoder:
 
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
+            adapted: None: no row has an adapter.
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
-        step = Step(batch)
+        step = Step(batch, adapted)
         x = embed(batch.token_ids, future_tokens, self.embedding)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
-        x, residual = self.stack.forward(x, step, pool)
+        stack = self.stack if adapted is None else self._adaptable
+        x, residual = stack.forward(x, step, pool)
         x, _ = self.norm.forward(x, residual, rows=batch.sampled)
         return x
 

@@ -36,6 +36,10 @@ class Fields:
         """Given as null, and not merely absent."""
         return name in self._values and self._values[name] is None
 
+    def is_blank(self, name: str) -> bool:
+        """Given as a list or an object of nothing."""
+        return self._values.get(name) in ([], {})
+
     def count(self, name: str, default: int) -> int:
         """At least 0."""
         value = self._get(name, default)

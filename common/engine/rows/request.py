@@ -10,6 +10,7 @@ from grpc import StatusCode
 from numpy.typing import NDArray
 
 from common.priority import STEP_S, head_start_s
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
@@ -84,6 +85,7 @@ class Request:
     priority: int = 0  # see common/priority.py
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
+    adapter: AdapterId = NO_ADAPTER  # that computes it
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache

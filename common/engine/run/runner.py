@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.adapters.adapters import Adapters, AdapterWork
+from common.engine.adapters.bank import AdaptedStep
 from common.engine.features.composition import RowFeatures, StepWork
 from common.engine.features.pooling import Pooled, nothing_sampled, of_rows
 from common.engine.memory.kv import HostPool, KVPool, swap_in, swap_out
@@ -104,8 +106,9 @@ class ModelRunner:
     """Runs a model over a pool for the requests of a table. Engine thread only.
 
     Args:
-        features: of the requests of that table.
-        recorder: of the graphs of decode steps; None: every step is launched kernel by kernel.
+        features, adapters: of the requests of that table.
+        recorder: of the graphs of decode steps; None: every step is launched kernel by kernel, as
+            those are that have a row with an adapter.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class ModelRunner:
         host_pool: HostPool,
         table: RequestTable,
         features: RowFeatures,
+        adapters: Adapters,
         stream: Stream,
         recorder: Recorder | None = None,
     ) -> None:
@@ -125,6 +129,7 @@ class ModelRunner:
         self._stream = stream
         self._future = made_on(stream, lambda: FutureMap(table.num_slots, model.device))
         self._features = features
+        self._adapters = adapters
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
             beside = features.rehearsals(table.num_slots, 0, model.spec)[0].tensors()
@@ -166,39 +171,48 @@ class ModelRunner:
         mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)
         decode = decode_rehearsal(num_slots, num_tables, state_pages=state_pages)
         asked = [(mixed, num_tokens), (decode, 0)]
+        adapters = self._adapters.rehearsal(num_tokens)
 
         def work() -> None:
             for inputs, num_asked in asked:
                 for each in self._features.rehearsals(num_slots, num_asked, self._model.spec):
-                    self._run(inputs, each, _Output())
+                    self._run(inputs, each, self._adapters.nothing, _Output())
+            if adapters.tokens is not None:
+                self._forward(mixed, StepWork(), adapters)
 
         self._enqueue(work).wait()
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
-        """Copies what the step needs of the table and enqueues: swap out, swap in, forward,
-        sampling, the copy of the tokens to host memory; without rows, the first two alone."""
+        """Copies what the step needs of the table and enqueues: swap out, swap in, adapters,
+        forward, sampling, the copy of the tokens to host memory; without rows, the first two."""
         output = _Output()
         if not len(batch.slots):
             return LaunchedStep(batch, output, self._enqueue(lambda: self._swap(batch)))
         inputs, asked = self._builder.build(batch), self._features.build(batch)
+        adapters = self._adapters.build(batch)
         if asked.late:
-            return self._launch_forward(batch, inputs, asked, output)
+            return self._launch_forward(batch, inputs, asked, adapters, output)
 
         def work() -> None:
             self._swap(batch)
-            self._run(inputs, asked, output)
+            self._run(inputs, asked, adapters, output)
 
         return LaunchedStep(batch, output, self._enqueue(work))
 
     def _launch_forward(
-        self, batch: ScheduleBatch, inputs: ForwardBatch, asked: StepWork, output: _Output
+        self,
+        batch: ScheduleBatch,
+        inputs: ForwardBatch,
+        asked: StepWork,
+        adapters: AdapterWork,
+        output: _Output,
     ) -> LaunchedStep:
         """The forward alone: what its rows ask of the logits depends on the step before."""
         done: list[_Forward] = []
 
         def work() -> None:
             self._swap(batch)
-            done.append(self._forward(inputs, asked))
+            done.append(self._forward(inputs, asked, adapters))
 
         def sample() -> Event:
             late = StepWork(works=self._features.build_late(batch, asked.late))
@@ -226,8 +240,10 @@ class ModelRunner:
         if batch.swap_in is not None:
             swap_in(self._pool, self._host_pool, batch.swap_in)
 
-    def _run(self, inputs: ForwardBatch, asked: StepWork, output: _Output) -> None:
-        self._choose(self._forward(inputs, asked), asked, output)
+    def _run(
+        self, inputs: ForwardBatch, asked: StepWork, adapters: AdapterWork, output: _Output
+    ) -> None:
+        self._choose(self._forward(inputs, asked, adapters), asked, output)
 
     def _choose(self, forward: _Forward, asked: StepWork, output: _Output) -> None:
         uploaded, sent, to_logits = forward.uploaded, forward.sent, self._model.logits
@@ -248,18 +264,24 @@ class ModelRunner:
             parts = asked.pooling.run(self._model, forward.hidden, sent)
             output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
-    def _forward(self, inputs: ForwardBatch, asked: StepWork) -> _Forward:
+    def _forward(self, inputs: ForwardBatch, asked: StepWork, adapters: AdapterWork) -> _Forward:
         """Runs it, over what goes to the device beside it."""
+        adapters.fill()
         beside = asked.tensors()
         if asked.places:
             inputs = inputs.wanting(torch.cat(asked.places))
-        elif self._graphs is not None and (size := self._graphs.size_for(inputs)):
+        elif (
+            self._graphs is not None
+            and adapters.tokens is None
+            and (size := self._graphs.size_for(inputs))
+        ):
             return _Forward(*self._graphs.run(inputs, size, beside))
-        uploaded, sent = inputs.to(self._model.device, beside=beside)
-        return _Forward(uploaded, sent, self._eager(uploaded))
+        uploaded, sent = inputs.to(self._model.device, beside=[*beside, *adapters.tensors()])
+        adapted = adapters.adapted(sent[len(beside) :])
+        return _Forward(uploaded, sent[: len(beside)], self._eager(uploaded, adapted))
 
-    def _eager(self, uploaded: ForwardBatch) -> Tensor:
-        return self._model.forward(uploaded, self._pool, self._future.tokens)
+    def _eager(self, uploaded: ForwardBatch, adapted: AdaptedStep | None = None) -> Tensor:
+        return self._model.forward(uploaded, self._pool, self._future.tokens, adapted)
 
 
 def _to_host(tokens: Tensor) -> Tensor:

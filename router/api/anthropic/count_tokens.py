@@ -7,7 +7,7 @@ from router.api.anthropic import fields as asked_for
 from router.api.anthropic.fields import CountedFields
 from router.api.dialect.bodies import BodyReader, take_json
 from router.api.dialect.harmless import OF_MESSAGES
-from router.api.dialect.problems import check_model
+from router.api.dialect.model_names import ModelNames
 from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.dialect.tools import offered
 from router.api.http.request import Request
@@ -27,22 +27,23 @@ class CountTokens:
         model: ServedModel,
         endpoint: PromptEndpoint,
         *,
-        model_name: str,
+        names: ModelNames,
         ignore_unknown: bool,
     ) -> None:
         """
         Args:
+            names: as of GenerationEndpoint.
             ignore_unknown: as of BodyReader.
         """
         self._model = model
         self._endpoint = endpoint
-        self._model_name = model_name
+        self._names = names
         self._reader = BodyReader(CountedFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
 
     async def __call__(self, request: Request) -> web.Response:
         async def answer() -> Counted:
             fields = self._reader.read(take_json(request))
-            check_model(fields.model, self._model_name)
+            self._names.adapter(fields.model)
             choice, named = asked_for.chosen(fields)
             tools = asked_for.tools(fields)
             offer = offered(tools, choice, named, self._model.speech, parallel=None)

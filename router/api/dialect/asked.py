@@ -43,6 +43,7 @@ class Asked(msgspec.Struct, frozen=True):
     requests: Sequence[Wanted]  # one per choice, in the order of their indices, no ids
     session_id: str  # "": of none
     reply: BeginReply
+    lora_path: str | None = None  # an adapter, besides
 
 
 class Dialect(Protocol):

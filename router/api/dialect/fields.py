@@ -37,6 +37,7 @@ class Fields(GuideFields, kw_only=True):
     """Absent and null mean the same."""
 
     model: ModelName | None = None
+    lora_path: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None

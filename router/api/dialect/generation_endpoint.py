@@ -15,8 +15,9 @@ from common.metrics import RouterMetrics
 from router.api.dialect import problems
 from router.api.dialect.asked import Asked, Dialect, Reply
 from router.api.dialect.bodies import take_json
+from router.api.dialect.model_names import ModelNames
 from router.api.dialect.origin import Origin
-from router.api.dialect.problems import Refusal, check_model
+from router.api.dialect.problems import Refusal
 from router.api.http.request import Request
 from router.clients.client import Client
 from router.requests.admission import new_request_id
@@ -39,18 +40,18 @@ class GenerationEndpoint:
         metrics: RouterMetrics,
         begin: Begin,
         *,
-        model_name: str,
+        names: ModelNames,
     ) -> None:
         """
         Args:
             begin: asked once what a request is for is known, and before any work on it.
-            model_name: the only model that clients may name.
+            names: that clients may call the model by.
         """
         self._dialect = dialect
         self._answers = answers
         self._metrics = metrics
         self._begin = begin
-        self._model_name = model_name
+        self._names = names
         self._refusals = ThrottledLog(log, Throttle())
 
     async def __call__(self, request: Request) -> web.StreamResponse:
@@ -60,7 +61,8 @@ class GenerationEndpoint:
         headers = _names(label, request_id)
         try:
             body = take_json(request)
-            asked = self._read(body)
+            asked = self._dialect.read(body)
+            adapter = self._names.adapter(asked.model, asked.lora_path)
             client = self._begin(request, len(asked.requests))
             retry = self._retry(client, request, body, request_id)
             del body  # what has been read of it need not be held until the answer ends
@@ -76,12 +78,12 @@ class GenerationEndpoint:
             request_id = retry.request_id
             headers = _names(label, request_id)
         headers += tuple(client.usage.headers())
-        origin = Origin.now(self._dialect.id_prefix + request_id, self._model_name)
+        origin = Origin.now(self._dialect.id_prefix + request_id, adapter or self._names.served)
         reply = asked.reply(origin, request, headers)
         traceparent = request.header("traceparent")
         session_id = _session_id(request, asked)
         choices = [
-            replace(choice, request_id=own, label=label, session_id=session_id)
+            replace(choice, request_id=own, label=label, session_id=session_id, adapter=adapter)
             for choice, own in zip(asked.requests, _ids(request_id, asked), strict=True)
         ]
         try:
@@ -98,11 +100,6 @@ class GenerationEndpoint:
 
     def _problem(self, error: ServingError) -> Refusal:
         return problems.of_error(error, self._dialect.field_names)
-
-    def _read(self, body: bytes) -> Asked:
-        asked = self._dialect.read(body)
-        check_model(asked.model, self._model_name)
-        return asked
 
     async def _generate(
         self,

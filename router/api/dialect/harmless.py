@@ -91,9 +91,8 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "return_tokens_as_token_ids": _OFF,
     "routed_experts_prompt_start": only(0),
     "routed_experts_start_len": only(0),
-    # other prompts, other models
+    # other prompts
     "images": _NEVER,
-    "lora_path": _NEVER,
     "mm_processor_kwargs": _EMPTY,
     "media_io_kwargs": _EMPTY,
     "session_params": _EMPTY,
@@ -145,7 +144,6 @@ OF_NATIVE: Mapping[str, Harmless] = {
     "input_embeds": _NEVER,
     "log_metrics": _ON,
     "logprob_start_len": only(-1),
-    "lora_path": _NEVER,
     "require_reasoning": _OFF,
     "return_hidden_states": _OFF,
     "return_logprob": _OFF,

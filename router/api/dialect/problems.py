@@ -14,6 +14,7 @@ _STATUS = {
     StatusCode.INVALID_ARGUMENT: 400,
     StatusCode.UNAUTHENTICATED: 401,
     StatusCode.PERMISSION_DENIED: 403,
+    StatusCode.NOT_FOUND: 404,
     StatusCode.RESOURCE_EXHAUSTED: 429,
     StatusCode.CANCELLED: 499,
     StatusCode.UNAVAILABLE: 503,
@@ -101,17 +102,6 @@ def of_error(error: ServingError, fields: frozenset[str]) -> Refusal:
     if name not in fields:
         return Refusal(status, message)
     return Refusal(status, name + message[found.end() :], param=name)
-
-
-def check_model(named: str | None, served: str) -> None:
-    """Raises Refusal for any other model than the one that is served."""
-    if named not in (None, served):
-        raise Refusal(
-            404,
-            f"there is no model {named!r} here; {served!r} is served",
-            param="model",
-            code="model_not_found",
-        )
 
 
 def error_body(status: int, sentence: str) -> bytes:

@@ -10,7 +10,15 @@ from aiohttp import web
 from router.api.dialect.asked import Asked, Reply
 from router.api.dialect.bodies import BodyReader
 from router.api.dialect.events import DONE, Events
-from router.api.dialect.fields import Fields, Int32, TokenId, check_multiplied, choices, samplings
+from router.api.dialect.fields import (
+    Fields,
+    Int32,
+    ModelName,
+    TokenId,
+    check_multiplied,
+    choices,
+    samplings,
+)
 from router.api.dialect.harmless import OF_NATIVE
 from router.api.dialect.origin import Origin
 from router.api.dialect.problems import Refusal
@@ -62,6 +70,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
     sampling_params: SamplingFields | None = None
     stream: bool | None = None
     model: str | None = None
+    lora_path: ModelName | None = None
     user: str | None = None
     cache_salt: str | None = None
     priority: Int32 | None = None
@@ -121,7 +130,7 @@ class Native:
                 return _Streamed(told, request, headers)
             return _Whole(told, is_list, headers)
 
-        return Asked(fields.model, wanted, fields.user or "", reply)
+        return Asked(fields.model, wanted, fields.user or "", reply, fields.lora_path)
 
 
 def _common(fields: NativeFields) -> Fields:

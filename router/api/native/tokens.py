@@ -11,7 +11,8 @@ from router.api.dialect.bodies import BodyReader, take_json
 from router.api.dialect.fields import ModelName, TokenId
 from router.api.dialect.harmless import OF_DETOKENIZE, OF_TOKENIZE
 from router.api.dialect.messages import MessageList, ToolList, conversation, shown
-from router.api.dialect.problems import Refusal, check_model
+from router.api.dialect.model_names import ModelNames
+from router.api.dialect.problems import Refusal
 from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.http.request import Request
 from router.requests.served_model import ServedModel
@@ -61,16 +62,17 @@ class Tokens:
         model: ServedModel,
         endpoint: PromptEndpoint,
         *,
-        model_name: str,
+        names: ModelNames,
         ignore_unknown: bool,
     ) -> None:
         """
         Args:
+            names: as of GenerationEndpoint.
             ignore_unknown: as of BodyReader.
         """
         self._model = model
         self._endpoint = endpoint
-        self._model_name = model_name
+        self._names = names
         self._tokenize = BodyReader(TokenizeFields, OF_TOKENIZE, ignore_unknown=ignore_unknown)
         self._detokenize = BodyReader(
             DetokenizeFields, OF_DETOKENIZE, ignore_unknown=ignore_unknown
@@ -79,7 +81,7 @@ class Tokens:
     async def tokenize(self, request: Request) -> web.Response:
         async def answer() -> Tokenized:
             fields = self._tokenize.read(take_json(request))
-            check_model(fields.model, self._model_name)
+            self._names.adapter(fields.model)
             prompts = _prompts(fields)
             ids = [await self._model.prompts.encode(prompt) for prompt in prompts]
             names = None
@@ -95,7 +97,7 @@ class Tokens:
     async def detokenize(self, request: Request) -> web.Response:
         async def answer() -> Detokenized:
             fields = self._detokenize.read(take_json(request))
-            check_model(fields.model, self._model_name)
+            self._names.adapter(fields.model)
             check_context(fields.tokens, self._model.limits, "tokens")
             check_vocabulary(fields.tokens, self._model.limits, "tokens")
             text = await self._model.tokenizer.decode_any(fields.tokens)

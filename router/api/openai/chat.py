@@ -94,7 +94,7 @@ class Chat:
             include_usage=includes_usage(fields),
             voice=lambda index: Voice(index, listener),
         )
-        return Asked(fields.model, wanted, fields.user or "", told.reply)
+        return Asked(fields.model, wanted, fields.user or "", told.reply, fields.lora_path)
 
 
 def _choice(choice: str | ToolChoice | None) -> tuple[str | None, str | None]:

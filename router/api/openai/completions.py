@@ -129,7 +129,7 @@ class Completions:
             include_usage=includes_usage(fields),
             voice=Voice,
         )
-        return Asked(fields.model, wanted, fields.user or "", told.reply)
+        return Asked(fields.model, wanted, fields.user or "", told.reply, fields.lora_path)
 
 
 def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> Sequence[Text | TokenIds]:

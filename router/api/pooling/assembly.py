@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from common.metrics import RouterMetrics
 from router.api.dialect.generation_endpoint import Begin
+from router.api.dialect.model_names import ModelNames
 from router.api.http.request import Handler
 from router.api.pooling.embeddings import EmbeddingFields, Embeddings
 from router.api.pooling.endpoint import PoolingEndpoint
@@ -18,7 +19,7 @@ def pooling_routes(
     metrics: RouterMetrics,
     begin: Begin,
     *,
-    model_name: str,
+    names: ModelNames,
     ignore_unknown: bool,
 ) -> Mapping[str, Mapping[str, Handler]]:
     """By path, by method. Arguments as of PoolingEndpoint."""
@@ -29,7 +30,7 @@ def pooling_routes(
         metrics,
         begin,
         id_prefix="embd-",
-        model_name=model_name,
+        names=names,
         ignore_unknown=ignore_unknown,
     )
     score = PoolingEndpoint(
@@ -39,7 +40,7 @@ def pooling_routes(
         metrics,
         begin,
         id_prefix="score-",
-        model_name=model_name,
+        names=names,
         ignore_unknown=ignore_unknown,
     )
     rerank = PoolingEndpoint(
@@ -49,7 +50,7 @@ def pooling_routes(
         metrics,
         begin,
         id_prefix="rerank-",
-        model_name=model_name,
+        names=names,
         ignore_unknown=ignore_unknown,
     )
     return {

@@ -13,8 +13,9 @@ from router.api.dialect.bodies import BodyReader, take_json
 from router.api.dialect.fields import ModelName
 from router.api.dialect.generation_endpoint import Begin
 from router.api.dialect.harmless import Harmless
+from router.api.dialect.model_names import ModelNames
 from router.api.dialect.origin import Origin
-from router.api.dialect.problems import Refusal, check_model
+from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Request
 from router.pooling.vectors import Asker
@@ -50,21 +51,21 @@ class PoolingEndpoint(Generic[F]):
         begin: Begin,
         *,
         id_prefix: str,
-        model_name: str,
+        names: ModelNames,
         ignore_unknown: bool,
     ) -> None:
         """
         Args:
             fields, unsupported, ignore_unknown: as of BodyReader.
             answer: the body of what is told. Raises Refusal, ServingError.
-            begin, model_name: as of GenerationEndpoint.
+            begin, names: as of GenerationEndpoint.
         """
         self._reader = BodyReader(fields, unsupported, ignore_unknown=ignore_unknown)
         self._answer = answer
         self._metrics = metrics
         self._begin = begin
         self._id_prefix = id_prefix
-        self._model_name = model_name
+        self._names = names
 
     async def __call__(self, request: Request) -> web.Response:
         """Being cancelled cancels it on its nodes."""
@@ -76,7 +77,7 @@ class PoolingEndpoint(Generic[F]):
         )
         try:
             fields = self._reader.read(take_json(request))
-            check_model(fields.model, self._model_name)
+            self._names.check_served(fields.model)
             client = self._begin(request, 1)
             headers += tuple(client.usage.headers())
             asker = Asker(
@@ -86,7 +87,7 @@ class PoolingEndpoint(Generic[F]):
                 traceparent=request.header("traceparent"),
                 cache_salt=fields.cache_salt,
             )
-            origin = Origin.now(self._id_prefix + request_id, self._model_name)
+            origin = Origin.now(self._id_prefix + request_id, self._names.served)
             return whole(200, await self._answer(fields, asker, origin), headers=headers)
         except Refusal as refusal:
             self._metrics.rejected("invalid")

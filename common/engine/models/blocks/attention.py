@@ -84,7 +84,7 @@ class AttentionBlock:
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
         scales = self.kv_scales.where(kept.view.dtype)
-        qkv, gate = self._parted(self.qkv.apply(x))
+        qkv, gate = self._parted(step.product(self.qkv, x))
         q = rope_and_store(
             qkv,
             angles,
@@ -102,7 +102,7 @@ class AttentionBlock:
         )
         if scales.value != 1.0:
             x = x * scales.value
-        return self.output.apply(x if gate is None else x * torch.sigmoid(gate))
+        return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))
 
     def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Q, K and V side by side, and the gates, [num_tokens, heads * head_dim]."""

@@ -112,11 +112,12 @@ class DeltaNetBlock:
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
         spec, rows = self.spec, step.shared.get("states", lambda: step.batch.states)
-        x = self.projection.apply(x)
+        x = step.product(self.projection, x)
         z, b, a = spec.projection.split(spec, x)
         x = causal_conv(x, self.columns, self.convolution, kept.cells["conv"], rows)
         x = delta_rule(x, Gates(a, b, self.a_log, self.dt_bias), kept.cells["delta"], rows)
-        return self.output.apply(gated_rms_norm(x, z, self.norm.weight, self.norm.eps))
+        x = gated_rms_norm(x, z, self.norm.weight, self.norm.eps)
+        return step.product(self.output, x)
 
 
 @dataclass(frozen=True, slots=True)

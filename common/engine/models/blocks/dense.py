@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.engine.models.blocks.protocol import Site
+from common.engine.models.blocks.protocol import Site, Step
 from common.engine.models.linear import Linear
 from kernels.layers.act_and_mul import Activation, act_and_mul
 
@@ -37,5 +37,6 @@ class DenseBlock:
     gate_up: Linear  # hidden -> 2 * intermediate: gate, up
     down: Linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down.apply(act_and_mul(self.gate_up.apply(x), self.activation))
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        inner = act_and_mul(step.product(self.gate_up, x), self.activation)
+        return step.product(self.down, inner)

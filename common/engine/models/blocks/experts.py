@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.models.blocks.dense import Dense, DenseBlock
-from common.engine.models.blocks.protocol import Site
+from common.engine.models.blocks.protocol import Site, Step
 from common.engine.models.linear import ExpertNet
 from common.engine.models.stored.experts import ExpertShape, ExpertStorage, OneByOne
 from kernels.experts.grouped_mlp import Gate
@@ -77,13 +77,13 @@ class ExpertsBlock:
     shared: DenseBlock | None
     shared_gate: Tensor | None  # [1, hidden]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         logits = F.linear(x.to(self.router.dtype), self.router, self.router_bias)
         weights, ids = route(logits, self.routing, self.choice_bias)
         y = self.experts.apply(x, weights, ids)
         if self.shared is None:
             return y
-        shared = self.shared.forward(x)
+        shared = self.shared.forward(x, step)
         if self.shared_gate is None:
             return y + shared
         return torch.addcmul(y, shared, torch.sigmoid(F.linear(x, self.shared_gate)))

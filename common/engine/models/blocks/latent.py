@@ -102,7 +102,7 @@ class LatentAttentionBlock:
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
-        queries, latents = self._projected(x)
+        queries, latents = self._projected(x, step)
         q = x.new_empty(len(x), spec.heads, spec.rank + spec.rotated)
         rope_and_store_latents(
             latents,
@@ -120,15 +120,15 @@ class LatentAttentionBlock:
         seen = paged_attention(q, kept.view, plan, scale=spec.scale)
         out = x.new_empty(len(x), spec.heads, spec.value_dim)
         _by_head(seen.view(len(x), spec.heads, spec.rank), self.values, out)
-        return self.output.apply(out.flatten(1))
+        return step.product(self.output, out.flatten(1))
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _projected(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Queries [num_tokens, heads, query_dim], and latents with what is to be rotated."""
-        spec, x = self.spec, self.down.apply(x)
+        spec, x = self.spec, step.product(self.down, x)
         first = x.shape[1] - spec.rank - spec.rotated
         queries, latents = x[:, :first], x[:, first:]
         if self.query_norm is not None and self.query_up is not None:
-            queries = self.query_up.apply(self.query_norm.forward(queries)[0])
+            queries = step.product(self.query_up, self.query_norm.forward(queries)[0])
         return queries.view(len(x), spec.heads, spec.query_dim), latents
 
 

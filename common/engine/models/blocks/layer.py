@@ -55,7 +55,7 @@ class Layer:
         x, residual = self.mixer_norm.forward(x, residual)
         x = _normed(self.mixer.forward(x, step, kept), self.mixer_post_norm)
         x, residual = self.ffn_norm.forward(x, residual)
-        return _normed(self.ffn.forward(x), self.ffn_post_norm), residual
+        return _normed(self.ffn.forward(x, step), self.ffn_post_norm), residual
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:

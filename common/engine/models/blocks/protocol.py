@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.engine.memory.states import State
 from common.engine.models.blocks.source import Source
+from common.engine.models.linear import Linear
 from common.engine.rows.forward import ForwardBatch
 from kernels.linear_attention.state_cells import CellView
 
@@ -42,12 +43,33 @@ class Site:
         return replace(self, source=self.source.within(prefix))
 
 
+class Adapted(Protocol):
+    """What the adapters of a step's requests add to products with the model's matrices."""
+
+    def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
+        """
+        Args:
+            product: the model's own; of those that no adapter adds to nothing becomes.
+            x: [num_tokens, in], what was multiplied.
+            y: contiguous [num_tokens, out], changed in place.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One forward. shared: among all its layers."""
+    """One forward. adapted: None where no row has an adapter; shared: among all its layers."""
 
     batch: ForwardBatch
+    adapted: Adapted | None = None
     shared: Shared = field(default_factory=Shared)
+
+    def product(self, linear: Linear, x: Tensor) -> Tensor:
+        """linear.apply(x), with what the adapters of some tokens add."""
+        y = linear.apply(x)
+        if self.adapted is not None:
+            self.adapted.add(linear, x, y)
+        return y
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +99,7 @@ class Mixer(Protocol):
 class Ffn(Protocol):
     """The part of a layer in which each token is alone."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """x [num_tokens, hidden] -> the same shape."""
         ...
 

@@ -3,13 +3,13 @@
 A block names each stored tensor once, here; names, shapes, bytes and values all come of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from common.engine.models.linear import ExpertNet, Linear
+from common.engine.models.linear import ExpertNet, Linear, Product
 from common.engine.models.stored.experts import ExpertShape
 
 
@@ -19,6 +19,11 @@ class Source(Protocol):
     @property
     def device(self) -> torch.device:
         """Of all tensors that it gives."""
+        ...
+
+    @property
+    def products(self) -> Sequence[Product]:
+        """What `linear` has made until now, here and within."""
         ...
 
     def within(self, prefix: str) -> "Source": ...

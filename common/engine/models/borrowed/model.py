@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from common.engine.memory.kv import KVPool
+from common.engine.models.blocks.protocol import Adapted
 from common.engine.models.borrowed.attention import CurrentStep
 from common.engine.models.borrowed.skeleton import decoder_of
+from common.engine.models.linear import Product
 from common.engine.models.spec import ModelSpec
 from common.engine.rows.forward import ForwardBatch
 
@@ -34,6 +36,7 @@ class BorrowedModel:
             first_position: of a text, as the class counts.
         """
         self.spec = spec
+        self.products: tuple[Product, ...] = ()
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self._step = step
@@ -41,11 +44,18 @@ class BorrowedModel:
         self._decoder = decoder_of(model)
         self._head = _without(model, self._decoder)
 
-    def forward(self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor) -> Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        pool: KVPool,
+        future_tokens: Tensor,
+        adapted: Adapted | None = None,
+    ) -> Tensor:
         """Computes a step and writes K and V of its tokens into their pages.
 
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
+            adapted: None: it has no products that adapters may add to.
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """

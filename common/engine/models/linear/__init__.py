@@ -2,6 +2,7 @@
 
 from common.engine.models.linear.choose import form_of, rounding_of
 from common.engine.models.linear.matrix import Matrix, StoredExpert, joined
+from common.engine.models.linear.product import Product
 from common.engine.models.linear.protocol import ExpertNet, Form, Linear, held
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "Form",
     "Linear",
     "Matrix",
+    "Product",
     "StoredExpert",
     "form_of",
     "held",

@@ -1,7 +1,7 @@
 """A checkpoint's tensors as a decoder's blocks want them, each read once."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,16 @@ from torch import Tensor
 from common.config import Quantize
 from common.engine.models.checkpoint import Checkpoint, own_copy
 from common.engine.models.decoder import Decoder, DecoderSpec
-from common.engine.models.linear import ExpertNet, Form, Linear, Matrix, StoredExpert, held, joined
+from common.engine.models.linear import (
+    ExpertNet,
+    Form,
+    Linear,
+    Matrix,
+    Product,
+    StoredExpert,
+    held,
+    joined,
+)
 from common.engine.models.stored.experts import ExpertShape, Place
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme, storing
@@ -27,6 +36,7 @@ class Reader:
     dtype: torch.dtype
     form: Form
     prefix: str = ""
+    products: list[Product] = field(default_factory=list)
 
     def within(self, prefix: str) -> "Reader":
         return replace(self, prefix=self.prefix + prefix)
@@ -36,7 +46,10 @@ class Reader:
         if bias:
             added = self._own([f"{module}.bias" for module in rows])
         matrices = [self._matrix(module, outputs, columns) for module, outputs in rows.items()]
-        return held(self.form, joined(matrices), added)
+        made = held(self.form, joined(matrices), added)
+        modules = {self.prefix + module: outputs for module, outputs in rows.items()}
+        self.products.append(Product(made, modules, columns))
+        return made
 
     def matrix(self, module: str, rows: int, columns: int) -> Tensor:
         return own_copy(self._matrix(module, rows, columns).floats(), self.device, self.dtype)

@@ -1,7 +1,7 @@
 """What a decoder needs of a checkpoint and takes in memory, found without reading a tensor."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from common.config import Quantize
 from common.engine.models.checkpoint import Checkpoint, Wanted
 from common.engine.models.decoder import DecoderSpec
-from common.engine.models.linear import ExpertNet, Form, Linear, form_of
+from common.engine.models.linear import ExpertNet, Form, Linear, Product, form_of
 from common.engine.models.linear.dense import Dense
 from common.engine.models.linear.experts import Stacked
 from common.engine.models.stored.experts import ExpertShape, Place
@@ -44,6 +44,10 @@ class Survey:
     @property
     def device(self) -> torch.device:
         return _META
+
+    @property
+    def products(self) -> Sequence[Product]:
+        return ()
 
     def within(self, prefix: str) -> "Survey":
         return replace(self, prefix=self.prefix + prefix)

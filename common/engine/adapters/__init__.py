@@ -1,0 +1,1 @@
+"""LoRA adapters: from their files to what they add to a step's products."""

@@ -1,0 +1,394 @@
+"""Adapters from their files to their slots: what is read and what is refused, who keeps what, who
+waits for whom."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.config import LoraConfig
+from common.engine.adapters.adapters import Adapters, no_adapters
+from common.engine.adapters.bank import AdapterBank, bank_bytes
+from common.engine.adapters.library import Library
+from common.engine.adapters.loader import MAX_LOADING, AdapterLoader
+from common.engine.adapters.making import bank_of, load_all, shelf_of
+from common.engine.adapters.shelf import Shelf, no_shelf
+from common.engine.adapters.stored import Adapter, AdapterLimits, Pair
+from common.engine.models import load
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.adapter_line import AdapterLine
+from common.engine.schedule.arrivals import SKIP_AHEAD_S
+from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest, Overloaded, WrongState
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.engine_rig import Rig
+
+CPU = torch.device("cpu")
+LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load(checkpoint, CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    return reference_model(checkpoint)
+
+
+@pytest.fixture
+def shelf(model, tmp_path):
+    (tmp_path / "shelf").mkdir()
+    return Shelf(tmp_path / "shelf", model.products, LIMITS, torch.float32, pinned=False)
+
+
+@pytest.fixture
+def make(reference, tmp_path):
+    def make(name="a", **how):
+        return make_adapter(tmp_path / "shelf" / name, reference, **how)
+
+    return make
+
+
+def refusal(shelf, path="a"):
+    with pytest.raises(InvalidRequest) as refused:
+        shelf.read(path)
+    assert str(refused.value).startswith("lora_path: ")
+    return str(refused.value)
+
+
+# What is read ------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_a_pair_for_each_module_with_its_scale_in_the_second(shelf, make):
+    directory = make(rank=4, alpha=6.0, modules=("q_proj", "down_proj"))
+    adapter = shelf.read("a")
+    stored = load_file(directory / "adapter_model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    assert len(adapter.pairs) == 4
+    down, up = (stored[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    assert torch.equal(adapter.pairs[name].down, down)
+    assert torch.equal(adapter.pairs[name].up, up * 1.5)
+
+
+def test_rank_stabilised_adapters_are_scaled_by_the_root_of_their_rank(shelf, make):
+    plain, stable = make("a", rank=4, alpha=4.0), make("b", rank=4, alpha=2.0, use_rslora=True)
+    assert plain != stable
+    one, other = shelf.read("a").pairs, shelf.read("b").pairs
+    assert all(torch.equal(one[name].up, other[name].up) for name in one)
+
+
+def test_its_id_is_of_its_content_and_of_nothing_else(shelf, make):
+    make("a", seed=1), make("b", seed=1, lora_dropout=0.7), make("c", seed=2)
+    make("d", seed=1, alpha=32.0), make("e", seed=1, modules=("q_proj",))
+    ids = [shelf.read(name).id for name in "abcde"]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 4
+    assert {len(each) for each in ids} == {16}
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"lora_alpha": "many"}, "lora_alpha"),
+        ({"lora_alpha": math.inf}, "lora_alpha"),
+        ({"r": 0}, "r must"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(shelf, make, wrong, named):
+    make(**wrong)
+    assert named in refusal(shelf)
+
+
+def test_modules_that_the_model_has_not_are_refused_by_name(shelf, make):
+    make(modules=("lm_head",))
+    assert "the model has no lm_head that an adapter may add to" in refusal(shelf)
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_half_a_pair_and_pairs_of_other_sizes_are_refused(shelf, make, side):
+    path = make(modules=("q_proj",)) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight"
+    save_file({**tensors, name: torch.ones(7, 5)}, path)
+    assert "layers.0.self_attn.q_proj has shapes" in refusal(shelf)
+    save_file({each: tensors[each] for each in tensors if each != name}, path)
+    assert "layers.0.self_attn.q_proj has" in refusal(shelf)
+    save_file({**tensors, "base_model.model.other.lora_embedding_A": torch.ones(1)}, path)
+    assert "lora_embedding_A is no matrix of a LoRA adapter" in refusal(shelf)
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(shelf, make, monkeypatch):
+    make("rank", rank=17)
+    directory = make("bytes")
+    with (directory / "adapter_model.safetensors").open("ab") as file:
+        file.truncate(LIMITS.max_bytes + 1)
+    make("config", notes="x" * (1 << 20))
+    monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("it is read"))
+    assert "rank 17, engine.lora.max_rank is 16" in refusal(shelf, "rank")
+    assert f"{LIMITS.max_bytes} allowed" in refusal(shelf, "bytes")
+    assert "allowed" in refusal(shelf, "config")
+
+
+def test_whatever_is_in_its_files_the_engine_goes_on(shelf, make):
+    path = make(modules=("q_proj",)) / "adapter_model.safetensors"
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    one, other, *_ = [name for name in header if name.endswith("lora_A.weight")]
+    header[one]["data_offsets"] = header[other]["data_offsets"]  # two tensors of the same bytes
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + path.read_bytes()[8 + length :])
+    assert refusal(shelf) == "lora_path: what is there cannot be read (SafetensorError)"
+    make("large", alpha=10**400)
+    assert refusal(shelf, "large") == "lora_path: what is there cannot be read (OverflowError)"
+    config = make("text") / "adapter_config.json"
+    config.write_bytes(b"\xff[" * 1000)
+    assert refusal(shelf, "text").startswith("lora_path: text/adapter_config.json: ")
+
+
+def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
+    make("inside/a")
+    outside = tmp_path / "outside"
+    (tmp_path / "shelf" / "inside" / "a").rename(outside)
+    os.symlink(outside, tmp_path / "shelf" / "link")
+    for path in ("../outside", str(outside), "link", "inside/../../outside", ".", "", "\0", "/"):
+        assert refusal(shelf, path) in (
+            "lora_path: it leads out of engine.lora.directory",
+            "lora_path: not a path",
+        )
+    assert refusal(shelf, "nowhere").endswith("nowhere/adapter_config.json: it is not there")
+    assert str(tmp_path) not in refusal(shelf, "nowhere")
+    outside.rename(tmp_path / "shelf" / "again")
+    assert shelf.read(str(tmp_path / "shelf" / "again")).pairs
+
+
+def test_without_a_directory_there_are_no_adapters(model):
+    nothing = no_shelf()
+    assert refusal(nothing) == "lora_path: this node has no engine.lora.directory"
+    assert bank_of(LoraConfig(), model, free=0).num_slots == 0
+
+
+def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model, make, tmp_path):
+    make("a"), make("b", seed=1)
+    config = LoraConfig(directory=tmp_path / "shelf", adapters=("a", "other=b"))
+    library = Library(config.max_loaded, config.max_bytes)
+    load_all(config, shelf_of(config, model), library)
+    assert set(library.names()) == {"a", "other"}
+    for wrong in ({"adapters": ("c",)}, {"adapters": ("a", "b"), "max_loaded": 1}):
+        config = LoraConfig(directory=tmp_path / "shelf", **wrong)
+        with pytest.raises(ConfigError, match=r"engine\.lora\.adapters: "):
+            load_all(config, shelf_of(config, model), Library(config.max_loaded, config.max_bytes))
+
+
+def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tmp_path):
+    config = LoraConfig(directory=tmp_path)
+    with pytest.raises(ConfigError, match=r"engine\.lora\.slots: 4 slots of rank 32 take"):
+        bank_of(config, model, free=1 << 10)
+    borrowed = type("Borrowed", (), {"products": ()})()
+    with pytest.raises(ConfigError, match=r"engine\.lora\.directory: .* computed by transformers"):
+        bank_of(config, borrowed, free=1 << 30)
+
+
+def test_a_bank_takes_as_many_bytes_as_it_says(model):
+    bank = AdapterBank(model.products, 3, 20, CPU, torch.float32)
+    tensors = [each for place in bank._places.values() for each in (place.down, place.up)]
+    expected = sum(tensor.nbytes for tensor in tensors)
+    assert bank_bytes(model.products, 3, 20, torch.float32) == expected
+
+
+# Who keeps what ----------------------------------------------------------------------------------
+
+
+def drawn(name, num_numbers=4):
+    pair = Pair(torch.zeros(1, num_numbers), torch.zeros(0, 1))
+    return Adapter(name.encode() * 16, {"m": pair})
+
+
+def test_the_longest_unused_goes_for_one_more_in_number():
+    library = Library(2, 1 << 20)
+    for name in "ab":
+        library.add(name, drawn(name))
+    library.drop(library.hold(drawn("a").id).id)
+    library.add("c", drawn("c"))
+    assert set(library.names()) == {"a", "c"}
+    assert library.num_evicted == 1
+
+
+def test_and_as_many_as_it_takes_in_bytes():
+    library = Library(9, 100)
+    for name in "abc":
+        library.add(name, drawn(name, 8))  # 32 bytes each
+    library.add("d", drawn("d", 15))
+    assert set(library.names()) == {"c", "d"}
+    assert library.num_bytes == 92
+
+
+def test_what_is_in_use_stays_and_where_all_are_there_is_no_room():
+    library = Library(2, 1 << 20)
+    for name in "ab":
+        library.add(name, drawn(name))
+        library.hold(drawn(name).id)
+    with pytest.raises(Overloaded):
+        library.add("c", drawn("c"))
+    library.drop(drawn("b").id)
+    library.add("c", drawn("c"))
+    assert set(library.names()) == {"a", "c"}
+
+
+def test_one_that_is_held_outlives_its_name_and_nobody_else_gets_it():
+    library = Library(2, 1 << 20)
+    library.add("a", drawn("a"))
+    held = library.hold(drawn("a").id)
+    assert library.remove("a")
+    assert not library.remove("a")
+    assert not library.names()
+    with pytest.raises(AdapterNotLoaded):
+        library.hold(held.id)
+    assert len(library) == 1
+    library.drop(held.id)
+    assert len(library) == 0
+
+
+def test_a_name_means_one_content_and_a_content_may_have_two_names():
+    library = Library(2, 1 << 20)
+    assert library.add("a", drawn("a"))
+    assert not library.add("a", drawn("a"))
+    with pytest.raises(WrongState):
+        library.add("a", drawn("b"))
+    library.add("same", drawn("a"))
+    assert len(library) == 1
+    library.remove("a")
+    assert library.hold(drawn("a").id)
+
+
+# Who has a slot ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rig(model):
+    """Requests by the name of their adapter, and two slots."""
+    library = Library(9, 1 << 20)
+    for name in "abcd":
+        library.add(name, drawn(name))
+    engine = Rig()
+    adapters = Adapters(library, AdapterBank((), 2, 16, CPU, torch.float32), engine.table)
+    line = AdapterLine(adapters)
+
+    def ask(name, arrived=0.0):
+        request = engine.request([1, 2, 3], arrived=arrived)
+        request.adapter = name.encode() * 16
+        adapters.hold(request)
+        line.put(request, name)
+        return request
+
+    return adapters, line, ask
+
+
+def with_slot(line, now=0.0):
+    return "".join(name for _, name in line.with_slot(now))
+
+
+def test_as_many_adapters_as_slots_are_computed_at_once(rig):
+    adapters, line, ask = rig
+    asked = {name: ask(name) for name in "abca"}
+    assert with_slot(line) == "aba"
+    assert [each.adapter for each in line.requests()] == [b"c" * 16]
+    assert with_slot(line) == ""
+    adapters.release(asked["b"].key)
+    assert with_slot(line) == "c"
+    assert adapters.num_fills == 3
+
+
+def test_an_adapter_that_is_still_in_a_slot_is_not_copied_again(rig):
+    adapters, line, ask = rig
+    for name in "aab":
+        request = ask(name)
+        assert with_slot(line) == name
+        adapters.release(request.key)
+    assert adapters.num_fills == 2
+    ask("c"), ask("b")
+    assert with_slot(line) == "cb"  # in place of a, the longest unused
+    assert adapters.num_fills == 3
+
+
+def test_who_waits_is_overtaken_by_those_whose_adapter_is_there_for_a_while(rig):
+    adapters, line, ask = rig
+    first = {name: ask(name) for name in "ab"}
+    assert with_slot(line) == "ab"
+    ask("c", arrived=1.0)
+    ask("a", arrived=2.0)
+    assert with_slot(line, now=2.0) == "a"
+    late = 1.0 + SKIP_AHEAD_S + 0.1
+    ask("a", arrived=late)
+    assert with_slot(line, now=late) == ""
+    adapters.release(first["b"].key)
+    assert with_slot(line, now=late) == "ca"
+
+
+def test_a_request_that_leaves_the_line_holds_nothing(rig):
+    adapters, line, ask = rig
+    request = ask("a")
+    assert line.remove(request)
+    adapters.release(request.key)
+    adapters.release(request.key)
+    assert with_slot(line) == ""
+    assert adapters.num_slots_used == 0
+
+
+def test_a_step_without_adapters_is_asked_for_nothing():
+    nobody = no_adapters(RequestTable(4, 64, 16))
+    assert nobody.build(None) is nobody.nothing
+    assert nobody.nothing.tensors() == []
+    assert nobody.nothing.adapted([]) is None
+
+
+# While the engine goes on ------------------------------------------------------------------------
+
+
+def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):
+    make("a")
+    library = Library(1, 1 << 20)
+    loader = AdapterLoader(shelf, library)
+    loaded, missing = loader.load("x", "a"), loader.load("y", "b")
+    loader._reader.shutdown(wait=True)
+    assert not loaded.done() and not loader.names()
+    loader.poll()
+    assert loaded.result() == (library.names()["x"], True)
+    assert isinstance(missing.exception(), InvalidRequest)
+
+
+def test_no_more_are_read_than_can_be(shelf):
+    loader = AdapterLoader(shelf, Library(1, 1 << 20))
+    for number in range(MAX_LOADING):
+        loader.load(str(number), "nowhere")
+    with pytest.raises(Overloaded):
+        loader.load("one more", "nowhere")
+    loader.close()
+
+
+def test_configurations_say_what_is_wrong():
+    with pytest.raises(ValueError, match=r"needs lora\.directory"):
+        LoraConfig(adapters=("a",))
+    with pytest.raises(ValueError, match="letters, digits"):
+        LoraConfig(directory="/x", adapters=("../a",))
+    assert json.loads(LoraConfig().model_dump_json())["slots"] == 4

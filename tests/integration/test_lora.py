@@ -1,0 +1,80 @@
+"""Through real processes: adapters loaded at start and at run time, asked for as models."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.identity.secret import operator_keys, parse
+from tests.integration.oracle import Oracle, oracle
+from tests.support.adapters import make_adapter, merge
+from tests.support.checkpoints import greedy_tokens, reference_model
+from tests.support.cluster import Cluster
+from tests.support.http_client import get, post
+
+pytestmark = pytest.mark.long
+
+NUM_TOKENS = 10
+
+
+def _prompts() -> list[list[int]]:
+    source = random.Random(7)
+    return [[source.randrange(3, 256) for _ in range(length)] for length in (5, 40, 130)]
+
+
+async def test_adapters_are_models_of_their_own(
+    make: Callable[..., Cluster], model: Path, known: Oracle, tmp_path: Path
+) -> None:
+    base = reference_model(model)
+    directories = {
+        name: make_adapter(tmp_path / "shelf" / name, base, seed=seed)
+        for seed, name in enumerate(("sql", "poems"))
+    }
+    merged = {
+        name: merge(reference_model(model), directory) for name, directory in directories.items()
+    }
+    prompts = _prompts()
+    expected = {
+        name: greedy_tokens(model, prompts, NUM_TOKENS) for name, model in merged.items()
+    } | {"": [list(known.tokens(prompt, NUM_TOKENS)) for prompt in prompts]}
+    flags = (f"--engine.lora.directory={tmp_path / 'shelf'}", "--engine.lora.adapters=sql")
+    async with make(node_flags=flags, num_prefill=2, num_decode=2) as cluster:
+
+        async def asked(name: str, number: int) -> None:
+            answer = await cluster.generate(
+                prompts[number], adapter=name, max_tokens=NUM_TOKENS, temperature=0.0,
+                ignore_eos=True,
+            )  # fmt: skip
+            assert list(answer.token_ids) == expected[name][number]
+
+        async def all_asked(*names: str) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for name in names:
+                    for number in range(len(prompts)):
+                        tasks.create_task(asked(name, number))
+
+        await all_asked("", "sql")
+        (key, *_) = operator_keys(parse(cluster.secret_file.read_text(), "a test", "operator"))
+        operator = {"authorization": f"Bearer {key}"}
+        load = {"lora_name": "poems", "lora_path": "poems"}
+        done = await post(cluster.http_port, "/v1/load_lora_adapter", load, **operator)
+        assert done.status == 200, done.body
+        await all_asked("", "sql", "poems")
+        listed = (await get(cluster.http_port, "/v1/models")).json["data"]
+        assert [each["id"] for each in listed][1:] == ["poems", "sql"]
+        unload = {"lora_name": "sql"}
+        done = await post(cluster.http_port, "/v1/unload_lora_adapter", unload, **operator)
+        assert done.status == 200, done.body
+        gone = await post(cluster.http_port, "/v1/completions", {"model": "sql", "prompt": "x"})
+        assert gone.status == 404
+        await all_asked("", "poems")
+
+
+def test_the_adapters_make_a_difference(model: Path, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "a", reference_model(model))
+    merged = merge(reference_model(model), directory)
+    prompts = _prompts()
+    plain = [list(oracle(model).tokens(prompt, NUM_TOKENS)) for prompt in prompts]
+    assert greedy_tokens(merged, prompts, NUM_TOKENS) != plain

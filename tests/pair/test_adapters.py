@@ -1,0 +1,251 @@
+"""Requests with LoRA adapters, through a prefill and a decode node: each is computed as by a model
+with that adapter in its weights, whoever is beside it and whatever happens to the adapter."""
+
+import pytest
+
+from common.config import LoraConfig
+from common.engine.rows.request import FinishReason
+from common.requests.adapter import within
+from kvtransfer.messages import Failed, Open
+from tests.support.adapters import make_adapter, merge
+from tests.support.checkpoints import (
+    ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
+    HYBRID_ARCHITECTURES,
+    LATENT_ARCHITECTURES,
+    greedy_tokens,
+    reference_model,
+)
+from tests.support.pair_node import Size
+from tests.support.pair_rig import PairRig
+
+NUM_TOKENS = 8
+PROMPTS = [[(17 * i + 5 * n) % 256 for i in range(n)] for n in (1, 16, 70, 90)]
+NAMES = ("a", "b", "c")
+
+
+class Shelf:
+    """Adapters of one model on disk, and what they make of prompts."""
+
+    def __init__(self, known, directory):
+        self._known = known
+        self.directory = directory
+        self._models = {}
+        self._answers = {}
+        for seed, name in enumerate(NAMES):
+            make_adapter(directory / name, known.reference, seed=seed, rank=4 + 3 * seed)
+
+    def greedy(self, name, prompt):
+        """None: without any."""
+        if name is None:
+            return self._known.greedy(prompt, NUM_TOKENS)
+        if name not in self._models:
+            base = reference_model(self._known.loaded.directory)
+            self._models[name] = merge(base, self.directory / name)
+        key = name, tuple(prompt)
+        if key not in self._answers:
+            (self._answers[key],) = greedy_tokens(self._models[name], [prompt], NUM_TOKENS)
+        return self._answers[key]
+
+    def size(self, *names, slots=4, **options):
+        lora = LoraConfig(directory=self.directory, adapters=names, slots=slots, max_rank=16)
+        return Size(lora=lora, **options)
+
+
+@pytest.fixture(scope="module")
+def shelf(known, tmp_path_factory):
+    return Shelf(known, tmp_path_factory.mktemp("adapters"))
+
+
+def ids(rig):
+    """Of adapters, by name; every node says the same."""
+    told = [dict(node.engine.loader.names()) for node in rig.nodes]
+    assert all(one == told[0] for one in told)
+    return told[0] | {None: b""}
+
+
+def tokens_of(*asked):
+    return [one.tokens for one in asked]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+def test_requests_with_several_adapters_and_none_are_computed_beside_each_other(
+    known, shelf, overlap
+):
+    wanted = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
+    size = shelf.size(*NAMES, num_slots=16, num_pages=256)
+    with PairRig(known.loaded, prefill=[size], decode=[size], overlap=overlap) as rig:
+        by_name = ids(rig)
+        for cold in ((), (rig.prefill[0],)):
+            rig.flush(*cold)
+            asked = [rig.ask(prompt, NUM_TOKENS, adapter=by_name[name]) for name, prompt in wanted]
+            rig.run()
+            assert tokens_of(*asked) == [shelf.greedy(name, prompt) for name, prompt in wanted]
+    answers = {tuple(shelf.greedy(name, PROMPTS[3])) for name in (None, *NAMES)}
+    assert len(answers) == 1 + len(NAMES), "the adapters make no difference"
+
+
+def test_no_adapter_finds_the_kv_of_another(known, shelf):
+    prompt = PROMPTS[3]
+    size = shelf.size("a", "b")
+    with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
+        by_name = ids(rig)
+        for name in ("a", None, "b"):
+            asked = rig.ask(prompt, NUM_TOKENS, adapter=by_name[name])
+            rig.run()
+            assert asked.tokens == shelf.greedy(name, prompt)
+            assert asked.cached_tokens == 0
+        again = rig.ask(prompt, NUM_TOKENS, adapter=by_name["a"])
+        salted = rig.ask(prompt, NUM_TOKENS, adapter=by_name["a"], namespace=b"s" * 16)
+        rig.run()
+        assert again.cached_tokens > 0
+        assert salted.cached_tokens == 0
+        assert tokens_of(again, salted) == [shelf.greedy("a", prompt)] * 2
+
+
+def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own(known, shelf):
+    size = shelf.size("a")
+    with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
+        adapter = ids(rig)["a"]
+        rig.ask(PROMPTS[1], adapter=adapter, namespace=b"s" * 16)
+        rig.run()
+        (told,) = [said for said in rig.wires.seen if isinstance(said, Open)]
+    assert told.adapter == adapter
+    assert told.namespace == within(b"s" * 16, adapter)
+
+
+def test_more_adapters_than_slots_take_turns(known, shelf):
+    """And nobody is overtaken for ever: all come to their end."""
+    wanted = [(name, prompt) for name in (*NAMES, None) for prompt in PROMPTS]
+    size = shelf.size(*NAMES, slots=1, num_slots=16, num_pages=256)
+    with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
+        by_name = ids(rig)
+        asked = [rig.ask(prompt, NUM_TOKENS, adapter=by_name[name]) for name, prompt in wanted]
+        rig.run()
+        assert tokens_of(*asked) == [shelf.greedy(name, prompt) for name, prompt in wanted]
+        assert all(node.engine.adapters.num_fills == len(NAMES) for node in rig.nodes)
+        assert all(node.engine.adapters.num_slots_used == 0 for node in rig.nodes)
+
+
+def test_who_waits_for_a_slot_is_out_of_time_when_it_is(known, shelf):
+    size = shelf.size("a", "b", slots=1)
+    with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
+        by_name = ids(rig)
+        first = rig.ask(PROMPTS[0], 400, adapter=by_name["a"])
+        rig.until(lambda: first.tokens, "it runs")
+        late = rig.ask(PROMPTS[0], adapter=by_name["b"], budget_s=0.01)
+        left = rig.ask(PROMPTS[0], adapter=by_name["b"])
+        rig.until(lambda: late.ended, "its budget is spent")
+        assert late.ended.error.startswith("deadline")
+        assert not first.ended
+        rig.cancel(left)
+        rig.until(lambda: left.ended, "it is cancelled")
+        rig.cancel(first)
+
+
+def test_an_adapter_that_is_unloaded_while_it_is_used_stays_with_its_requests(known, shelf):
+    size = shelf.size("a", "b", slots=1)
+    with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
+        by_name = ids(rig)
+        runs = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=by_name["a"])
+        waits = rig.ask(PROMPTS[1], NUM_TOKENS, adapter=by_name["b"])
+        rig.until(lambda: runs.tokens, "it runs")
+        for node in rig.nodes:
+            rig.tell(node, "unload_adapter", "a")
+            rig.tell(node, "unload_adapter", "b")
+        rig.until(lambda: all(node.router.answers for node in rig.nodes), "both are unloaded")
+        refused = rig.ask(PROMPTS[1], adapter=by_name["a"])
+        rig.run()
+        assert "is not loaded" in refused.ended.error
+        assert tokens_of(runs, waits) == [
+            shelf.greedy("a", PROMPTS[2]),
+            shelf.greedy("b", PROMPTS[1]),
+        ]
+        assert all(len(node.engine.adapters.library) == 0 for node in rig.nodes)
+
+
+def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(known, shelf):
+    """It refuses by name: KV of the model without its adapter would be wrong, and nobody would
+    notice."""
+    with PairRig(
+        known.loaded, prefill=[shelf.size("b")], decode=[shelf.size("a")], retries=0
+    ) as rig:
+        adapter = dict(rig.decode[0].engine.loader.names())["a"]
+        asked = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=adapter)
+        rig.run()
+        (refusal,) = [said for said in rig.wires.seen if isinstance(said, Failed)]
+        assert refusal.reason == f"adapter: {adapter.hex()} is not loaded on this node"
+        assert asked.tokens == shelf.greedy("a", PROMPTS[2])
+        assert rig.prefill[0].count("refused/adapter") == 1
+        assert rig.decode[0].count("local_prefills") == 1
+
+
+def test_an_adapter_goes_with_a_request_that_moves(known, shelf):
+    size = shelf.size("a")
+    with PairRig(known.loaded, prefill=[size], decode=[size, size], moves=True) as rig:
+        asked = rig.ask(PROMPTS[1], 64, adapter=ids(rig)["a"])
+        rig.until(lambda: len(asked.tokens) >= 3, "it runs")
+        num_known = len(asked.tokens)
+        successor = rig.move(asked, 0, 1)
+        rig.until_granted(0)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        joined = [*asked.tokens[:num_known], *successor.tokens]
+        assert joined[:NUM_TOKENS] == shelf.greedy("a", PROMPTS[1])
+        alone = rig.ask(PROMPTS[1], 64, adapter=asked.adapter)
+        rig.run()
+        assert joined == alone.tokens
+
+
+def test_a_request_does_not_move_to_where_it_would_have_another_adapter(known, shelf):
+    size = shelf.size("a", "b")
+    with PairRig(known.loaded, prefill=[size], decode=[size, size], moves=True) as rig:
+        by_name = ids(rig)
+        asked = rig.ask(PROMPTS[1], 64, adapter=by_name["a"])
+        rig.until(lambda: len(asked.tokens) >= 3, "it runs")
+        asked.adapter = by_name["b"]
+        refused = rig.move(asked, 0, 1)
+        source, *others = rig.decode[0], rig.decode[1], rig.prefill[0]
+        while not refused.ended:  # the source's request does not go on meanwhile
+            rig.until(lambda: source.news or refused.ended, "it is refused", *others)
+            rig.turn(source)
+        rig.run()
+        assert refused.ended.error.endswith("the request has another adapter")
+        assert len(asked.tokens) == 64
+
+
+def test_adapters_are_loaded_while_others_are_computed(known, shelf):
+    size = shelf.size("a")
+    with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
+        before = rig.ask(PROMPTS[3], 64, adapter=ids(rig)["a"])
+        for node in rig.nodes:
+            rig.tell(node, "load_adapter", "later=b")
+        rig.until(lambda: all(node.router.answers for node in rig.nodes), "it is loaded")
+        assert [node.router.answers[0].error for node in rig.nodes] == ["", ""]
+        adapter = ids(rig)["later"]
+        assert [node.router.answers[0].adapter for node in rig.nodes] == [adapter] * 2
+        asked = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=adapter)
+        rig.run()
+        assert asked.tokens == shelf.greedy("b", PROMPTS[2])
+        assert len(before.tokens) == 64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "architecture",
+    [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *LATENT_ARCHITECTURES],
+)
+def test_every_matrix_of_every_family_that_is_one_takes_adapters(model, architecture, tmp_path):
+    known = model(architecture)
+    products = known.loaded.model.products
+    modules = {name.rpartition(".")[2] for product in products for name in product.modules}
+    directory = make_adapter(tmp_path / "a", known.reference, modules=sorted(modules))
+    merged = merge(reference_model(known.loaded.directory), directory)
+    size = Size(lora=LoraConfig(directory=tmp_path, adapters=("a",), max_rank=4))
+    with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
+        adapter = ids(rig)["a"]
+        asked = [rig.ask(prompt, NUM_TOKENS, adapter=adapter) for prompt in PROMPTS]
+        beside = [rig.ask(prompt, NUM_TOKENS) for prompt in PROMPTS]
+        rig.run()
+        assert tokens_of(*asked) == greedy_tokens(merged, PROMPTS, NUM_TOKENS)
+        assert tokens_of(*beside) == [known.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
