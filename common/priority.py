@@ -7,8 +7,6 @@ waits, and what is not waits longer, but not for ever.
 
 from typing import Literal, TypeAlias, get_args
 
-from common.errors import InvalidRequest
-
 LOWEST, HIGHEST = -100, 100
 STEP_S = 10.0
 
@@ -23,9 +21,3 @@ def head_start_s(priority: int) -> float:
 
 def class_of(priority: int) -> PriorityClass:
     return CLASSES[(priority > 0) - (priority < 0) + 1]
-
-
-def check(priority: int) -> None:
-    """Raises InvalidRequest for one that there is not."""
-    if not LOWEST <= priority <= HIGHEST:
-        raise InvalidRequest(f"priority must be in [{LOWEST}, {HIGHEST}], got {priority}")

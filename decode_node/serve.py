@@ -44,12 +44,12 @@ from common.node.messages import (
 )
 from common.node.streams import Outgoing
 from common.node.supervision import Supervision
-from common.priority import check as check_priority
 from common.queueing.drain import Backlog
 from common.requests.adapter import check_adapter
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import check_namespace
 from common.requests.prefix_at import PrefixAt
+from common.requests.priority import check_priority
 from common.requests.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
 from common.requests.timeline import to_proto
 from common.requests.trial import MAX_DEATHS

@@ -9,10 +9,10 @@ import operator
 from typing import TypeAlias, cast
 
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
-from common.priority import check as check_priority
 from common.requests.adapter import check_adapter
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import check_namespace
+from common.requests.priority import check_priority
 from common.requests.sampling import MAX_TOKEN_ID
 from common.requests.sampling import from_proto as sampling_from_proto
 from common.requests.sampling import to_proto as sampling_to_proto
