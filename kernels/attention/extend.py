@@ -107,8 +107,8 @@ def _tile(
         narrower than queries, likewise.
     """
     if head_dim > LONGEST_HEAD:
-        rows = 64 // element_size
-        return Tile(rows, rows // 2 if widened else rows, 8, 3, slack=0)
+        rows = 32 // element_size if widened else 64 // element_size
+        return Tile(rows, rows, 8, 3, slack=0)
     if element_size > 2:
         return Tile(32, 16, 8, 2, slack=0)
     slack = 8 if architecture < 100 else 0  # from then on sums are not in registers

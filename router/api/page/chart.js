@@ -18,7 +18,7 @@ export const PHASES = {
   local_queue: { group: "wait", words: "waits for a prefill on the decode node" },
   local_prefill: { group: "work", words: "the decode node computes the prompt itself" },
   running: { group: "run", words: "generates, with the running batch" },
-  retracted: { group: "lost", words: "off the device for want of pages" },
+  retracted: { group: "lost", words: "off the device: no pages, or one is more urgent" },
   bootstrap_queue: { group: "wait", words: "waits until the decode node has granted it pages" },
   waiting_queue: { group: "wait", words: "waits for a forward on the prefill node" },
   prefill: { group: "work", words: "the prefill node computes the prompt" },

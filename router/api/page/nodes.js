@@ -22,10 +22,12 @@ const QUEUES = {
   transfer: "its pages are being computed and read",
   leaving: "going on at another decode node",
   guided: "the form of its answer is being compiled",
+  fetching: "what another node has of its prompt is being read",
+  adapter: "its LoRA adapter waits for a place on the device",
   waiting: "waiting for a forward",
   chunked: "its prompt is computed in chunks",
   on_device: "in the chunk or the running batch",
-  retracted: "off the device for want of pages",
+  retracted: "off the device for want of pages, or for one that is more urgent",
 };
 const STATES = {
   ready: "ready",
@@ -42,7 +44,10 @@ const FACTS = {
   "hand-offs lost": "they failed on the way, and were tried anew or computed here",
   retractions: "requests taken off the device for want of pages; they go on later",
 };
-const RARE = new Set(["chunked", "guided", "leaving", "pooled", "retracted", "unpaired"]); // queues that are shown when something is in them
+// Queues that are shown when something is in them.
+const RARE = new Set(
+  ["adapter", "chunked", "fetching", "guided", "leaving", "pooled", "retracted", "unpaired"],
+);
 const MOST_OPEN = 4; // more nodes than this on one side start closed
 const MOST_TALL = 8; // more than this take one line each
 
