@@ -105,7 +105,7 @@ def _run(
 # On sm_90 what one model launches: with one size of pages, and of attention with and without early
 # starts one. Elsewhere, of the layer that starts early, the kernels that compile fast.
 FEW = (
-    "sm_90 llama3-8b (?!.* page (64|128|16 (decode|mixed) ))"
+    "sm_90 llama3-8b (?!.*(fp8_| page (64|128|16 (decode|mixed) )))"
     "|sm_(80|100) .* early _(rope_and_store|add_rms_norm|act_and_mul)_"
 )
 
