@@ -19,6 +19,7 @@ from common.engine.memory.pages import Holder
 from common.engine.rows.holding import Holding
 from common.engine.schedule.stopped import Stopped
 from common.page_tables import PageTables
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.sampling import SamplingParams
 from decode_node.departures import Departures
 from kvtransfer.messages import HandoffId, Kind
@@ -92,6 +93,7 @@ class Running:
     told: str = ""  # "ended" | "moved"
     request_id: str = "r"
     sampling: SamplingParams = SAMPLING
+    adapter: AdapterId = NO_ADAPTER
 
     @property
     def num_pages(self) -> int:

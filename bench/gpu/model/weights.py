@@ -1,13 +1,13 @@
 """Random weights for a decoder's blocks, made where they are needed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from common.engine.models.linear import ExpertNet, Linear
+from common.engine.models.linear import ExpertNet, Linear, Product
 from common.engine.models.linear.dense import Dense
 from common.engine.models.linear.experts import Stacked
 from common.engine.models.stored.experts import ExpertShape
@@ -30,6 +30,10 @@ class RandomWeights:
     held: torch.dtype
     made: Made = field(default_factory=Made)
 
+    @property
+    def products(self) -> Sequence[Product]:
+        return ()
+
     def within(self, prefix: str) -> "RandomWeights":
         return self
 
@@ -50,6 +54,9 @@ class RandomWeights:
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
     ) -> Tensor:
         return self._draw(shape, 0.0, 1.0).to(dtype or self.held)
+
+    def scale(self, name: str) -> float:
+        return 1.0
 
     def tied(self, embedding: Tensor) -> Linear:
         return Dense(embedding)
