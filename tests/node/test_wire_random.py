@@ -3,6 +3,7 @@
 Numbers are drawn from the edges of what their consumers keep: int32, uint32, int64, NaN, infinity.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ _KINDS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_UINT64: _UNSIGNED_64,
     FieldDescriptor.TYPE_FIXED64: _UNSIGNED_64,
     FieldDescriptor.TYPE_INT32: _SIGNED,
+    FieldDescriptor.TYPE_SINT32: _SIGNED,
     FieldDescriptor.TYPE_ENUM: _SIGNED,
     FieldDescriptor.TYPE_FLOAT: _REAL,
     FieldDescriptor.TYPE_DOUBLE: _REAL,
@@ -117,6 +119,7 @@ KINDS = ("open", "grant", "done", "cancel", "admitted", "ready", "released", "fa
 IDS = {f"{kind}.id": _ID for kind in KINDS}
 READY = {"ready.start": 0, "ready.end": 16, "ready.pages": [3], "ready.last": False}
 
+STREAM = SimpleNamespace(number=1, own_address="", known=lambda hints: hints)
 many = settings(max_examples=300)
 
 
@@ -132,7 +135,7 @@ def acquire(num_prompt: int, token_ids: "np.ndarray", sampling: SamplingParams) 
 def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_pb2.Submit) -> None:
     """Seen failing without the check of stop_token_ids: OverflowError in RequestTable."""
     try:
-        record: SubmitRequest = serve._parsed(1, submit, UNTRACED)
+        record: SubmitRequest = serve._parsed(STREAM, submit, UNTRACED)
     except ServingError:
         return
     encode_frame(record)
