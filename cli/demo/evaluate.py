@@ -62,7 +62,7 @@ def measure(directory: Path) -> list[Score]:
 @torch.no_grad()
 def score(case: Case, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Score:
     encoder = Encoder(tokenizer)
-    random = Random(f"{SEED} {case}")
+    random = Random(f"{SEED} {case.task} {case.what}")
     exchanges = [case.draw(random) for _ in range(case.num_prompts)]
     length = max(exchange.num_tokens for exchange in exchanges)
     num_rows = max(1, _BATCH_TOKENS // length)
