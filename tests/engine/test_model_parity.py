@@ -24,6 +24,7 @@ from tests.support.checkpoints import (
     reference_model,
     to_transformers_4,
 )
+from tests.support.seen_logits import Recorder
 from tests.support.steps import Steps
 
 CPU = torch.device("cpu")
@@ -186,23 +187,6 @@ def operations(request, monkeypatch):
 def prompt(length, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
-
-
-class Recorder:
-    """A model that keeps the logits it gave."""
-
-    def __init__(self, model: Model) -> None:
-        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
-        self.seen: list[torch.Tensor] = []
-        self._model = model
-
-    def forward(self, batch, pool, future_tokens, adapted=None):
-        return self._model.forward(batch, pool, future_tokens, adapted)
-
-    def logits(self, hidden):
-        logits = self._model.logits(hidden)
-        self.seen.append(logits.clone())
-        return logits
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -26,12 +26,10 @@ each_dtype = pytest.mark.parametrize("kept_in", sorted(NARROW, key=str), ids=str
 
 
 def pool(kept_in, *shape):
-    """One layer's strided view of a pool of what is no number, and the pool."""
+    """One layer's pages of what is no number."""
     if kept_in not in NARROW:
-        whole = torch.full((NUM_PAGES, *shape), math.nan, dtype=kept_in, device=DEVICE)
-    else:
-        whole = torch.full((NUM_PAGES, *shape), 0x7F, dtype=torch.uint8, device=DEVICE)
-    return whole.view(kept_in)
+        return torch.full((NUM_PAGES, *shape), math.nan, dtype=kept_in, device=DEVICE)
+    return torch.full((NUM_PAGES, *shape), 0x7F, dtype=torch.uint8, device=DEVICE).view(kept_in)
 
 
 def numbers(implementation, kept_in, *shape):
