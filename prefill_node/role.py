@@ -310,7 +310,8 @@ class PrefillRole:
         if event.kind is not Kind.PROMPT:
             self._counts["refused/invalid"] += 1
             return self._fail(event.serial, "a prefill node runs no requests", retryable=False)
-        num_waiting = len(self._bootstrap) + len(self._fetching) + self.scheduler.num_waiting
+        num_waiting = len(self._bootstrap) + len(self._adapted) + len(self._fetching)
+        num_waiting += self.scheduler.num_waiting
         if num_waiting >= self._max_waiting:
             self._counts["refused/overloaded"] += 1
             reason = f"{num_waiting} prompts wait here already"
