@@ -30,6 +30,7 @@ from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
 from decode_node.live import LiveRequests
 from decode_node.unpaired import Unpaired, Waiter
 from kvtransfer.ports import OwnerDown, OwnerUp
+from sharing.fetch_line import FetchLine
 from sharing.prefixes import PrefixSharing
 
 
@@ -38,7 +39,7 @@ class Dispatcher:
 
     Attributes:
         unpaired: requests that wait for an owner.
-        fetching: by key, those to be computed here whose prefix is being read.
+        fetching: those to be computed here whose prefix is being read.
     Args:
         prompts: those to be computed here.
     """
@@ -65,7 +66,7 @@ class Dispatcher:
         self._sharing = sharing
         self._owners: dict[str, OwnerUp] = {}  # by address, of usable links
         self.unpaired = Unpaired(config.pair_again_s)
-        self.fetching: dict[int, Request] = {}
+        self.fetching = FetchLine(sharing.fetches)
 
     def owner_up(self, event: OwnerUp) -> None:
         self._owners[event.address] = event
@@ -156,23 +157,21 @@ class Dispatcher:
             except ServingError as error:
                 self._live.refuse(waiter.request, error)
 
-    def compute_fetched(self) -> None:
+    def compute_fetched(self, now: float) -> None:
         """Those whose prefix has been read, or is not to be had, go to the scheduler."""
-        for key in self._sharing.fetches.take_over():
-            request = self.fetching.pop(key, None)
-            if request is not None:
-                try:
-                    self._scheduler.add(request)
-                except ServingError as error:
-                    self._prompts.leave(key)
-                    self._sharing.forget(key)
-                    self._live.refuse(request, error)
+        for request, _ in self.fetching.take(now):
+            try:
+                self._scheduler.add(request)
+            except ServingError as error:
+                self._prompts.leave(request.key)
+                self._sharing.forget(request.key)
+                self._live.refuse(request, error)
 
     def give_up(self, request: Request) -> bool:
         """It has ended. False: it is not here."""
         if self.unpaired.remove(request):
             return True
-        if self.fetching.pop(request.key, None) is None:
+        if not self.fetching.remove(request):
             return False
         self._prompts.leave(request.key)
         self._sharing.forget(request.key)
@@ -227,7 +226,7 @@ class Dispatcher:
         num_tokens = len(request.token_ids)
         self._prompts.check(Place(request.start_by, num_tokens, request.priority), now)
         if self._fetch_first(request):
-            self.fetching[request.key] = request
+            self.fetching.put(request)
         else:
             self._scheduler.add(request)
         place = Place(request.due, num_tokens, request.priority)

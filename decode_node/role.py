@@ -21,10 +21,12 @@ import numpy as np
 from common.config import DecodeConfig
 from common.distribution import Counted
 from common.engine.adapters.adapters import Adapters
-from common.engine.features.guided import Guided
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.preparation.adapter_line import AdapterLine
+from common.engine.preparation.guide_line import GuideLine
+from common.engine.preparation.preparations import Preparations
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import (
@@ -32,10 +34,7 @@ from common.engine.rows.request import (
     FinishReason,
     Request,
     moved,
-    out_of_time,
-    waited_too_long,
 )
-from common.engine.schedule.adapter_line import AdapterLine
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
 from common.node.desk import Desk
@@ -158,9 +157,10 @@ class DecodeRole:
             counts=self._counts,
             on_moved=self._moved_away,
         )
-        self._guided: Guided[SubmitRequest] = Guided(guides)
         self._adapters = adapters
-        self._adapted: AdapterLine[SubmitRequest] = AdapterLine(adapters)
+        self._preparations: Preparations[SubmitRequest] = Preparations(
+            GuideLine(guides), AdapterLine(adapters)
+        )
         self._told_trial: Request | None = None
         self._next_key = 1
 
@@ -170,15 +170,12 @@ class DecodeRole:
         now = time.monotonic()
         for lost in self._take_events(now):  # now: which owners are left is known
             self._dispatcher.place_again(lost)
-        for finished in self._scheduler.expire(now, self._prompts.queued_s):
-            self._counts.dropped(finished.finish)
-            self._ended(finished)
+        self._expire(now)
         self._desk.poll(self, self._take)
-        self._place_guided(now)
-        self._place_adapted(now)
+        self._place_prepared(now)
         self._departures.poll(now)
         self._dispatcher.pair_again(now)
-        self._dispatcher.compute_fetched()
+        self._dispatcher.compute_fetched(now)
         self._handoffs.join()
         self._handoffs.grant(now)
         self._handoffs.expire(now)
@@ -266,8 +263,7 @@ class DecodeRole:
     def queues(self) -> dict[str, int]:
         return {
             **self._scheduler.queues(),
-            "guided": len(self._guided),
-            "adapter": len(self._adapted),
+            **self._preparations.queues(),
             "unpaired": len(self._dispatcher.unpaired),
             "fetching": len(self._dispatcher.fetching),
             "prealloc": len(self._handoffs.prealloc),
@@ -373,10 +369,7 @@ class DecodeRole:
                 ticket=message.ticket,
                 prefix_at=self._prefix_at(request, message),
             )
-            if message.sampling.guide is not None:
-                self._guided.put(request, message)
-            else:
-                self._place_unguided(request, message)
+            self._preparations.put(request, message)
         except ServingError as error:
             self._live.refuse(request, error)
 
@@ -391,53 +384,24 @@ class DecodeRole:
         worth_naming = num_tokens >= WORTH_NAMING_TOKENS
         return (own, *message.prefix_at)[:MAX_HINTS] if worth_naming else message.prefix_at
 
-    def _place_unguided(self, request: Request, message: SubmitRequest) -> None:
-        """One that has no guide, or has it compiled."""
-        if request.adapter:
-            self._adapted.put(request, message)
-        else:
-            self._place(request, message)
-
-    def _place(self, request: Request, message: SubmitRequest) -> None:
-        if message.move_from is not None:
-            self._dispatcher.place_mover(request, message.move_from)
-        else:
-            self._dispatcher.place(request, message.prefill_addresses)
-
-    def _place_guided(self, now: float) -> None:
-        """Those whose guide is compiled."""
-        for request, message, refusal in self._guided.done():
+    def _place_prepared(self, now: float) -> None:
+        for request, message, refusal in self._preparations.take(now):
             try:
                 if refusal is not None:
                     raise refusal
-                self._place_unguided(request, message)
+                if message.move_from is not None:
+                    self._dispatcher.place_mover(request, message.move_from)
+                else:
+                    self._dispatcher.place(request, message.prefill_addresses)
             except ServingError as error:
                 self._live.refuse(request, error)
-        for request in self._guided.requests():
-            if request.deadline < now:
-                self._abort(request, out_of_time())
-
-    def _place_adapted(self, now: float) -> None:
-        """Those whose adapter has a slot."""
-        for request, message in self._adapted.with_slot(now):
-            try:
-                self._place(request, message)
-            except ServingError as error:
-                self._live.refuse(request, error)
-        for request in self._adapted.requests():
-            if request.deadline < now:
-                self._abort(request, out_of_time())
-            elif request.start_by < now:
-                finish = waited_too_long(self._prompts.queued_s)
-                self._counts.dropped(finish)
-                self._abort(request, finish)
 
     @property
     def _num_waiting(self) -> int:
         """For pages, in either queue, or for an owner. Whoever is let in may go from one to
         another."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
-        num_elsewhere += len(self._guided) + len(self._adapted) + len(self._dispatcher.fetching)
+        num_elsewhere += len(self._preparations) + len(self._dispatcher.fetching)
         return num_elsewhere + self._scheduler.num_waiting
 
     def _may_wait_s(self, message: SubmitRequest, num_tokens: int) -> float:
@@ -450,9 +414,15 @@ class DecodeRole:
 
     # Ends ---------------------------------------------------------------------------------------
 
+    def _expire(self, now: float) -> None:
+        queued_s = self._prompts.queued_s
+        late = self._preparations.expire(now, queued_s) + self._scheduler.expire(now, queued_s)
+        for finished in late:
+            self._counts.dropped(finished.finish)
+            self._ended(finished)
+
     def _abort(self, request: Request, finish: Finish) -> None:
-        waited = self._guided.remove(request) or self._adapted.remove(request)
-        waited = waited or self._dispatcher.give_up(request)
+        waited = self._preparations.remove(request) or self._dispatcher.give_up(request)
         if waited or self._handoffs.give_up(request, finish.error):
             self._live.end(request, finish)
             return

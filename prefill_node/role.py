@@ -21,17 +21,24 @@ import msgspec
 
 from common.distribution import Counted
 from common.engine.adapters.adapters import Adapters
-from common.engine.features.guided import Guided
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.preparation.adapter_line import AdapterLine
+from common.engine.preparation.guide_line import GuideLine
+from common.engine.preparation.preparations import Preparations
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.holding import Holding
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
-from common.engine.schedule.adapter_line import AdapterLine
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
-from common.errors import AdapterNotLoaded, InvalidRequest, Overloaded, QueueTooLong
+from common.errors import (
+    AdapterNotLoaded,
+    InvalidRequest,
+    Overloaded,
+    QueueTooLong,
+    ServingError,
+)
 from common.logs.throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
 from common.node.flight_recorder import FlightRecorder
@@ -57,6 +64,7 @@ from kvtransfer.ports import (
     Publish,
 )
 from prefill_node.pooled import PooledCalls
+from sharing.fetch_line import FetchLine
 from sharing.prefixes import PrefixSharing
 
 log = logging.getLogger(__name__)
@@ -104,16 +112,16 @@ class PrefillRole:
         self._sharing = sharing
         # By the serial of the hand-off, which is its request's key too.
         self._bootstrap: dict[int, Request] = {}
-        self._fetching: dict[int, Request] = {}  # granted, and their prefix is being read
         self._prefilling: dict[int, Prefilling] = {}
         self._inflight: dict[int, Prefilling] = {}
         self._lent: dict[int, Ints] = {}  # pages held for publication
         self._stamps: dict[int, HandoffStamps] = {}  # from Opened to HandoffDropped
         self._recorder = FlightRecorder(HandoffStamps)
         self._prompts = Drain()  # granted, and not computed yet
-        self._guided: Guided[int] = Guided(guides)
         self._adapters = adapters
-        self._adapted: AdapterLine[int] = AdapterLine(adapters)
+        self._preparations: Preparations[None] = Preparations(
+            GuideLine(guides), AdapterLine(adapters), FetchLine(sharing.fetches)
+        )
         self._pooled = PooledCalls(
             self.scheduler,
             limits=limits,
@@ -149,18 +157,13 @@ class PrefillRole:
                     self._grant(event)
                 case HandoffDropped():
                     self._dropped(event)
-        for request, serial, refusal in self._guided.done():
-            if refusal is not None:
-                self._fail(serial, str(refusal), retryable=isinstance(refusal, Overloaded))
-            else:
-                self._add_unguided(serial, request)
-        for request, serial in self._adapted.with_slot(time.monotonic()):
-            self._add(serial, request)
-        for serial in self._sharing.fetches.take_over():
-            fetched = self._fetching.pop(serial, None)
-            if fetched is not None:
-                self._add(serial, fetched)
-        for finished in self.scheduler.expire(queued_s=self._prompts.queued_s):
+        now = time.monotonic()
+        for request, _, refusal in self._preparations.take(now):
+            self._add(request, refusal)
+        queued_s = self._prompts.queued_s
+        for finished in self._preparations.expire(now, queued_s):
+            self._ended(finished)
+        for finished in self.scheduler.expire(now, queued_s):
             self._ended(finished)
         self._desk.poll(self, self._take)
 
@@ -201,10 +204,8 @@ class PrefillRole:
     def queues(self) -> dict[str, int]:
         return {
             **self.scheduler.queues(),
+            **self._preparations.queues(),
             "bootstrap": len(self._bootstrap),
-            "guided": len(self._guided),
-            "fetching": len(self._fetching),
-            "adapter": len(self._adapted),
             "inflight": len(self._inflight),
             "pooled": len(self._pooled),
         }
@@ -310,8 +311,7 @@ class PrefillRole:
         if event.kind is not Kind.PROMPT:
             self._counts["refused/invalid"] += 1
             return self._fail(event.serial, "a prefill node runs no requests", retryable=False)
-        num_waiting = len(self._bootstrap) + len(self._adapted) + len(self._fetching)
-        num_waiting += self.scheduler.num_waiting
+        num_waiting = len(self._bootstrap) + len(self._preparations) + self.scheduler.num_waiting
         if num_waiting >= self._max_waiting:
             self._counts["refused/overloaded"] += 1
             reason = f"{num_waiting} prompts wait here already"
@@ -387,31 +387,24 @@ class PrefillRole:
         )
         place = Place(request.due, len(request.token_ids), request.priority)
         self._prompts.join(event.serial, place, time.monotonic())
-        if request.sampling.guide is None:
-            self._add_unguided(event.serial, request)
-            return
         try:
-            self._guided.put(request, event.serial)
-        except Overloaded as error:
-            self._counts["refused/overloaded"] += 1
-            self._fail(event.serial, str(error), retryable=True)
+            self._preparations.put(request, None)
+        except ServingError as refusal:
+            self._refuse(request, refusal)
 
-    def _add_unguided(self, serial: int, request: Request) -> None:
-        """One that has no guide, or has it compiled."""
-        if request.adapter:
-            self._adapted.put(request, serial)
-        else:
-            self._add(serial, request)
-
-    def _add(self, serial: int, request: Request) -> None:
-        if self._sharing.fetches.waits(serial):
-            self._fetching[serial] = request
-            return
+    def _add(self, request: Request, refusal: ServingError | None) -> None:
+        """One that is prepared, or cannot be."""
         try:
+            if refusal is not None:
+                raise refusal
             self.scheduler.add(request)
-        except InvalidRequest as error:
-            self._counts["refused/invalid"] += 1
-            self._fail(serial, str(error), retryable=False)
+        except ServingError as error:
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, refusal: ServingError) -> None:
+        overloaded = isinstance(refusal, Overloaded)
+        self._counts["refused/overloaded" if overloaded else "refused/invalid"] += 1
+        self._fail(request.key, str(refusal), retryable=overloaded)
 
     def _admitted(self, request: Request, holding: Holding) -> None:
         """The scheduler has reserved the whole prompt and locked what this node has of it."""
@@ -519,12 +512,10 @@ class PrefillRole:
         self._tokens.drop(serial)
         self._prompts.leave(serial)
         self._sharing.forget(serial)
-        self._fetching.pop(serial, None)
         self._bootstrap.pop(serial, None)
         self._inflight.pop(serial, None)
         handoff = self._prefilling.pop(serial, None)
         if handoff is not None:
-            self._guided.remove(handoff.request)
-            self._adapted.remove(handoff.request)
+            self._preparations.remove(handoff.request)
             self.scheduler.abort(handoff.request, finish)
         self._adapters.release(serial)

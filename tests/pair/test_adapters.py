@@ -1,6 +1,9 @@
 """Requests with LoRA adapters, through a prefill and a decode node: each is computed as by a model
 with that adapter in its weights, whoever is beside it and whatever happens to the adapter."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
 from common.config import LoraConfig
@@ -141,6 +144,55 @@ def test_who_waits_for_a_slot_is_out_of_time_when_it_is(known, shelf):
         rig.cancel(left)
         rig.until(lambda: left.ended, "it is cancelled")
         rig.cancel(first)
+
+
+@pytest.fixture
+def occupied(shelf):
+    """How somebody takes a node's only slot, with adapter a, until the end of the test."""
+    with contextlib.ExitStack() as exits:
+
+        def occupy(rig):
+            adapters = rig.prefill[0].engine.adapters
+            somebody = SimpleNamespace(key=1 << 40, adapter=ids(rig)["a"])
+            adapters.hold(somebody)
+            assert adapters.take_slot(somebody)
+            exits.callback(adapters.release, somebody.key)
+            return lambda: adapters.release(somebody.key)
+
+        yield occupy
+
+
+def test_who_waits_for_a_slot_of_a_prefill_node_counts_among_those_that_wait_there(
+    known, shelf, occupied
+):
+    few, many = shelf.size("a", "b", slots=1, max_waiting=1), shelf.size("a", "b", slots=2)
+    with PairRig(known.loaded, prefill=[few], decode=[many], retries=0) as rig:
+        leave = occupied(rig)
+        waits = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=ids(rig)["b"])
+        rig.until(lambda: rig.prefill[0].queue("adapter"), "it waits for a slot")
+        refused = rig.ask(PROMPTS[1], NUM_TOKENS)  # who needs none would not wait
+        rig.run(refused)
+        assert rig.prefill[0].count("refused/overloaded") == 1
+        assert not waits.tokens
+        leave()
+        rig.run()
+        assert tokens_of(waits, refused) == [
+            shelf.greedy("b", PROMPTS[2]),
+            shelf.greedy(None, PROMPTS[1]),
+        ]
+
+
+def test_who_waits_for_a_slot_of_a_prefill_node_is_told_when_its_turn_comes_too_late(
+    known, shelf, occupied
+):
+    few, many = shelf.size("a", "b", slots=1), shelf.size("a", "b", slots=2)
+    with PairRig(known.loaded, prefill=[few], decode=[many], retries=0) as rig:
+        occupied(rig)
+        late = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=ids(rig)["b"], queue_s=0.2)
+        rig.until(lambda: rig.prefill[0].count("refused/dropped"), "it is dropped there")
+        rig.run(late)
+        assert late.ended.retry_after_s
+        assert rig.prefill[0].queue("adapter") == 0
 
 
 def test_an_adapter_that_is_unloaded_while_it_is_used_stays_with_its_requests(known, shelf):

@@ -6,56 +6,44 @@ there: what runs comes to its end, and then a slot is free.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from common.engine.adapters.adapters import Adapters
 from common.engine.rows.request import Request
 from common.engine.schedule.arrivals import ByPlace, is_overdue
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting(Generic[T]):
-    request: Request
-    beside: T
-
-    @property
-    def place(self) -> float:
-        return self.request.place
-
-
-class AdapterLine(Generic[T]):
+class AdapterLine:
     """Engine thread only."""
+
+    name = "adapter"
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
-        self._waiting: ByPlace[int, _Waiting[T]] = ByPlace()
+        self._waiting: ByPlace[int, Request] = ByPlace()
         self._tried = (-1, -1)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, request: Request, beside: T) -> None:
-        """A request that holds an adapter, and what its owner wants back with it."""
-        self._waiting.put(request.key, _Waiting(request, beside))
+    def needed_by(self, request: Request) -> bool:
+        return bool(request.adapter)
+
+    def put(self, request: Request) -> None:
+        """A request that holds an adapter."""
+        self._waiting.put(request.key, request)
 
     def remove(self, request: Request) -> bool:
         return self._waiting.take(request.key) is not None
 
-    def requests(self) -> list[Request]:
-        return [waiting.request for waiting in self._waiting]
-
-    def with_slot(self, now: float) -> Iterator[tuple[Request, T]]:
+    def take(self, now: float) -> Iterator[tuple[Request, None]]:
         """Those that have a slot now. Takes them."""
         while self._tried != self._changes:  # whoever is given one may end at once
             self._tried = self._changes
-            for waiting in list(self._waiting):
-                if self._adapters.take_slot(waiting.request):
-                    self._waiting.take(waiting.request.key)
-                    yield waiting.request, waiting.beside
-                elif is_overdue(waiting.request.arrived, now):
+            for request in list(self._waiting):
+                if self._adapters.take_slot(request):
+                    self._waiting.take(request.key)
+                    yield request, None
+                elif is_overdue(request.arrived, now):
                     break
 
     @property
