@@ -1,5 +1,6 @@
 """The checkpoints with random weights that benches on a CPU serve, made by transformers."""
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -59,11 +60,24 @@ def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) 
         made = Path(tempfile.mkdtemp(dir=directory))
         try:
             make_checkpoint(made, dtype=dtype, **sizes)
+            _name_every_token(made)
             made.rename(model)  # whole or not at all
         except BaseException:
             shutil.rmtree(made)
             raise
     return model
+
+
+def _name_every_token(model: Path) -> None:
+    """Has all that a random model says be text: what has none reaches no client, and nobody could
+    tell when a token came."""
+    vocabulary_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    names = tokenizer["model"]["vocab"]
+    named = {*names.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    names.update({f"Ġ{i}": i for i in range(vocabulary_size) if i not in named})
+    file.write_text(json.dumps(tokenizer))
 
 
 def weight_bytes(model: Path) -> int:

@@ -141,7 +141,8 @@ def _quick(models, part):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_quick_run_measures_a_colocated_node_that_it_starts_and_ends(tmp_path):
     said = _quick(tmp_path, "context")
     assert {row["load"] for row in said["rows"]} == {"8 streams x 32", "4 streams x 64"}

@@ -41,7 +41,9 @@ def generate(model):
     return [steps.remove(slot) for slot in (first, second, third)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "gemma2", pytest.param("qwen2_moe", marks=pytest.mark.long)]
+)
 def test_kernels_and_references_give_the_same_tokens(tmp_path, monkeypatch, architecture):
     directory = make_checkpoint(tmp_path, architecture)
     answers = []
