@@ -15,6 +15,8 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from common.errors import InvalidRequest, RequestAborted
 from router.clients.client import Client
 from router.requests.answer import LastPiece, Piece
@@ -52,6 +54,11 @@ class Retry(NamedTuple):
     key: str
     digest: bytes  # of what is asked
     request_id: str
+
+    def seed(self, index: int) -> int:
+        """Of one of the answers: the same at every router that is asked the same with this key."""
+        told = f"{self.key} {index}".encode() + self.digest
+        return int.from_bytes(hashlib.sha256(told).digest()[:8])
 
 
 class KeptAnswers:
@@ -128,6 +135,9 @@ class KeptAnswers:
         self, name: Name, retry: Retry, wanted: Wanted, client: Client, traceparent: str
     ) -> "_Answer":
         self._forget(name)
+        if wanted.drawn:
+            sampling = msgspec.structs.replace(wanted.sampling, seed=retry.seed(name[2]))
+            wanted = msgspec.structs.replace(wanted, sampling=sampling)
         answer = _Answer(
             retry, wanted.prompt, lambda answer, num_bytes: self._grown(name, answer, num_bytes)
         )

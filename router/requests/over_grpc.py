@@ -32,6 +32,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         prompt=together.prompts[0],
         together=together,
         sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
+        drawn=not request.sampling.HasField("seed"),
         stop=tuple(request.sampling.stop),
         stop_regex=tuple(request.sampling.stop_regex),
         bad_words=tuple(request.sampling.bad_words),

@@ -112,6 +112,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     prompt: SharedPrompt  # one of those that came together
     together: Together
     sampling: SamplingParams
+    drawn: bool = False  # the seed: its client names none
     stop: Sequence[str] = ()
     stop_regex: Sequence[str] = ()
     bad_words: Sequence[str] = ()

@@ -19,7 +19,7 @@ from router.requests.answer import LastPiece, Piece
 from router.requests.answer import Usage as AnswerUsage
 from router.requests.kept_answers import KeptAnswers, Retry
 from router.requests.wanted import SharedPrompt, Text, Together, Wanted
-from tests.router.openai_rig import COMPLETIONS, api_for, ids
+from tests.router.openai_rig import COMPLETIONS, Api, api_for, ids
 from tests.router.rig import WAIT_S, collect, eventually, failure, router_for
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode
@@ -84,6 +84,28 @@ async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(mo
         long = (("idempotency-key", "x" * 257),)
         error = await failure(client.stub.Generate(other, metadata=long, timeout=WAIT_S))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_another_router_draws_the_same_answer_for_the_same_key(model: Path) -> None:
+    """It has no answer that was kept by one that died: it asks for it with the same seed."""
+
+    async def seeds(api: Api, fields: dict[str, Any], **headers: str) -> set[int]:
+        """Submitted by this router, of a request that is then given up."""
+        body = {**FIELDS, **fields}
+        asking = asyncio.create_task(post(api.router.http_port, COMPLETIONS, body, **headers))
+        told = {(await api.node.submitted()).sampling.seed for _ in range(body.get("n", 1))}
+        asking.cancel()
+        return told
+
+    async with (
+        api_for(model, keep_answers_s=LONG_S) as one,
+        api_for(model, keep_answers_s=LONG_S) as other,
+    ):
+        mine = await seeds(one, {"n": 2}, **KEY)
+        assert len(mine) == 2
+        assert await seeds(other, {"n": 2}, **KEY) == mine
+        assert mine.isdisjoint(await seeds(other, {"n": 2}, **{"idempotency-key": "9f"}))
+        assert await seeds(other, {"seed": 5}, **{"idempotency-key": "a1"}) == {5}
 
 
 async def test_where_keys_are_not_heeded_nothing_is_kept(model: Path) -> None:

@@ -142,6 +142,7 @@ def choices(
             prompt=prompt,
             together=together,
             sampling=sampling,
+            drawn=fields.seed is None,
             stop=stop,
             stop_regex=stop_regex,
             bad_words=tuple(fields.bad_words or ()),
