@@ -28,6 +28,7 @@ from tests.router.rig import (
 )
 from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
 
+MANY_TOKENS = 2000
 CHAT_PROMPT = [0, *ids("[user] hello\n[assistant]")]
 
 
@@ -273,12 +274,20 @@ async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(model: P
 
 
 async def test_choices_that_nobody_reads_do_not_keep_their_places(model: Path) -> None:
+    """However much the buffers on the way hold, and however many tokens come in one piece."""
     async with api_for(model, unread_s=0.1) as api, not_reading(api.router.http_port) as wire:
-        await wire.post(COMPLETIONS, {"prompt": "x", "n": 128, "max_tokens": 60, "stream": True})
+        asked = {"prompt": "x", "n": 128, "max_tokens": MANY_TOKENS, "stream": True}
+        await wire.post(COMPLETIONS, asked)
         numbers = [(await api.node.submitted()).request for _ in range(128)]
-        for _ in range(59):
-            api.node.say(dict.fromkeys(numbers, ids("x")))
+
+        async def talk() -> None:
+            for _ in range(MANY_TOKENS - 1):
+                api.node.say(dict.fromkeys(numbers, ids("x")))
+                await asyncio.sleep(0.01)  # others have their turn
+
+        talking = asyncio.create_task(talk())
         assert {await api.node.cancelled() for _ in numbers} == set(numbers)
+        talking.cancel()
         await eventually(lambda: api.router.admission.num_live == 0)
 
 
