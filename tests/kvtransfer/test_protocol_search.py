@@ -53,17 +53,33 @@ def _without_collector() -> Iterator[None]:
 @pytest.mark.parametrize(
     "plan, config, faults, states",
     [
-        pytest.param(Plan((7, 3), TWO), PATIENT, 1, 160_000, id="two-one-fault"),
+        pytest.param(Plan((3, 3), TWO), PATIENT, 1, 200_000, id="two-one-fault"),
+        pytest.param(
+            Plan((7, 3), TWO),
+            PATIENT,
+            1,
+            160_000,
+            id="two-one-fault-in-two-chunks",
+            marks=pytest.mark.long,
+        ),
         pytest.param(Plan((3,), (0,)), SILENT, 2, 44_000, id="one-two-silences"),
         pytest.param(
             Plan((7, 3), TWO), SILENT, 1, 130_000, id="two-one-silence", marks=pytest.mark.long
+        ),
+        pytest.param(
+            Plan((3, 3), (0, 3), reader_pages=2, owner_pages=1, admits=True),
+            PATIENT,
+            1,
+            160_000,
+            id="full-prefix-hit-and-tiny-pools",
         ),
         pytest.param(
             Plan((7, 3), (0, 3), reader_pages=3, owner_pages=2, admits=True),
             PATIENT,
             1,
             100_000,
-            id="full-prefix-hit-and-tiny-pools",
+            id="full-prefix-hit-and-small-pools",
+            marks=pytest.mark.long,
         ),
         pytest.param(Plan((7,), (4,), windows=(None, 2, 5)), PATIENT, 1, 1_000, id="windows"),
         pytest.param(
