@@ -144,7 +144,7 @@ def _scheduler(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> Sched
         table=engine.table,
         pages=engine.pages,
         cache=engine.cache,
-        host_pages=0,
+        tiers=engine.tiers,
         on_admit=lambda request, pages: None,
         next_rows=_WithQuota if way == "quota" else NextRows,
     )

@@ -26,6 +26,7 @@ from common.engine.features.composition import RowFeatures, every_feature
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import no_tiers
 from common.engine.rows.batch import BatchResult, ForwardMode, ScheduleBatch
 from common.engine.rows.forward import BatchBuilder
 from common.engine.rows.request import Request
@@ -106,6 +107,7 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     num_pages = batch_size * (-(-length // PAGE_SIZE) + 1)
     pages = PageAllocator(num_pages)
     table = RequestTable(batch_size, length, PAGE_SIZE)
+    cache = RadixCache(PAGE_SIZE, pages)
     scheduler = Scheduler(
         SchedulerConfig(  # nobody decodes before all prompts are computed
             max_running=batch_size, max_waiting=batch_size, chunk_tokens=-1, mixed_chunk=False
@@ -114,8 +116,8 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
         vocabulary_size=VOCABULARY,
         table=table,
         pages=pages,
-        cache=RadixCache(PAGE_SIZE, pages),
-        host_pages=0,
+        cache=cache,
+        tiers=no_tiers(cache, pages, table.tables),
         on_admit=lambda request, pages: None,
     )
     features = every_feature(table, VOCABULARY, (EOS,), torch.device("meta"))

@@ -64,6 +64,17 @@ class CacheConfig(Record):
         return value
 
 
+class TiersConfig(Record):
+    """Where the KV is kept that the prefix cache has no room for, see docs/tiers.md."""
+
+    host_bytes: int = Field(
+        0,
+        ge=0,
+        description="host memory for it, beside host_pages, pinned with CUDA; it pays if there is "
+        "more of it than of the pool. 0: nowhere",
+    )
+
+
 class SchedulerConfig(Record):
     """How batches are built."""
 
@@ -215,6 +226,7 @@ class EngineConfig(Record):
         "debugging",
     )
     cache: CacheConfig = CacheConfig()
+    tiers: TiersConfig = TiersConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
 

@@ -24,9 +24,11 @@ from common.engine.adapters.adapters import Adapters
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.preparation.adapter_line import AdapterLine
 from common.engine.preparation.guide_line import GuideLine
 from common.engine.preparation.preparations import Preparations
+from common.engine.preparation.tier_line import TierLine
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import (
@@ -102,6 +104,7 @@ class DecodeRole:
         adapters: Adapters,
         guides: Guides,
         sharing: PrefixSharing,
+        tiers: Tiers,
     ) -> None:
         self._max_waiting = config.engine.scheduler.max_waiting
         self._scheduler = scheduler
@@ -111,6 +114,7 @@ class DecodeRole:
         self._outbox = outbox
         self._cache = cache
         self._sharing = sharing
+        self._tiers = tiers
         self._shares = config.sharing.enabled
         # Of all requests here: what fits into the pool, and what may wait for it.
         most_tokens = config.engine.scheduler.max_waiting_tokens + tables.max_tokens(
@@ -159,7 +163,9 @@ class DecodeRole:
         )
         self._adapters = adapters
         self._preparations: Preparations[SubmitRequest] = Preparations(
-            GuideLine(guides), AdapterLine(adapters)
+            GuideLine(guides),
+            AdapterLine(adapters),
+            TierLine(tiers, lambda: scheduler.room().num_pages),
         )
         self._told_trial: Request | None = None
         self._next_key = 1
@@ -258,7 +264,8 @@ class DecodeRole:
     @property
     def busy(self) -> bool:
         of_own = self._live or self._destinations.reads
-        return bool(of_own or self._departures.busy or self._sharing.busy)
+        copies = self._sharing.busy or self._tiers.busy
+        return bool(of_own or self._departures.busy or copies)
 
     def queues(self) -> dict[str, int]:
         return {
@@ -379,7 +386,8 @@ class DecodeRole:
             return ()
         if not message.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
             return message.prefix_at
-        num_tokens = self._cache.match(request.token_ids, request.namespace).num_tokens
+        wanted = request.token_ids, request.namespace
+        num_tokens = max(self._cache.match(*wanted).num_tokens, self._tiers.num_tokens(*wanted))
         own = PrefixAt(message.own_address, num_tokens)
         worth_naming = num_tokens >= WORTH_NAMING_TOKENS
         return (own, *message.prefix_at)[:MAX_HINTS] if worth_naming else message.prefix_at

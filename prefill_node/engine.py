@@ -8,6 +8,7 @@ from common.engine.build import build
 from common.engine.drive import drive, introduce
 from common.engine.loop.clock import StepClock
 from common.engine.memory.cache_events import CacheEvents
+from common.engine.memory.tier_meter import TierMeter
 from common.node.desk import Desk
 from common.node.engine_process import EngineStart, run_engine
 from common.node.ipc import FrameSocket
@@ -64,7 +65,12 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         channel,
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: clock.reading.finished,
-        meters=(clock.meter, reads, AdapterMeter(engine.adapters)),
+        meters=(
+            clock.meter,
+            reads,
+            AdapterMeter(engine.adapters),
+            TierMeter(engine.tiers, kv.page_bytes),
+        ),
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
     )
@@ -85,11 +91,13 @@ def body(start: EngineStart[PrefillConfig]) -> None:
             page_bytes=kv.page_bytes,
             cache=engine.cache,
             pages=engine.pages,
+            tiers=engine.tiers,
             tables=tables,
             port=transfer,
         ),
+        tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = channel.wake
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
@@ -98,6 +106,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         transfer.stop(TRANSFER_END_S)
         engine.guides.close()
         engine.loader.close()
+        engine.copier.close()
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ from common.distribution import Counted
 from common.engine.adapters.adapters import Adapters
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.tiers import Tiers
 from common.engine.preparation.adapter_line import AdapterLine
 from common.engine.preparation.guide_line import GuideLine
 from common.engine.preparation.preparations import Preparations
+from common.engine.preparation.tier_line import TierLine
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.holding import Holding
@@ -100,6 +102,7 @@ class PrefillRole:
         adapters: Adapters,
         guides: Guides,
         sharing: PrefixSharing,
+        tiers: Tiers,
     ) -> None:
         self.scheduler = make_scheduler(self._admitted)
         self._pages = pages
@@ -110,6 +113,7 @@ class PrefillRole:
         self._port = port
         self._desk = desk
         self._sharing = sharing
+        self._tiers = tiers
         # By the serial of the hand-off, which is its request's key too.
         self._bootstrap: dict[int, Request] = {}
         self._prefilling: dict[int, Prefilling] = {}
@@ -120,7 +124,10 @@ class PrefillRole:
         self._prompts = Drain()  # granted, and not computed yet
         self._adapters = adapters
         self._preparations: Preparations[None] = Preparations(
-            GuideLine(guides), AdapterLine(adapters), FetchLine(sharing.fetches)
+            GuideLine(guides),
+            AdapterLine(adapters),
+            TierLine(tiers, lambda: self.scheduler.room().num_pages),
+            FetchLine(sharing.fetches),
         )
         self._pooled = PooledCalls(
             self.scheduler,
@@ -199,7 +206,7 @@ class PrefillRole:
     @property
     def busy(self) -> bool:
         handed_over = self._bootstrap or self._prefilling or self._inflight or self._lent
-        return bool(handed_over or self._pooled or self._sharing.busy)
+        return bool(handed_over or self._pooled or self._sharing.busy or self._tiers.busy)
 
     def queues(self) -> dict[str, int]:
         return {

@@ -1,11 +1,12 @@
 """Prefixes that other nodes read from this one's cache.
 
     Opened --Granted: what the tree has is held--> lent --HandoffDropped--> gone
-                        `--nothing, or too much is lent--> refused ---^
+                  | ^   `--nothing, or too much is lent--> refused ---^
+                  `-' a tier below has more: that is brought back first
 
-An owner answers from its own tree alone: it neither computes nor fetches for somebody else, and so
-never waits for one who waits for it. It holds nothing before the reader has its pages, and what it
-holds stays in the tree: the tree may forget it, and its pages are free when the reader is done.
+An owner answers from its own memory alone: it neither computes nor fetches for somebody else, and
+so never waits for one who waits for it. It holds nothing before the reader has its pages, and what
+it holds stays in the tree: the tree may forget it, and its pages are free when the reader is done.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import numpy as np
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
 from common.page_tables import PageTables
@@ -37,11 +39,13 @@ class Loans:
         enabled: bool,
         cache: RadixCache,
         pages: PageAllocator,
+        tiers: Tiers,
         tables: PageTables,
         port: OwnerCommands,
     ) -> None:
         self._enabled = enabled
         self._cache = cache
+        self._tiers = tiers
         self._pages = pages
         self._tables = tables
         self._port = port
@@ -75,18 +79,29 @@ class Loans:
             return  # refused, or dropped
         if not self._enabled:
             return self._refuse(event.serial, "this node lends nothing")
+        self._lent[event.serial] = _NONE  # until it is answered
+        room = self._pages.num_pages // SHARE
+
+        def answer() -> None:
+            if event.serial in self._lent:  # else it was dropped meanwhile
+                self._answer(asked, event.prefix_tokens)
+
+        if not self._tiers.bring(asked.token_ids, asked.namespace, room, answer):
+            answer()
+
+    def _answer(self, asked: Opened, prefix: int) -> None:
         match = self._cache.match(asked.token_ids, asked.namespace)
-        end, prefix = match.num_tokens, event.prefix_tokens
+        end = match.num_tokens
         if end <= prefix:
-            return self._refuse(event.serial, f"this node has no more than {end} tokens of it")
+            return self._refuse(asked.serial, f"this node has no more than {end} tokens of it")
         holding = Holding(match.holding.tables, match.state)
         lent = holding.take(self._tables.handed_over(end, prefix))
         if self._num_lent + len(lent) > self._pages.num_pages // SHARE:
-            return self._refuse(event.serial, "busy: much is lent already")
+            return self._refuse(asked.serial, "busy: much is lent already")
         self._pages.hold(lent, Holder.PUBLICATION)
-        self._lent[event.serial] = lent
+        self._lent[asked.serial] = lent
         self._num_lent += len(lent)
-        self._port.post(Publish(event.serial, prefix, end, lent, last=True, first_token=None))
+        self._port.post(Publish(asked.serial, prefix, end, lent, last=True, first_token=None))
 
     def dropped(self, event: HandoffDropped) -> None:
         self._asked.pop(event.serial, None)

@@ -6,6 +6,7 @@ import time
 from common.config import SharingConfig
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.rows.request import Request
 from common.page_tables import PageTables
 from common.requests.prefix_at import PrefixAt
@@ -38,11 +39,18 @@ class PrefixSharing:
         page_bytes: int,
         cache: RadixCache,
         pages: PageAllocator,
+        tiers: Tiers,
         tables: PageTables,
         port: NodePort,
     ) -> None:
+        self._tiers = tiers
         self.loans = Loans(
-            enabled=config.enabled, cache=cache, pages=pages, tables=tables, port=port
+            enabled=config.enabled,
+            cache=cache,
+            pages=pages,
+            tiers=tiers,
+            tables=tables,
+            port=port,
         )
         self.fetches = Fetches(
             config,
@@ -66,8 +74,9 @@ class PrefixSharing:
     def fetch(
         self, request: Request, hints: tuple[PrefixAt, ...], *, room: int, queued_s: float
     ) -> bool:
-        """Begins to read what another node has of its prompt, where that pays. True: the scheduler
-        is to have the request once `fetches.take_over` has its key.
+        """Begins to read what another node has of its prompt, where that pays and a tier of this
+        one has not as much. True: the scheduler is to have the request once `fetches.take_over` has
+        its key.
 
         Args:
             room: pages that may be taken now.
@@ -75,11 +84,12 @@ class PrefixSharing:
         """
         if request.computed_whole:
             return False
+        below = self._tiers.num_tokens(request.token_ids[:-1], request.namespace)
         return self.fetches.begin(
             request.key,
             request.token_ids,
             request.namespace,
-            hints,
+            tuple(hint for hint in hints if hint.num_tokens > below),
             room=room,
             token_s=self.ways.token_s,
             queued_s=queued_s,

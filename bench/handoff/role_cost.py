@@ -25,6 +25,7 @@ from common.engine.features.prover import Beside
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import no_tiers
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
@@ -174,6 +175,7 @@ def owner(load: Load) -> dict[str, Any]:
         adapters=no_adapters(table),
         guides=_GUIDES,
         sharing=_sharing(pages, cache, port),
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
     )
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
@@ -212,6 +214,7 @@ def _sharing(pages: PageAllocator, cache: RadixCache, port: NodePort) -> PrefixS
         page_bytes=PAGE_SIZE,
         cache=cache,
         pages=pages,
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
         tables=PageTables(PAGE_SIZE),
         port=port,
     )
@@ -236,6 +239,7 @@ def reader(load: Load) -> dict[str, Any]:
         adapters=no_adapters(table),
         guides=_GUIDES,
         sharing=_sharing(pages, cache, port),
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
     )
     port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()
@@ -307,7 +311,7 @@ def _scheduler(
         table=table,
         pages=pages,
         cache=cache,
-        host_pages=0,
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
         on_admit=on_admit,
     )
 

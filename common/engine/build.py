@@ -20,9 +20,11 @@ from common.engine.features.composition import every_feature
 from common.engine.features.guides import Guides
 from common.engine.features.prover import Beside
 from common.engine.footprint import largest_forward, measure_footprint
+from common.engine.memory.host_cache import HostCache
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.models import (
     Model,
     Servable,
@@ -37,6 +39,7 @@ from common.engine.rows.holding import Holding
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
+from common.engine.run.copier import PageCopier
 from common.engine.run.cpu import use_cpu
 from common.engine.run.gpu import use_gpu
 from common.engine.run.graphs import CudaRecorder
@@ -73,6 +76,8 @@ class Engine:
     stream: Stream
     runner: ModelRunner
     limits: RequestLimits
+    tiers: Tiers
+    copier: PageCopier
     adapters: Adapters
     loader: AdapterLoader
     guides: Guides
@@ -92,7 +97,7 @@ class Engine:
             table=self.table,
             pages=self.pages,
             cache=self.cache,
-            host_pages=self.shape.host_pages,
+            tiers=self.tiers,
             on_admit=on_admit,
         )
 
@@ -116,13 +121,24 @@ def build(config: EngineConfig) -> Engine:
     bank = bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction))
     shape = _shape(config, model, bank)
     pool = KVPool(shape.layout, shape.num_pages, device)
-    host_pool = HostPool(shape.layout, shape.host_pages, device)
+    num_host_pages = shape.host_pages + shape.tier_pages
+    host_pool = HostPool(shape.layout, num_host_pages, device)
     page_size, windows = shape.layout.page_size, shape.layout.windows
     state_pages = shape.layout.state_pages
     table = RequestTable(
         config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
     )
     pages = PageAllocator(shape.num_pages)
+    cache = RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
+    copier = PageCopier(pool, host_pool)
+    tiers = Tiers(
+        HostCache(num_host_pages),
+        enabled=shape.tier_pages > 0,
+        cache=cache,
+        pages=pages,
+        tables=shape.layout.tables,
+        copier=copier,
+    )
     stream = open_stream(device)
     recorder = CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
     features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
@@ -143,6 +159,7 @@ def build(config: EngineConfig) -> Engine:
             quantize=rounding,
             stored=model.spec.stored,
             pages=shape.num_pages,
+            host_pages=num_host_pages,
             page_size=page_size,
             pool_mib=pool.num_bytes >> 20,
             chunk_tokens=shape.chunk_tokens,
@@ -157,9 +174,11 @@ def build(config: EngineConfig) -> Engine:
         pool=pool,
         table=table,
         pages=pages,
-        cache=RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache),
+        cache=cache,
         stream=stream,
         runner=runner,
+        tiers=tiers,
+        copier=copier,
         adapters=adapters,
         loader=AdapterLoader(shelf, adapters.library),
         guides=_guides(directory, model),

@@ -35,7 +35,7 @@ CPU_CHUNK_S = 0.4  # a chunk on a CPU takes at most so long: cancels wait for a 
 class EngineShape:
     """context_length is what requests may use; chunk_tokens is page aligned, None: prompts are
     never cut; prefill_tokens are the prompt tokens of the largest forward; host_pages is the room
-    for retracted requests."""
+    for retracted requests, tier_pages that for what the prefix cache forgets."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,6 +43,7 @@ class EngineShape:
     context_length: int
     num_pages: int
     host_pages: int
+    tier_pages: int
     chunk_tokens: int | None
     prefill_tokens: int
 
@@ -161,6 +162,7 @@ def resolve_shape(
         context_length=context_length,
         num_pages=num_pages,
         host_pages=_host_pages(config, layout, device, num_pages),
+        tier_pages=config.tiers.host_bytes // layout.page_bytes if config.cache.prefix_cache else 0,
         chunk_tokens=chunk_tokens,
         prefill_tokens=whole_prompts if chunk_tokens is None else chunk_tokens,
     )

@@ -25,12 +25,13 @@ STATES = ("starting", "ready", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
     "guided",  # whose guide is being compiled
+    "bringing",  # whose prefix is copied back from a tier below
     "fetching",  # whose prefix is read from another node
     "adapter",  # whose adapter has no slot
     *("bootstrap", "inflight", "pooled"),  # of a prefill node alone
     *("unpaired", "prealloc", "transfer", "leaving"),  # of a decode node alone
 )
-HOLDERS = ("free", "request", "step", "read", "publication", "cache")
+HOLDERS = ("free", "request", "step", "read", "publication", "copy", "cache")
 MODES = ("extend", "decode", "mixed")
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
@@ -70,7 +71,7 @@ PAGES = Declared(
     "baton_kv_pages",
     "gauge",
     "KV pages by holder, which together are the pool; one with several holders counts for the "
-    "first of request, step, read, publication, cache.",
+    "first of request, step, read, publication, copy (to a tier below, or from there), cache.",
     {"holder": HOLDERS},
 )
 HOST_PAGES = Declared("baton_host_kv_pages", "gauge", "Host pages that retracted requests fill.")
@@ -291,6 +292,25 @@ LOANS = Declared(
     {"outcome": ("held", "lost", "refused")},
 )
 
+TIER_PAGES = Declared(
+    "baton_tier_pages", "gauge", "Host pages that are kept below the prefix cache."
+)
+TIER_TOKENS = Declared(
+    "baton_tier_tokens",
+    "counter",
+    "Tokens of prompts whose KV was brought back from a tier below the prefix cache.",
+    {"tier": ("host",)},
+)
+TIER_BYTES = Declared(
+    "baton_tier_bytes",
+    "counter",
+    "Bytes copied to a tier below the prefix cache, and brought back from there.",
+    {"copy": ("saved", "brought")},
+)
+TIER_EVICTED = Declared(
+    "baton_tier_evicted", "counter", "Pages of tokens that went from there to make room."
+)
+
 BOTH = (
     *(REJECTED, STREAMS, STREAM_ENDS, CUT_OFF, STATE, SILENCE, PAGES, HOST_PAGES, QUEUE),
     *(WAITING, QUEUED, TOKEN_SECONDS),
@@ -301,6 +321,7 @@ BOTH = (
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
     *(ADAPTERS, ADAPTER_BYTES, ADAPTER_SLOTS, ADAPTER_FILLS, ADAPTERS_EVICTED),
+    *(TIER_PAGES, TIER_TOKENS, TIER_BYTES, TIER_EVICTED),
 )
 DECODE = (
     *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
@@ -344,6 +365,9 @@ _TOTALS = {
     "pooled_prompts": POOLED,
     "adapter_fills": ADAPTER_FILLS,
     "adapters_evicted": ADAPTERS_EVICTED,
+    "tier_tokens": TIER_TOKENS,
+    "tier_bytes": TIER_BYTES,
+    "tier_evicted": TIER_EVICTED,
 }
 _GAUGES = {
     "host_pages": HOST_PAGES,
@@ -351,6 +375,7 @@ _GAUGES = {
     "adapters": ADAPTERS,
     "adapter_bytes": ADAPTER_BYTES,
     "adapter_slots": ADAPTER_SLOTS,
+    "tier_pages": TIER_PAGES,
 }
 _DISTRIBUTIONS = {
     "step_seconds": STEP_SECONDS,

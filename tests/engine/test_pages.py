@@ -138,7 +138,7 @@ def test_gauges_count_every_page_once_by_its_first_kind_of_holder():
     pages.hold(taken[:1], Holder.STEP)
     pages.hold(taken[1:2], Holder.PUBLICATION)
     pages.drop(taken[1:3], Holder.REQUEST)
-    held = {"free": 2, "request": 3, "step": 0, "read": 0, "publication": 1, "cache": 1}
+    held = {"free": 2, "request": 3, "step": 0, "read": 0, "publication": 1, "copy": 0, "cache": 1}
     assert pages.by_holder() == held
     assert pages.num_evictable == held["cache"]
 

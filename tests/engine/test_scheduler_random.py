@@ -18,7 +18,7 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 MAX_STEPS = 20000
 
 
-def make_rig(rng: random.Random, *, pressure: bool, urgent: bool) -> Rig:
+def make_rig(rng: random.Random, *, pressure: bool, urgent: bool, tier_pages: int) -> Rig:
     """Under pressure the pool is small, growth is hardly reserved and few requests stop early."""
     page_size = rng.choice((16, 16, 16, 64))
     num_pages = rng.choice((4, 6, 10, 16) if pressure else (16, 40, 120))
@@ -28,6 +28,7 @@ def make_rig(rng: random.Random, *, pressure: bool, urgent: bool) -> Rig:
         num_slots=rng.choice((3, 8, 16) if pressure else (1, 3, 8, 16)),
         context=rng.choice((128, 512)),
         host_pages=rng.choice((0, 3, num_pages)),
+        tier_pages=tier_pages,
         eos=() if pressure else rng.choice(((5,), (5, 11, 12))),
         overlap=rng.random() < 0.7,
         overlap_prefills=rng.random() < 0.5,
@@ -70,7 +71,7 @@ class Traffic:
 
     @property
     def over(self) -> bool:
-        return not (self.left or self.landing or self.rig.landed or self.rig.scheduler.has_work)
+        return not (self.left or self.landing or self.rig.landed or self.rig.has_work)
 
     def poll(self) -> None:
         if self.left and self.rng.random() < 0.4:
@@ -119,7 +120,7 @@ class Traffic:
             self.landing.append(request)
             self.landing.sort(key=lambda each: -each.priority)
         else:
-            self.rig.scheduler.add(request)
+            self.rig.come(request)
             self.live.append(request)
 
     def _tokens(self) -> list[int]:
@@ -131,10 +132,11 @@ class Traffic:
         return [*stem, *(rng.randrange(VOCABULARY) for _ in range(length))][: self.longest]
 
 
-def run_workload(seed: int, *, pressure: bool, urgent: bool = False) -> Rig:
+def run_workload(seed: int, *, pressure: bool, urgent: bool = False, tier_pages: int = 0) -> Rig:
     """urgent: some requests are, and take the places of others."""
     rng = random.Random(seed)
-    rig = make_rig(rng, pressure=pressure, urgent=urgent)
+    rig = make_rig(rng, pressure=pressure, urgent=urgent, tier_pages=tier_pages)
+    rig.copier.delays.extend(random.Random(seed).choices((0, 0, 1, 2, 7), k=1000))
     traffic = Traffic(
         rig,
         rng,
@@ -148,7 +150,7 @@ def run_workload(seed: int, *, pressure: bool, urgent: bool = False) -> Rig:
     rig.before_poll.append(traffic.poll)
     for _ in range(MAX_STEPS):
         rig.step()
-        if traffic.over and rig.in_flight is None:
+        if traffic.over:
             break
     else:
         raise AssertionError(f"no end in sight: {rig.scheduler.queues()}")
@@ -177,6 +179,12 @@ MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 60
 @pytest.mark.parametrize("seed", [*range(5), *MORE_SEEDS])
 def test_every_request_gets_the_oracles_tokens_when_the_urgent_take_places(seed):
     run_workload(seed, pressure=True, urgent=True)
+
+
+@pytest.mark.parametrize("tier_pages", [6, 300])
+@pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
+def test_every_request_gets_the_oracles_tokens_with_a_tier_below(seed, tier_pages):
+    run_workload(seed, pressure=True, urgent=seed % 2 > 0, tier_pages=tier_pages)
 
 
 def test_the_workloads_reach_what_they_are_for():

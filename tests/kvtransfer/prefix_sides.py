@@ -14,6 +14,7 @@ import numpy as np
 from common.config import SharingConfig, TransferConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import no_tiers
 from common.engine.rows.holding import Holding
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
@@ -156,6 +157,10 @@ def _tokens(count: int) -> Any:
     return np.arange(count, dtype=np.int32)
 
 
+_MEMORY = Memory(1)
+NO_TIERS = no_tiers(_MEMORY.cache, _MEMORY.pages, TABLES)  # nothing changes there: never copied
+
+
 # The owner ---------------------------------------------------------------------------------------
 
 
@@ -174,6 +179,7 @@ class LenderSide(OwnerSide):
             enabled=True,
             cache=self.memory.cache,
             pages=self.memory.pages,
+            tiers=NO_TIERS,
             tables=TABLES,
             port=self.port,
         )
@@ -181,7 +187,8 @@ class LenderSide(OwnerSide):
     def fork(self) -> "LenderSide":
         twin = super().fork()
         assert isinstance(twin, LenderSide)
-        twin.memory, twin.port, twin.loans = copy.deepcopy((self.memory, self.port, self.loans))
+        mine, shared = (self.memory, self.port, self.loans), {id(NO_TIERS): NO_TIERS}
+        twin.memory, twin.port, twin.loans = copy.deepcopy(mine, shared)
         return twin
 
     def key(self) -> Hashable:

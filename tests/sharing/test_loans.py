@@ -9,7 +9,7 @@ from common.requests.sampling import SamplingParams
 from kvtransfer.messages import HandoffId, Kind
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, Publish
 from sharing.loans import MAX_ASKED, SHARE, Loans
-from tests.kvtransfer.prefix_sides import Memory, Posts
+from tests.kvtransfer.prefix_sides import NO_TIERS, Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
 ID = HandoffId(1, 1, 1)
@@ -26,7 +26,14 @@ def memory() -> Memory:
 
 def loans_of(memory: Memory, port: Posts, *, enabled: bool = True) -> Loans:
     tables = PageTables(PAGE_SIZE)
-    return Loans(enabled=enabled, cache=memory.cache, pages=memory.pages, tables=tables, port=port)
+    return Loans(
+        enabled=enabled,
+        cache=memory.cache,
+        pages=memory.pages,
+        tiers=NO_TIERS,
+        tables=tables,
+        port=port,
+    )
 
 
 def opened(serial: int) -> Opened:

@@ -13,8 +13,10 @@ import numpy as np
 
 from common.config import SchedulerConfig
 from common.engine.loop.loop import EventLoop
+from common.engine.memory.host_cache import HostCache
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import BatchResult, Ints, Launched, ScheduleBatch
 from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.rows.request import Finish, FinishReason, Request
@@ -23,6 +25,7 @@ from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.page_tables import num_pages_of
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
+from tests.support.fake_copier import FakeCopier
 from tests.support.fake_runner import FakeRunner, next_token, state_of
 
 VOCABULARY = 97
@@ -45,6 +48,7 @@ class Rig:
     num_slots: int = 8
     context: int = 1024
     host_pages: int = 64
+    tier_pages: int = 0
     eos: tuple[int, ...] = ()
     overlap: bool = True
     overlap_prefills: bool = True
@@ -63,9 +67,19 @@ class Rig:
         self.runner = FakeRunner(
             self.table,
             num_pages=self.num_pages,
-            host_pages=self.host_pages,
+            host_pages=self.host_pages + self.tier_pages,
             vocabulary_size=VOCABULARY,
             poison=self.poison,
+        )
+        self.written_in: dict[int, Namespace] = {}  # by page
+        self.copier = FakeCopier(self.runner, self.written_in)
+        self.tiers = Tiers(
+            HostCache(self.host_pages + self.tier_pages),
+            enabled=self.tier_pages > 0,
+            cache=self.cache,
+            pages=self.pages,
+            tables=self.table.tables,
+            copier=self.copier,
         )
         self.admitted: list[tuple[int, Ints]] = []
         self.scheduler = Scheduler(
@@ -75,10 +89,10 @@ class Rig:
             table=self.table,
             pages=self.pages,
             cache=self.cache,
-            host_pages=self.host_pages,
+            tiers=self.tiers,
             on_admit=self._on_admit,
         )
-        self.written_in: dict[int, Namespace] = {}  # by page
+        self.coming: dict[int, Request] = {}  # by key
         self.role = RigRole(self)
         self.use(self.runner)
         self.in_flight: Launched | None = None
@@ -145,6 +159,18 @@ class Rig:
         request = self.request(prompt, max_tokens, **options)  # type: ignore[arg-type]
         self.scheduler.add(request)
         return request
+
+    def come(self, request: Request) -> None:
+        """Adds it once what the tier below has of it is brought back."""
+
+        def add() -> None:
+            if self.coming.pop(request.key, None) is not None:
+                self.scheduler.add(request)
+
+        self.coming[request.key] = request
+        room = self.scheduler.room().num_pages
+        if not self.tiers.bring(request.token_ids[:-1], request.namespace, room, add):
+            add()
 
     def land(self, request: Request) -> bool:
         """Reserves a request's pages as a decode node does before its KV arrives, lets the KV of
@@ -244,9 +270,14 @@ class Rig:
             self.in_flight = self.loop.step(self.in_flight)
             self.check()
 
+    @property
+    def has_work(self) -> bool:
+        busy = self.coming or self.tiers.busy or self.in_flight is not None
+        return bool(self.scheduler.has_work or busy)
+
     def run(self) -> None:
         """Until every request has ended."""
-        self.run_until(lambda: not self.scheduler.has_work and self.in_flight is None)
+        self.run_until(lambda: not self.has_work)
         self.step()
 
     def run_until(self, condition: Callable[[], bool], max_steps: int = 5000) -> None:
@@ -262,12 +293,16 @@ class Rig:
             self.finished[finished.request.key] = finished.finish
 
     def abort(self, request: Request) -> None:
-        self.end(self.scheduler.abort(request, Finish(FinishReason.ABORT, "cancelled")))
+        finish = Finish(FinishReason.ABORT, "cancelled")
+        if self.coming.pop(request.key, None) is not None:
+            self.end(Finished(request, finish))
+            return
+        self.end(self.scheduler.abort(request, finish))
 
     def assert_at_rest(self) -> None:
         self.role.calm_down()
         held = self.pages.by_holder()
-        assert held["request"] == held["step"] == held["read"] == 0
+        assert held["request"] == held["step"] == held["read"] == held["copy"] == 0
         assert held["free"] + held["cache"] == self.num_pages
         assert self.pages.num_evictable == held["cache"]
         assert self.table.num_free == self.table.num_slots
@@ -290,6 +325,7 @@ class RigRole:
             self._vandalise()
         for call in rig.before_poll:
             call()
+        rig.tiers.poll()
         for finished in rig.scheduler.expire(self.now):
             rig.end(finished)
 

@@ -4,7 +4,7 @@ a router's end in place of the engine's channel."""
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,17 @@ from common.engine.features.guides import Guides
 from common.engine.features.prover import Lane
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.cache_events import CacheEvents
+from common.engine.memory.host_cache import HostCache
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.models import Model, load
 from common.engine.rows.batch import Launched
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import FinishReason
 from common.engine.rows.table import RequestTable
+from common.engine.run.copier import PageCopier
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream
 from common.engine.sizing import resolve_shape
@@ -103,6 +106,7 @@ class Size:
     num_pages: int = 64
     num_slots: int = 8
     host_pages: int = -1
+    tier_pages: int = 0  # of host memory, below the prefix cache
     prefix_cache: bool = True
     max_waiting: int = 64
     kept_in: str = "auto"  # CacheConfig.dtype
@@ -298,6 +302,7 @@ class Node:
         """Every page is free or cached, and nothing is under way."""
         held = self.engine.pages.by_holder()
         in_use = held["request"] + held["step"] + held["read"] + held["publication"]
+        in_use += held["copy"]
         return not (self.router.inbox or self.role.busy or self.in_flight or in_use)
 
     def check_at_rest(self) -> None:
@@ -337,8 +342,9 @@ def prefill_node(
         adapters=engine.adapters,
         guides=engine.guides,
         sharing=_sharing(common, instance, engine, transfer),
+        tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = news.tell
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
     overlap = config.scheduler.overlap
     node = Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
     return node, owner.faults
@@ -379,8 +385,9 @@ def decode_node(
         adapters=engine.adapters,
         guides=engine.guides,
         sharing=sharing,
+        tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = news.tell
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
     overlap = engine_config.scheduler.overlap
     return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
 
@@ -416,6 +423,7 @@ def _sharing(
         page_bytes=engine.pool.page_bytes,
         cache=engine.cache,
         pages=engine.pages,
+        tiers=engine.tiers,
         tables=engine.shape.layout.tables,
         port=transfer,
     )
@@ -441,15 +449,27 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         lora=size.lora,
     )
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=1 << 40)
+    shape = replace(shape, tier_pages=size.tier_pages)
     pool = KVPool(shape.layout, shape.num_pages, shape.device)
     pool.tensor.fill_(0xFF)  # NaN: whoever reads what nobody wrote shall notice
-    host_pool = HostPool(shape.layout, shape.host_pages, shape.device)
+    num_host_pages = shape.host_pages + shape.tier_pages
+    host_pool = HostPool(shape.layout, num_host_pages, shape.device)
     windows = shape.layout.windows
     state_pages = shape.layout.state_pages
     table = RequestTable(
         config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
     )
     pages = PageAllocator(shape.num_pages, lifo=True)
+    cache = RadixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache)
+    copier = PageCopier(pool, host_pool)
+    tiers = Tiers(
+        HostCache(num_host_pages),
+        enabled=shape.tier_pages > 0,
+        cache=cache,
+        pages=pages,
+        tables=shape.layout.tables,
+        copier=copier,
+    )
     stream = common.make_stream()
     features = every_feature(
         table, model.spec.vocabulary_size, model.spec.eos_token_ids, shape.device
@@ -463,9 +483,11 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         pool=pool,
         table=table,
         pages=pages,
-        cache=RadixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache),
+        cache=cache,
         stream=stream,
         runner=ModelRunner(model, pool, host_pool, table, features, adapters, stream),
+        tiers=tiers,
+        copier=copier,
         adapters=adapters,
         loader=AdapterLoader(shelf, library),
         guides=Guides(

@@ -316,6 +316,7 @@ class PairRig:
         self._exits.callback(self.wires.close)
         for node in self.nodes:
             self._exits.callback(node.engine.stream.close)
+            self._exits.callback(node.engine.copier.close)
             self._exits.callback(node.transfer.stop, TIMEOUT_S)
             node.transfer.start()
         self.until_paired()

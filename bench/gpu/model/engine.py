@@ -23,6 +23,7 @@ from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.layout import KVLayout
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import no_tiers
 from common.engine.models import Model
 from common.engine.rows.batch import BatchResult, Launched, Runner, ScheduleBatch
 from common.engine.rows.holding import Holding
@@ -102,14 +103,15 @@ class DecodeEngine:
         )
         if way.graphs:
             runner.capture(batch)
+        cache = RadixCache(PAGE_SIZE, pages, enabled=False)
         self._scheduler = Scheduler(
             SchedulerConfig(max_running=batch, max_waiting=batch, chunk_tokens=-1),
             eos_token_ids=(),
             vocabulary_size=model.spec.vocabulary_size,
             table=table,
             pages=pages,
-            cache=RadixCache(PAGE_SIZE, pages, enabled=False),
-            host_pages=0,
+            cache=cache,
+            tiers=no_tiers(cache, pages, table.tables),
             on_admit=lambda request, pages: None,
         )
         self._role = _Role(self._scheduler)

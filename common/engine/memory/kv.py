@@ -64,7 +64,8 @@ class KVPool:
 
 
 class HostPool:
-    """Pages in host memory for requests that were taken off the device; pinned for a GPU.
+    """Pages in host memory, for requests that were taken off the device and for what the prefix
+    cache forgets; pinned for a GPU.
 
     Raises:
         ConfigError: the machine has not so much memory.

@@ -26,7 +26,8 @@ class Holder(IntEnum):
     STEP = 1  # a launched forward, or a copy before it, may still write or read it
     READ = 2  # bytes of a peer's pages may still land in it
     PUBLICATION = 3  # a peer may still read it
-    CACHE = 4  # it is in the radix tree
+    COPY = 4  # it is being copied, to another tier or from there, beside the steps
+    CACHE = 5  # it is in the radix tree; of a host page: in the tier below
 
 
 class FreeList(Protocol):

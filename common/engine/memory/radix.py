@@ -12,12 +12,13 @@ may be evicted. It learns of pages when their KV is final and knows nothing of r
 """
 
 import heapq
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from common.engine.memory.cache_events import CacheJournal
+from common.engine.memory.page_keys import PageKey, page_keys
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix_nodes import Node, TreePages, present
 from common.engine.memory.radix_states import NO_STATE, TreeStates
@@ -46,6 +47,30 @@ class Match(NamedTuple):
     def pages(self) -> Ints:
         """All that going on from it needs, distinct."""
         return np.concatenate((self.holding.flat(), self.state))
+
+
+class Below(Protocol):
+    """A tier that keeps what the tree forgets. Pages by key and name, see Node."""
+
+    def learnt(self, node: Node) -> None:
+        """The tree has this node's pages, and all above."""
+        ...
+
+    def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
+        """The tree has forgotten pages; returns the names of those that nobody has any more."""
+        ...
+
+    def clear(self) -> None:
+        """Everything is to be forgotten."""
+        ...
+
+    def names(self) -> Iterable[int]:
+        """Of every page in it."""
+        ...
+
+    def tell(self, journal: CacheJournal | None) -> None:
+        """From now on every page that nobody has any more is told to `journal`."""
+        ...
 
 
 class RadixCache:
@@ -77,6 +102,11 @@ class RadixCache:
         self._clock = 0
         self._numbers = 0
         self._journal: CacheJournal | None = None
+        self._below: Below | None = None
+
+    def keep_below(self, below: Below) -> None:
+        """What is learnt from now on is told there. The tree is empty."""
+        self._below = below
 
     @property
     def num_pages(self) -> int:
@@ -122,6 +152,11 @@ class RadixCache:
         """Numbers of the tree's nodes along the longest cached prefix, the root's child first."""
         return tuple(node.number for node, _ in self._path(token_ids, namespace))
 
+    def keys(self, token_ids: Ints, namespace: Namespace = SHARED) -> list[PageKey]:
+        """Of the pages of the longest cached prefix; only while there is something below."""
+        path = self._path(token_ids, namespace)
+        return [key for node, common in path for key in node.keys[:common]]
+
     def insert(
         self,
         token_ids: Ints,
@@ -154,18 +189,16 @@ class RadixCache:
             self._windows.fill(child, pages[:, done : done + common])
             done += common
             node = child if common == child.num_pages else self._split(child, common)
-        if done == num_pages:
-            self._states.add(node, state)
-            return
-        rest = pages[:, done:].copy()
-        self._pages.hold(rest)
-        fresh = token_ids[done * self.page_size : end].copy()
-        added = self._add_child(node, (b"" if done else namespace) + self._key(fresh), fresh, rest)
-        self._states.add(added, state)
-        if self._journal is not None:
-            above = PrefixHasher(namespace + token_ids[: done * self.page_size].tobytes())
-            added.names = above.extend(added.tokens.tobytes(), self.page_size)
-            self._journal.stored(added.names)
+        if done < num_pages:
+            rest = pages[:, done:].copy()
+            self._pages.hold(rest)
+            fresh = token_ids[done * self.page_size : end].copy()
+            key = (b"" if done else namespace) + self._key(fresh)
+            node = self._add_child(node, key, fresh, rest)
+            self._name(node, namespace, token_ids[: done * self.page_size])
+        self._states.add(node, state)
+        if self._below is not None:
+            self._below.learnt(node)
 
     def evict(self, num_pages: int) -> int:
         """Frees at least `num_pages`, or all that are evictable; returns how many it freed.
@@ -198,8 +231,10 @@ class RadixCache:
         return self._pool.allocate(num_pages, holder)
 
     def flush(self) -> int:
-        """Forgets everything; returns how many pages became free."""
+        """Forgets everything, and so does what is below; returns how many pages became free."""
         before = self._pool.num_free
+        if self._below is not None:
+            self._below.clear()
         for child in list(self._root.children.values()):
             self._forget(child)
         self._leaves.clear()
@@ -210,6 +245,8 @@ class RadixCache:
     def tell(self, journal: CacheJournal | None) -> None:
         """From now on every page that comes or goes is told to `journal`. O(pages in the tree)."""
         self._journal = journal
+        if self._below is not None:
+            self._below.tell(journal)
         if journal is None:
             return
         page_bytes = self.page_size * BYTES_PER_TOKEN
@@ -220,8 +257,9 @@ class RadixCache:
             nodes += [(child, hasher.copy()) for child in node.children.values()]
 
     def page_names(self) -> list[int]:
-        """Of every page in the tree; only while there is a journal."""
-        return [name for node in self._root.below() for name in node.names]
+        """Of every page in the tree, or below; only while there is a journal."""
+        names = {name for node in self._root.below() for name in node.names}
+        return [*names.union(self._below.names() if self._below is not None else ())]
 
     def check(self) -> None:
         """Raises EngineFault where the tree and the page counts disagree. O(pages in the tree)."""
@@ -277,6 +315,17 @@ class RadixCache:
         self._windows.note_passed(parent)
         return node
 
+    def _name(self, node: Node, namespace: Namespace, above: Ints) -> None:
+        """A node that was added behind these tokens, for whoever wants to know."""
+        if self._below is not None:
+            last = node.parent.keys[-1] if node.parent and node.parent.keys else namespace
+            node.keys = [*page_keys(last, node.tokens, self.page_size)]
+        if self._below is not None or self._journal is not None:
+            hasher = PrefixHasher(namespace + above.tobytes())
+            node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
+        if self._journal is not None:
+            self._journal.stored(node.names)
+
     def _split(self, node: Node, num_pages: int) -> Node:
         """Puts the first pages of `node` into a new node above it, which is returned."""
         assert node.parent is not None
@@ -285,6 +334,8 @@ class RadixCache:
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[:, num_pages:], upper
         upper.resumed = node.resumed
         upper.names, node.names = node.names[:num_pages], node.names[num_pages:]
+        upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
+        upper.settled_at = node.settled_at
         node.key = self._key(node.tokens)
         upper.children[node.key] = node
         self._windows.note_passed(upper)
@@ -327,9 +378,7 @@ class RadixCache:
         assert parent is not None
         self._states.drop(leaf)
         self._pages.let_go(leaf.pages[:, num_pages:])
-        if self._journal is not None:
-            self._journal.removed(leaf.names[num_pages:])
-            del leaf.names[num_pages:]
+        self._tell_trimmed(leaf, num_pages)
         if num_pages:
             leaf.tokens, leaf.pages = (
                 leaf.tokens[: num_pages * self.page_size],
@@ -341,6 +390,14 @@ class RadixCache:
         leaf.parent = None
         if not parent.children and parent is not self._root:
             self._queue(parent)
+
+    def _tell_trimmed(self, leaf: Node, num_pages: int) -> None:
+        lost: Iterable[int] = leaf.names[num_pages:]
+        if self._below is not None:
+            lost = self._below.left(leaf.keys[num_pages:], leaf.names[num_pages:])
+        if self._journal is not None:
+            self._journal.removed(lost)
+        del leaf.names[num_pages:], leaf.keys[num_pages:]
 
     def _cut_off(self) -> int:
         """Frees every page that only the tree holds, wherever it sits."""

@@ -1,10 +1,12 @@
 """The nodes of the prefix tree, and the tree's holds on the pages in them."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.engine.memory.page_keys import PageKey
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints
 
@@ -15,6 +17,7 @@ class Node:
     __slots__ = (
         "children",
         "key",
+        "keys",
         "last_used",
         "names",
         "number",
@@ -23,6 +26,7 @@ class Node:
         "passed",
         "queued",
         "resumed",
+        "settled_at",
         "state",
         "tokens",
     )
@@ -43,14 +47,24 @@ class Node:
         self.passed = False  # it is in the queue of nodes that have a child
         self.resumed = False  # somebody went on from within it
         self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
-        # Of its pages, as prefix_hash.py names them; kept while the tree has a journal.
+        # Of its pages, as prefix_hash.py names them; kept while the tree has a journal, or
+        # something below.
         self.names: list[int] = []
+        self.keys: list[PageKey] = []  # of its pages; kept while there is something below the tree
+        self.settled_at = -math.inf  # the tier's own note, see tiers.py
 
     @property
     def num_pages(self) -> int:
         """In each table."""
         num_pages: int = self.pages.shape[1]
         return num_pages
+
+    def above(self) -> Iterator["Node"]:
+        """Every node above but the root, the nearest first."""
+        node = self.parent
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
 
     def below(self) -> Iterator["Node"]:
         """Every node below, parents before children."""

@@ -29,14 +29,8 @@ class TreeWindows:
         return bool(self._sliding)
 
     def last_resumable(self, pages: Ints) -> int:
-        """After how many of these pages, [tables, n], one can go on: at most n."""
-        ends = np.arange(pages.shape[1] + 1)
-        whole = np.ones(len(ends), np.bool_)
-        for table, window in self._sliding:
-            lacking = np.concatenate(([0], np.cumsum(pages[table] < 0)))
-            firsts = np.maximum(ends * self._tables.page_size - window + 1, 0)
-            whole &= lacking == lacking[firsts // self._tables.page_size]
-        return int(np.flatnonzero(whole)[-1])
+        """See last_within."""
+        return last_within(self._tables, pages)
 
     def within(self, pages: Ints, num_pages: int) -> Ints:
         """Of pages [tables, n] those that are looked at from the end of so many on. A copy."""
@@ -99,6 +93,17 @@ class TreeWindows:
         if (spare & ~alone).any():
             self.note_passed(node)
         return self.drop(node, spare & alone)
+
+
+def last_within(tables: PageTables, pages: Ints) -> int:
+    """After how many of these pages, [tables, n], all that windows see is there: at most n."""
+    ends = np.arange(pages.shape[1] + 1)
+    whole = np.ones(len(ends), np.bool_)
+    for table, window in tables.sliding:
+        lacking = np.concatenate(([0], np.cumsum(pages[table] < 0)))
+        firsts = np.maximum(ends * tables.page_size - window + 1, 0)
+        whole &= lacking == lacking[firsts // tables.page_size]
+    return int(np.flatnonzero(whole)[-1])
 
 
 def _tokens_to_next_end(node: Node) -> int:

@@ -89,6 +89,7 @@ class Request:
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
+    brought: bool | None = None  # what a tier below has of it; False: that is on its way
     slot: int | None = field(default=None)
     compiled: Any = None  # what its guide has become, before it waits for anything else
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # as far as it is computed

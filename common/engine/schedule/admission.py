@@ -3,7 +3,8 @@
 A request is admitted all or nothing: its cached prefix is held, the pages of its whole prompt are
 reserved and it has a slot, or it holds nothing. Its prompt may then take several forwards, one
 chunk each; one request at most is between chunks, and it goes first. Who finds no room may be
-overtaken by who does, until it has waited too long (arrivals.py).
+overtaken by who does, until it has waited too long (arrivals.py). Of whom a tier below the prefix
+cache has more waits for that, once, when there is room for it.
 """
 
 import math
@@ -17,6 +18,7 @@ from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import Match, RadixCache
 from common.engine.memory.radix_states import NO_STATE
+from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
@@ -80,6 +82,7 @@ class Admission:
         table: RequestTable,
         pages: PageAllocator,
         cache: RadixCache,
+        tiers: Tiers,
         retracted: RetractedRequests,
         ratio: NewTokenRatio,
         on_admit: Callable[[Request, Holding], None],
@@ -89,6 +92,7 @@ class Admission:
         self._tables = table.tables
         self._pages = pages
         self._cache = cache
+        self._tiers = tiers
         self._retracted = retracted
         self._ratio = ratio
         self._on_admit = on_admit
@@ -311,6 +315,9 @@ class Admission:
                 if returned or is_overdue(request.arrived, now):
                     break
                 continue
+            if self._is_coming(request):
+                held_back = True
+                continue
             end = adder.cut(match.num_tokens, len(request.token_ids))
             if end == match.num_tokens:
                 return  # budgets of this forward, not room: try again next time
@@ -320,6 +327,18 @@ class Admission:
                 return
         if not held_back:
             self._full[suspect] = _Full(self._tried(barrier, floor), least)
+
+    def _is_coming(self, request: Request) -> bool:
+        """Whether what a tier below has of it is on its way, now that there is room for it."""
+
+        def over() -> None:
+            request.brought = True
+
+        if request.brought is None:
+            room, tokens = self._cache.num_available, self._wanted(request)
+            if self._tiers.bring(tokens, request.namespace, room, over):
+                request.brought = False
+        return request.brought is False
 
     def _wanted(self, request: Request) -> Ints:
         """Of its tokens, those whose KV may come from the cache."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.assembly import Step
 from common.engine.schedule.residents import Residents
@@ -18,9 +19,10 @@ def check_books(
     table: RequestTable,
     pages: PageAllocator,
     cache: RadixCache,
+    tiers: Tiers,
     residents: Residents,
     retracted: RetractedRequests,
-    launched: Iterable[Step],
+    launched: Sequence[Step],
     elsewhere: Mapping[Holder, Iterable[Pages]],
 ) -> None:
     """Compares what is held with what somebody knows of.
@@ -33,7 +35,7 @@ def check_books(
     pages.check()
     cache.check()
     table.check()
-    retracted.check()
+    tiers.check()
     slots = np.flatnonzero(table.live)
     if sorted(residents.by_slot) != slots.tolist():
         raise EngineFault(f"slots {slots} are live, requests have {sorted(residents.by_slot)}")
@@ -41,15 +43,26 @@ def check_books(
     known[Holder.REQUEST] = [table.pages_of(int(slot)) for slot in slots]
     known[Holder.STEP] = [held for step in launched for held in step.held()]
     known[Holder.STEP] += retracted.unsaved_pages()
+    known[Holder.COPY].extend(tiers.copied())
     del known[Holder.CACHE]  # the tree has checked those
     for holder, mine in known.items():
         _check_holds(pages, holder, [*mine, *elsewhere.get(holder, ())])
+    swapped = [copied for step in launched for copied in step.swaps.on_host()]
+    on_host: dict[Holder, Sequence[Pages]] = {
+        Holder.REQUEST: retracted.host_pages(),
+        Holder.STEP: swapped,
+        Holder.COPY: [*tiers.copied_on_host()],
+    }
+    for holder, held in on_host.items():
+        _check_holds(tiers.host.pages, holder, held, "host pages")
 
 
-def _check_holds(pages: PageAllocator, holder: Holder, known: Sequence[Pages]) -> None:
+def _check_holds(
+    pages: PageAllocator, holder: Holder, known: Sequence[Pages], what: str = "pages"
+) -> None:
     counts = np.zeros(pages.num_pages, np.int32)
     for held in known:
         counts[held] += 1
     wrong = np.flatnonzero(counts != pages.holds(holder))
     if len(wrong):
-        raise EngineFault(f"pages {wrong} have {holder.name} holds that nobody knows of")
+        raise EngineFault(f"{what} {wrong} have {holder.name} holds that nobody knows of")

@@ -89,6 +89,7 @@ class Residents:
         slot = request.slot
         assert slot is not None
         request.token_ids = self._table.tokens_of(slot)
+        request.brought = None
         self._leave(slot, request)
         self._admission.waiting.put_back(request)
 

@@ -18,12 +18,12 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from common.engine.memory.host_cache import HostCache
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints, PageCopies
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
-from common.errors import EngineFault
 
 _NOTHING = np.empty(0, np.int32)
 
@@ -60,16 +60,19 @@ class Swaps:
     swap_in: PageCopies | None = None
     saved: Sequence[Ints] = ()
 
+    def on_host(self) -> list[Ints]:
+        """Host pages, of each copy."""
+        return [copies.host_pages for copies in (self.swap_out, self.swap_in) if copies is not None]
+
 
 class RetractedRequests:
     """Requests off the device, the most urgent first back, of equals who left first; and the host
     pages that hold their KV."""
 
-    def __init__(self, table: RequestTable, pages: PageAllocator, host_pages: int) -> None:
+    def __init__(self, table: RequestTable, pages: PageAllocator, host: HostCache) -> None:
         self._table = table
         self._pages = pages
-        self._host_free = list(range(host_pages - 1, -1, -1))
-        self._num_host_pages = host_pages
+        self._host = host
         self._by_key: dict[int, _Retracted] = {}
 
     def __len__(self) -> int:
@@ -80,11 +83,16 @@ class RetractedRequests:
 
     @property
     def num_host_pages_used(self) -> int:
-        return self._num_host_pages - len(self._host_free)
+        return sum(len(entry.host_pages) for entry in self._by_key.values())
 
     @property
     def num_host_pages_free(self) -> int:
-        return len(self._host_free)
+        """That may be taken: what is cached there makes room."""
+        return self._host.num_available
+
+    def host_pages(self) -> list[Ints]:
+        """By request."""
+        return [entry.host_pages for entry in self._by_key.values()]
 
     @property
     def num_away(self) -> int:
@@ -119,16 +127,12 @@ class RetractedRequests:
         self._pages.drop(pages, Holder.REQUEST)
         request.leave_device(now)
         saved = had.flat()
-        fits = len(saved) <= len(self._host_free)
-        self._by_key[request.key] = _Retracted(
-            request,
-            slot,
-            _State.SAVING if fits else _State.LOST,
-            had,
-            saved if fits else _NOTHING,
-            self._take_host_pages(len(saved)) if fits else _NOTHING,
-            now,
-        )
+        host_pages = self._host.allocate(len(saved), Holder.REQUEST)
+        if host_pages is None:
+            entry = _Retracted(request, slot, _State.LOST, had, _NOTHING, _NOTHING, now)
+        else:
+            entry = _Retracted(request, slot, _State.SAVING, had, saved, host_pages, now)
+        self._by_key[request.key] = entry
         return pages
 
     def save(self, request: Request) -> bool:
@@ -182,32 +186,31 @@ class RetractedRequests:
 
     def swaps(self) -> Swaps:
         """Those of the batch being built. The caller holds the pages of swap_in for the step; those
-        of swap_out are held for it since `save`, once for each request that has them."""
+        of swap_out are held for it since `save`, once for each request that has them. Host pages
+        are held for it until `swapped`."""
         saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
         returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
         swaps = Swaps(_copies(saving), _copies(returning), self.unsaved_pages())
+        for host_pages in swaps.on_host():
+            self._host.pages.hold(host_pages, Holder.STEP)
         for entry in saving:
             entry.state, entry.device_pages = _State.SAVED, _NOTHING
-        for entry in returning:  # later copies to these host pages run after this batch's
+        for entry in returning:
             del self._by_key[entry.request.key]
-            self._host_free.extend(entry.host_pages.tolist())
+            self._host.pages.drop(entry.host_pages, Holder.REQUEST)
         return swaps
+
+    def swapped(self, swaps: Swaps) -> None:
+        """The step of these is finished."""
+        for host_pages in swaps.on_host():
+            self._host.pages.drop(host_pages, Holder.STEP)
 
     def forget(self, request: Request) -> None:
         """It has ended. Pages that it has on the device again are the caller's to drop."""
         entry = self._by_key.pop(request.key)
-        self._host_free.extend(entry.host_pages.tolist())
+        self._host.pages.drop(entry.host_pages, Holder.REQUEST)
         if entry.state is _State.SAVING:
             self._pages.drop(entry.device_pages, Holder.STEP)
-
-    def check(self) -> None:
-        """Raises EngineFault where a host page is lost, or has been given out twice."""
-        taken = [page for entry in self._by_key.values() for page in entry.host_pages.tolist()]
-        if sorted([*self._host_free, *taken]) != list(range(self._num_host_pages)):
-            raise EngineFault(
-                f"host pages: {len(self._host_free)} free and {len(taken)} taken do not make "
-                f"{self._num_host_pages}"
-            )
 
     def _away(self) -> Iterator[_Retracted]:
         return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
@@ -217,9 +220,6 @@ class RetractedRequests:
         holding = self._table.holding_of(slot)
         num_pages = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
         return Holding(holding.tables[:, :num_pages], holding.state)
-
-    def _take_host_pages(self, num_pages: int) -> Ints:
-        return np.array([self._host_free.pop() for _ in range(num_pages)], np.int32)
 
 
 def _copies(entries: list[_Retracted]) -> PageCopies | None:

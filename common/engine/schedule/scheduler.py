@@ -19,6 +19,7 @@ import numpy as np
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
+from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import BatchResult, Ints, ScheduleBatch
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
@@ -59,7 +60,7 @@ class Scheduler:
         on_trial: the suspect request (common/requests/trial.py) whose step is launched, if one is.
             Nothing else is on the device then.
     Args:
-        host_pages: pages of host memory for the KV of retracted requests.
+        tiers: what is below the prefix cache; its host pages are for retracted requests too.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
             and its cached prefix is held; again if it was retracted and has to be recomputed.
         next_rows: what decides which rows a forward has; made of the parts of this scheduler.
@@ -74,7 +75,7 @@ class Scheduler:
         table: RequestTable,
         pages: PageAllocator,
         cache: RadixCache,
-        host_pages: int,
+        tiers: Tiers,
         on_admit: Callable[[Request, Holding], None],
         next_rows: type[NextRows] = NextRows,
     ) -> None:
@@ -85,13 +86,15 @@ class Scheduler:
         self._ratio = NewTokenRatio(
             config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
         )
-        self._retracted = RetractedRequests(table, pages, host_pages)
+        self._tiers = tiers
+        self._retracted = RetractedRequests(table, pages, tiers.host)
         self._admission = Admission(
             config,
             eos_token_ids=eos_token_ids,
             table=table,
             pages=pages,
             cache=cache,
+            tiers=tiers,
             retracted=self._retracted,
             ratio=self._ratio,
             on_admit=on_admit,
@@ -407,6 +410,7 @@ class Scheduler:
         outcome = self._results.take(step, result)
         for pages in step.held():
             self._pages.drop(pages, Holder.STEP)
+        self._retracted.swapped(step.swaps)
         self._table.drop_step(batch.step)
         self.on_trial = None
         if self._quarantine:
@@ -476,6 +480,7 @@ class Scheduler:
             table=self._table,
             pages=self._pages,
             cache=self._cache,
+            tiers=self._tiers,
             residents=self._residents,
             retracted=self._retracted,
             launched=self._launched,

@@ -1,0 +1,166 @@
+"""The pages of host memory: those with the KV of retracted requests, and in all others the tier
+below the prefix tree, which is found by key (page_keys.py).
+
+What a request needs goes before what is cached. Of that goes first what was learnt or brought back
+longest ago. Knows nothing of copies but that some are under way.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.engine.memory.cache_events import CacheJournal
+from common.engine.memory.page_keys import PageKey
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.rows.batch import Ints
+from common.engine.rows.holding import NO_PAGE
+from common.errors import EngineFault
+
+
+@dataclass(slots=True, eq=False)
+class HostPages:
+    """The KV of one page of tokens.
+
+    Attributes:
+        name: what routers know it by.
+        pages: by table, then of the state after it, if one is kept; NO_PAGE where there is none.
+        in_tree: the prefix tree has it too.
+        copies: under way, into these pages or from them: until they are over it stays.
+        saves: of these, into them: until they are over it is not all there.
+    """
+
+    name: int
+    pages: list[int]
+    in_tree: bool = True
+    copies: int = 0
+    saves: int = 0
+
+    def present(self) -> list[int]:
+        return [page for page in self.pages if page != NO_PAGE]
+
+
+class HostCache:
+    """Engine thread only.
+
+    Attributes:
+        pages: who holds which host page. REQUEST: with the KV of a retracted one; STEP: a launched
+            one copies it; COPY: so does somebody else; CACHE: it is found by its key.
+        num_evicted: keys that are not here any more, since the start.
+        journal: is told of those that the tree has not either.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.pages = PageAllocator(num_pages)
+        self.num_evicted = 0
+        self.journal: CacheJournal | None = None
+        self._kept: OrderedDict[PageKey, HostPages] = OrderedDict()  # used longest ago first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._kept
+
+    def get(self, key: PageKey) -> HostPages | None:
+        return self._kept.get(key)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that are found by their keys. O(pages)."""
+        return int(np.count_nonzero(self.pages.holds(Holder.CACHE)))
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give."""
+        return self.pages.num_free + self.pages.num_evictable
+
+    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+        """As PageAllocator.allocate, forgetting as much as needed; nothing in vain."""
+        short = num_pages - self.pages.num_free
+        if short > self.pages.num_evictable:
+            return None
+        if short > 0:
+            self._evict(short)
+        return self.pages.allocate(num_pages, holder)
+
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """The tree has them, and somebody uses them now; who is named last goes last."""
+        for key in keys:
+            kept = self._kept.get(key)
+            if kept is not None:
+                kept.in_tree = True
+                self._kept.move_to_end(key)
+
+    def add(self, key: PageKey, name: int, num_pages: int) -> HostPages:
+        """What is kept under a key, from now on, with room for so many pages."""
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = HostPages(name, [NO_PAGE] * num_pages)
+        return kept
+
+    def pin(self, kept: Sequence[HostPages]) -> Ints:
+        """Holds all pages of these, distinct ones, for a copy; returns which."""
+        for each in kept:
+            each.copies += 1
+        pages = np.array([page for each in kept for page in each.present()], np.int32)
+        self.pages.hold(pages, Holder.COPY)
+        return pages
+
+    def unpin(self, kept: Sequence[HostPages], pages: Ints) -> None:
+        """The copy that `pin` was called for is over."""
+        for each in kept:
+            each.copies -= 1
+        self.pages.drop(pages, Holder.COPY)
+
+    def left_tree(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
+        """The tree has forgotten these; returns the names of those that are not here either."""
+        lost = []
+        for key, name in zip(keys, names, strict=True):
+            kept = self._kept.get(key)
+            if kept is None:
+                lost.append(name)
+            else:
+                kept.in_tree = False
+        return lost
+
+    def names(self) -> Iterator[int]:
+        return (kept.name for kept in self._kept.values())
+
+    def clear(self) -> None:
+        """Forgets everything; what is being copied is held until that is over."""
+        kept = list(self._kept.values())
+        self._kept.clear()
+        self._drop(kept)
+
+    def check(self) -> None:
+        """Raises EngineFault where keys and page counts disagree. O(pages)."""
+        self.pages.check()
+        cached = sorted(page for kept in self._kept.values() for page in kept.present())
+        if cached != np.flatnonzero(self.pages.holds(Holder.CACHE)).tolist():
+            raise EngineFault(f"host pages: {len(cached)} are found by their keys, others are held")
+
+    def _evict(self, num_pages: int) -> None:
+        """Of keys that no copy is under way of, until so many pages are free."""
+        gone: list[HostPages] = []
+        busy: list[tuple[PageKey, HostPages]] = []
+        left = num_pages
+        while left > 0 and self._kept:
+            key, kept = self._kept.popitem(last=False)
+            if kept.copies:
+                busy.append((key, kept))
+                continue
+            gone.append(kept)
+            left -= len(kept.present())
+        for key, kept in reversed(busy):
+            self._kept[key] = kept
+            self._kept.move_to_end(key, last=False)
+        self.num_evicted += len(gone)
+        self._drop(gone)
+
+    def _drop(self, gone: Sequence[HostPages]) -> None:
+        pages = [page for kept in gone for page in kept.present()]
+        self.pages.drop(np.array(pages, np.int32), Holder.CACHE)
+        if self.journal is not None:
+            self.journal.removed(kept.name for kept in gone if not kept.in_tree)

@@ -1,0 +1,27 @@
+"""What is counted of the tiers below the prefix cache."""
+
+from collections.abc import Mapping
+
+from common.distribution import Counted
+from common.engine.memory.tiers import Tiers
+
+
+class TierMeter:
+    """Engine thread only. See Meter."""
+
+    def __init__(self, tiers: Tiers, page_bytes: int) -> None:
+        self._tiers = tiers
+        self._page_bytes = page_bytes
+
+    def gauges(self) -> Mapping[str, float]:
+        counts, host = self._tiers.counts, self._tiers.host
+        return {
+            "tier_pages": float(host.num_cached),
+            "total_tier_tokens/host": float(counts.brought_tokens),
+            "total_tier_bytes/saved": float(counts.saved_pages * self._page_bytes),
+            "total_tier_bytes/brought": float(counts.brought_pages * self._page_bytes),
+            "total_tier_evicted": float(host.num_evicted),
+        }
+
+    def distributions(self) -> Mapping[str, Counted]:
+        return {}

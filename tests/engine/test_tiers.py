@@ -1,0 +1,311 @@
+"""The tier of host memory below the prefix tree: what is forgotten above is brought back, whoever
+goes on from it gets the oracle's tokens, and every page is somebody's."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from common.config import SchedulerConfig
+from common.engine.memory.cache_events import CacheJournal
+from common.engine.memory.pages import Holder
+from common.engine.rows.request import Request
+from common.errors import EngineFault
+from common.requests.namespace import SHARED, namespace_of
+from common.requests.prefix_hash import page_names
+from tests.support.engine_rig import VOCABULARY, Rig
+
+SIZE = 16
+LONG = SchedulerConfig(new_token_ratio=0.01, min_new_token_ratio=0.01)
+
+
+def drawn(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+def ask(rig: Rig, prompt: list[int], max_tokens: int = 4, **options: object) -> Request:
+    """Runs one request to its end, which is the oracle's."""
+    request = rig.request(prompt, max_tokens, **options)  # type: ignore[arg-type]
+    rig.come(request)
+    rig.run()
+    tokens, reason = rig.expected(request)
+    assert (rig.tokens[request.key], rig.finished[request.key].reason) == (tokens, reason)
+    return request
+
+
+def in_tree(rig: Rig, prompt: list[int]) -> int:
+    return rig.cache.match(np.array(prompt, np.int32)).num_tokens
+
+
+def fill_the_pool(rig: Rig, seed: int = 99) -> None:
+    """With prompts that nobody asks again."""
+    for more in range(3):
+        ask(rig, drawn(seed + more, (rig.num_pages - 2) * SIZE))
+
+
+def test_what_the_tree_forgets_is_brought_back():
+    rig = Rig(num_pages=16, tier_pages=100)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    assert in_tree(rig, prompt) == 0
+    before = rig.runner.num_tokens
+    again = ask(rig, [*prompt, 1, 2, 3])
+    assert again.cached_tokens == rig.tiers.counts.brought_tokens == 160
+    assert rig.runner.num_tokens - before < SIZE
+    rig.assert_at_rest()
+
+
+def test_without_a_tier_it_is_computed_anew():
+    rig = Rig(num_pages=16)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    assert ask(rig, prompt).cached_tokens == 0
+    assert rig.copier.num_copies == 0
+
+
+def test_only_what_is_missing_is_brought():
+    """Its beginning is in the tree still, since others use it."""
+    rig = Rig(num_pages=30, tier_pages=200)
+    stem, tail = drawn(1, 96), drawn(2, 160)
+    ask(rig, [*stem, *tail])
+    for seed in range(3, 9):
+        ask(rig, [*stem, *drawn(seed, 240)])
+    assert 96 <= in_tree(rig, [*stem, *tail]) < 256 - 64
+    here = in_tree(rig, [*stem, *tail])
+    assert ask(rig, [*stem, *tail, 5]).cached_tokens == 256
+    assert rig.tiers.counts.brought_tokens == 256 - here
+
+
+def test_one_namespace_gets_nothing_of_another():
+    rig = Rig(num_pages=16, tier_pages=100)
+    prompt, salted = drawn(1, 160), namespace_of("salt")
+    ask(rig, prompt, namespace=salted)
+    fill_the_pool(rig)
+    assert ask(rig, prompt).cached_tokens == 0
+    fill_the_pool(rig)
+    assert ask(rig, prompt, namespace=salted).cached_tokens == 144
+
+
+def test_few_tokens_are_computed_rather_than_waited_for():
+    rig = Rig(num_pages=16, tier_pages=100)
+    ask(rig, drawn(1, 48))
+    fill_the_pool(rig)
+    assert ask(rig, drawn(1, 48)).cached_tokens == 0
+
+
+def test_who_wants_the_same_waits_for_the_one_copy():
+    rig = Rig(num_pages=40, tier_pages=100)
+    stem = drawn(1, 160)
+    ask(rig, stem)
+    fill_the_pool(rig)
+    copies = rig.copier.num_copies
+    rig.copier.delays.append(4)
+    twins = [rig.request([*stem, number], 4) for number in range(3)]
+    for twin in twins:
+        rig.come(twin)
+    assert len(rig.coming) == 3 and rig.copier.num_copies == copies + 1
+    rig.run()
+    assert [twin.cached_tokens for twin in twins] == [160] * 3
+    assert rig.tiers.counts.brought_tokens == 160
+
+
+def test_a_page_is_nobody_elses_until_its_copy_is_over():
+    rig = Rig(num_pages=16, tier_pages=100, vandal=False)
+    rig.copier.delays.extend([1000] * 50)
+    ask_only = rig.request(drawn(1, 160), 2)
+    rig.come(ask_only)
+    rig.run_until(lambda: ask_only.key in rig.finished)
+    copied = np.concatenate([*rig.tiers.copied()])
+    assert len(copied)
+    assert not (rig.pages.held_only_by(copied, Holder.CACHE)).any()
+    assert rig.cache.evict(16) < 16  # and they are not evicted
+    assert (rig.pages.holds(Holder.COPY)[copied] == 1).all()
+
+
+def test_all_is_saved_in_the_end_though_little_at_once():
+    rig = Rig(num_pages=64, tier_pages=64)
+    rig.copier.delays.extend([3] * 20)
+    ask(rig, drawn(1, 800))
+    assert rig.tiers.counts.saved_pages == 50
+    assert rig.copier.num_copies > 5
+
+
+def test_requests_that_leave_the_device_go_before_what_is_cached():
+    rig = Rig(num_pages=12, host_pages=0, tier_pages=30, config=LONG)
+    for seed in range(6):
+        ask(rig, drawn(seed, 100))
+    assert rig.tiers.host.pages.num_free < 10
+    requests = [rig.add(drawn(10 + i, 40), 60, ignore_eos=True) for i in range(3)]
+    rig.run()
+    counters = rig.scheduler.counters()
+    assert counters["retractions"] and not counters["recomputed"]
+    for request in requests:
+        assert rig.tokens[request.key] == rig.expected(request)[0]
+    rig.assert_at_rest()
+
+
+def test_a_flush_forgets_both():
+    rig = Rig(num_pages=16, tier_pages=100)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    rig.scheduler.flush_cache()
+    assert not len(rig.tiers.host) and rig.tiers.host.pages.num_free == 164
+    assert ask(rig, prompt).cached_tokens == 0
+
+
+def test_what_was_on_its_way_at_a_flush_is_not_taken_in():
+    rig = Rig(num_pages=16, tier_pages=100)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    rig.copier.delays.append(3)
+    request = rig.request(prompt, 4)
+    rig.come(request)
+    assert rig.coming
+    rig.scheduler.flush_cache()
+    rig.check()
+    rig.run()
+    assert request.cached_tokens == 0 and rig.tokens[request.key] == rig.expected(request)[0]
+    rig.assert_at_rest()
+
+
+def test_who_ends_while_its_prefix_is_brought_leaves_it_to_the_tree():
+    rig = Rig(num_pages=16, tier_pages=100)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    rig.copier.delays.append(3)
+    request = rig.request(prompt, 4)
+    rig.come(request)
+    rig.abort(request)
+    rig.run()
+    assert in_tree(rig, prompt[:144]) == 144
+    rig.assert_at_rest()
+
+
+def test_a_host_page_held_for_a_copy_that_nobody_knows_of_is_found():
+    rig = Rig(num_pages=16, tier_pages=100)
+    ask(rig, drawn(1, 160))
+    rig.check()
+    rig.tiers.host.pages.allocate(1, Holder.COPY)
+    with pytest.raises(EngineFault, match=r"host pages .* have COPY holds that nobody knows of"):
+        rig.check()
+
+
+@dataclass
+class Told:
+    """What a watcher of the cache believes to be there."""
+
+    rig: Rig
+    journal: CacheJournal = field(default_factory=CacheJournal)
+
+    def __post_init__(self) -> None:
+        self.rig.cache.tell(self.journal)
+        self.names = set(self.rig.cache.page_names())
+
+    def check(self) -> None:
+        stored, removed = self.journal.take()
+        self.names = (self.names - set(removed)) | set(stored)
+        assert self.names == set(self.rig.cache.page_names())
+
+
+def test_watchers_hear_of_a_page_until_no_tier_has_it():
+    rig = Rig(num_pages=16, tier_pages=60, host_pages=0)
+    prompt = drawn(1, 160)
+    names = set(page_names(prompt, SIZE, SHARED))
+    ask(rig, prompt)
+    told = Told(rig)
+    fill_the_pool(rig)
+    told.check()
+    assert in_tree(rig, prompt) == 0 and names <= told.names
+    fill_the_pool(rig, 200)
+    told.check()
+    assert not names & told.names
+
+
+@dataclass
+class Talks:
+    """Conversations that take turns, more of them than the pool has room for."""
+
+    rig: Rig
+    rng: random.Random
+    left: int
+    talks: list[list[int]] = field(default_factory=list)
+    going: dict[int, tuple[Request, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stem = self._say(64)
+        self.talks = [[*stem, *self._say(1 + 20 * number)] for number in range(5)]
+        self.longest = min(400, self.rig.table.tables.max_tokens(self.rig.num_pages) * 3 // 4)
+
+    def poll(self) -> None:
+        for key, (request, talk) in list(self.going.items()):
+            if key in self.rig.finished:
+                del self.going[key]
+                told = [*request.token_ids.tolist(), *self.rig.tokens[key]]
+                more = [*told, *self._say(self.rng.choice((1, 15, 16, 30)))]
+                self.talks[talk] = more if len(more) < self.longest else more[:40]
+        free = [talk for talk in range(5) if all(talk != other for _, other in self.going.values())]
+        if self.left and free and self.rng.random() < 0.5:
+            self.left -= 1
+            talk = self.rng.choice(free)
+            salted = talk == 4
+            request = self.rig.request(
+                self.talks[talk],
+                self.rng.choice((1, 5, 20)),
+                namespace=namespace_of("salt") if salted else SHARED,
+            )
+            self.going[request.key] = request, talk
+            self.rig.come(request)
+            if self.rng.random() < 0.05:
+                self.rig.abort(request)
+
+    def _say(self, length: int) -> list[int]:
+        return self.rng.choices(range(VOCABULARY), k=length)
+
+
+def talk(seed: int, windows: tuple[int | None, ...] = (None,), state_pages: int = 0) -> Rig:
+    rng = random.Random(seed)
+    wide = len(windows) + (state_pages > 0)
+    rig = Rig(
+        num_pages=rng.choice((16, 20, 40)) * wide + 2 * state_pages,
+        windows=windows,
+        state_pages=state_pages,
+        num_slots=rng.choice((1, 3)),
+        context=512,
+        host_pages=rng.choice((0, 8)),
+        tier_pages=rng.choice((20, 90, 400)) * wide,
+        overlap=rng.random() < 0.7,
+        config=SchedulerConfig(chunk_tokens=rng.choice((-1, 32, 100))),
+    )
+    rig.copier.delays.extend(rng.choices((0, 0, 1, 4), k=500))
+    told = Told(rig)
+    talks = Talks(rig, rng, left=40)
+    rig.before_poll.append(talks.poll)
+    rig.run_until(lambda: not (talks.left or talks.going or rig.has_work))
+    told.check()
+    rig.assert_at_rest()
+    for key, request in rig.requests.items():
+        assert rig.tokens[key] == rig.expected(request)[0][: len(rig.tokens[key])]
+    return rig
+
+
+KINDS = [((None,), 0), ((None, None), 0), ((None, 40), 0), ((None,), 3), ((None, 24), 2)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("windows, state_pages", KINDS)
+@pytest.mark.parametrize("seed", range(40))
+def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages):
+    talk(seed, windows, state_pages)
+
+
+@pytest.mark.parametrize("windows, state_pages", KINDS)
+def test_conversations_are_brought_back(windows, state_pages):
+    rigs = [talk(seed, windows, state_pages) for seed in (50, 51)]
+    assert sum(rig.tiers.counts.brought_tokens for rig in rigs) > 500
+    assert sum(rig.tiers.host.num_evicted for rig in rigs) > 0
