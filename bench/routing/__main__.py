@@ -1,6 +1,6 @@
 """Routing policies on a trace with shared prefixes, in simulated time.
 
-    python -m bench.routing [--requests 6000] [--traces groups dominated unique]
+    python -m bench.routing [--requests 6000] [--traces groups dominated unique] [--routers 4]
 
 The router's own Policy, Load and PrefixIndex place the requests of one trace on stub nodes whose
 prefix caches are the engine's own and whose time is a cost model's (bench/routing/nodes.py).
@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from bench.routing.nodes import PAGE_SIZE, Arrival, Costs, DecodeNode, PrefillNode
+from bench.routing.told import ToldTally
 from bench.support import record
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
 from router.policy.load import Load
@@ -75,20 +76,46 @@ def make_trace(name: str, scale: Scale, num_requests: int, per_s: float) -> list
     return arrivals
 
 
+class Router:
+    """What one router knows of the nodes, and how it chooses."""
+
+    def __init__(
+        self, policy: str, seed: int, clock: Callable[[], float], tokens_per_s: float
+    ) -> None:
+        self.load, self.index = Load(), PrefixIndex(clock=clock)
+        self.load.prefill = self.tally = ToldTally(clock, tokens_per_s)
+        self.policy = make_policy(policy, self.load, self.index, random.Random(seed))
+
+
 class Simulation:
     """One policy, one trace, one clock that jumps from event to event."""
 
-    def __init__(self, policy: str, scale: Scale, costs: Costs, *, events: bool) -> None:
+    def __init__(
+        self,
+        policy: str,
+        scale: Scale,
+        costs: Costs,
+        *,
+        events: bool,
+        num_routers: int = 1,
+        told_s: float = 0.0,
+    ) -> None:
         """
         Args:
-            events: the nodes tell what they have cached; else the router has its history alone.
+            events: the nodes tell what they have cached; else a router has its history alone.
+            num_routers: among which clients are dealt at random. They know nothing of each other
+                but what the nodes tell.
+            told_s: so often a prefill node tells all of them what waits there; 0: never.
         """
         self._costs = costs
         self._now = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._load, self._index = Load(), PrefixIndex(clock=lambda: self._now)
-        self._policy = make_policy(policy, self._load, self._index, random.Random(1))
+        self._routers = [
+            Router(policy, i + 1, lambda: self._now, 1 / costs.token_s) for i in range(num_routers)
+        ]
+        self._told_s = told_s
+        self._dealing = random.Random(num_routers)
         self._prefill = {
             f"p{i}": PrefillNode(
                 costs, scale.cache_tokens, self._after, self._teller(f"p{i}", events)
@@ -108,10 +135,14 @@ class Simulation:
             self._after(arrival.at, partial(self._arrive, arrival))
         for address in self._decode:
             self._after(self._costs.status_s, partial(self._status, address))
+        if self._told_s:
+            for number, address in enumerate(self._prefill):  # not all at the same moment
+                first_s = self._told_s * (number + 1) / len(self._prefill)
+                self._after(first_s, partial(self._tell_waiting, address))
         while self._due:
             self._now, _, happen = heapq.heappop(self._due)
             happen()
-        if not self._load.empty:
+        if not all(router.load.empty for router in self._routers):
             raise RuntimeError("load is left without a request")
         return self._row(trace)
 
@@ -120,8 +151,8 @@ class Simulation:
 
     def _teller(self, address: str, events: bool) -> Callable[[Sequence[int], Sequence[int]], None]:
         def tell(stored: Sequence[int], removed: Sequence[int]) -> None:
-            if events:
-                self._index.changed(
+            for router in self._routers if events else ():
+                router.index.changed(
                     address, PAGE_SIZE, cleared=False, stored=stored, removed=removed
                 )
 
@@ -133,11 +164,12 @@ class Simulation:
             DecodeChoice(address, self._links, node.num_pages, self._told_free[address])
             for address, node in self._decode.items()
         ]
+        router = self._dealing.choice(self._routers)
         prompt = PlacementKey(arrival.token_ids.tolist(), arrival.session)  # new, as of a tokenizer
         began = time.thread_time()
-        placement = self._policy.pick(prompt, choices)
+        placement = router.policy.pick(prompt, choices)
         self._picks_s.append(time.thread_time() - began)
-        charge = self._load.charge(placement, len(arrival.token_ids))
+        charge = router.load.charge(placement, len(arrival.token_ids))
         decode = self._decode[placement.decode]
         num_pages = -(-(len(arrival.token_ids) + arrival.num_output) // PAGE_SIZE)
 
@@ -158,9 +190,17 @@ class Simulation:
     def _status(self, address: str) -> None:
         node = self._decode[address]
         self._told_free[address] = node.num_pages - node.used
-        self._load.shown(address)
+        for router in self._routers:
+            router.load.shown(address)
         if self._num_left:
             self._after(self._costs.status_s, lambda: self._status(address))
+
+    def _tell_waiting(self, address: str) -> None:
+        num_tokens = sum(router.tally.own(address) for router in self._routers)
+        for router in self._routers:
+            router.tally.told(address, num_tokens)
+        if self._num_left:
+            self._after(self._told_s, partial(self._tell_waiting, address))
 
     def _row(self, trace: Sequence[Arrival]) -> dict[str, Any]:
         busy = [node.busy_s for node in self._prefill.values()]
@@ -188,6 +228,10 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--per-s", type=float, help="arrivals each second; default: by trace")
     parser.add_argument("--cache-tokens", type=int, default=Scale.cache_tokens)
+    parser.add_argument("--routers", type=int, default=1, help="clients are dealt among them")
+    parser.add_argument(
+        "--told-s", type=float, default=0.0, help="prefill nodes tell what waits there so often"
+    )
     arguments = parser.parse_args()
     scale, costs = Scale(cache_tokens=arguments.cache_tokens), Costs()
     rows = []
@@ -200,7 +244,15 @@ def main() -> None:
             variants = (True, False) if policy == "prefix_aware" else (True,)
             for events in variants:
                 label = policy if events else f"{policy}, history alone"
-                row = Simulation(policy, scale, costs, events=events).run(trace)
+                simulation = Simulation(
+                    policy,
+                    scale,
+                    costs,
+                    events=events,
+                    num_routers=arguments.routers,
+                    told_s=arguments.told_s,
+                )
+                row = simulation.run(trace)
                 mine.append({"trace": name, "per_s": per_s, "policy": label, **row})
         record.table(
             mine,
@@ -219,7 +271,13 @@ def main() -> None:
         rows += mine
     record.emit(
         "routing",
-        {"requests": arguments.requests, **asdict(scale), **asdict(costs)},
+        {
+            "requests": arguments.requests,
+            "routers": arguments.routers,
+            "told_s": arguments.told_s,
+            **asdict(scale),
+            **asdict(costs),
+        },
         rows,
     )
 
