@@ -387,7 +387,8 @@ class DecodeRole:
         if not message.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
             return message.prefix_at
         wanted = request.token_ids, request.namespace
-        num_tokens = max(self._cache.match(*wanted).num_tokens, self._tiers.num_tokens(*wanted))
+        way = self._tiers.way(*wanted)
+        num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
         own = PrefixAt(message.own_address, num_tokens)
         worth_naming = num_tokens >= WORTH_NAMING_TOKENS
         return (own, *message.prefix_at)[:MAX_HINTS] if worth_naming else message.prefix_at

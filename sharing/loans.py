@@ -86,7 +86,8 @@ class Loans:
             if event.serial in self._lent:  # else it was dropped meanwhile
                 self._answer(asked, event.prefix_tokens)
 
-        if not self._tiers.bring(asked.token_ids, asked.namespace, room, answer):
+        way = self._tiers.way(asked.token_ids, asked.namespace)
+        if way is None or not self._tiers.bring(way, room, answer):
             answer()
 
     def _answer(self, asked: Opened, prefix: int) -> None:

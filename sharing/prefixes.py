@@ -84,7 +84,8 @@ class PrefixSharing:
         """
         if request.computed_whole:
             return False
-        below = self._tiers.num_tokens(request.token_ids[:-1], request.namespace)
+        way = self._tiers.way(request.token_ids[:-1], request.namespace)
+        below = 0 if way is None else len(way.token_ids)
         return self.fetches.begin(
             request.key,
             request.token_ids,

@@ -221,6 +221,18 @@ def test_a_host_page_that_nobody_has_is_found_when_idle():
         rig.scheduler.check_idle()
 
 
+def test_a_host_page_is_nobody_elses_until_the_step_that_copies_it_is_over():
+    rig = _rig()
+    requests = [rig.add([i] * 20, max_tokens=60) for i in range(4)]
+    rig.run_until(lambda: rig.in_flight is not None and rig.in_flight.batch.swap_out is not None)
+    copied = rig.in_flight.batch.swap_out.host_pages
+    for request in requests:
+        rig.abort(request)
+    assert len(copied) and (rig.tiers.host.pages.holds(Holder.STEP)[copied] == 1).all()
+    rig.run()
+    assert rig.tiers.host.pages.num_free == rig.host_pages
+
+
 def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_same():
     """Its chunk is told, and so the first token of its answer: seen failing without."""
     hopeful = SchedulerConfig(chunk_tokens=48, new_token_ratio=0.01, min_new_token_ratio=0.01)

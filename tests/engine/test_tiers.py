@@ -52,7 +52,7 @@ def test_what_the_tree_forgets_is_brought_back():
     assert in_tree(rig, prompt) == 0
     before = rig.runner.num_tokens
     again = ask(rig, [*prompt, 1, 2, 3])
-    assert again.cached_tokens == rig.tiers.counts.brought_tokens == 160
+    assert again.cached_tokens == rig.tiers.brought_tokens == 160
     assert rig.runner.num_tokens - before < SIZE
     rig.assert_at_rest()
 
@@ -76,7 +76,7 @@ def test_only_what_is_missing_is_brought():
     assert 96 <= in_tree(rig, [*stem, *tail]) < 256 - 64
     here = in_tree(rig, [*stem, *tail])
     assert ask(rig, [*stem, *tail, 5]).cached_tokens == 256
-    assert rig.tiers.counts.brought_tokens == 256 - here
+    assert rig.tiers.brought_tokens == 256 - here
 
 
 def test_one_namespace_gets_nothing_of_another():
@@ -109,7 +109,7 @@ def test_who_wants_the_same_waits_for_the_one_copy():
     assert len(rig.coming) == 3 and rig.copier.num_copies == copies + 1
     rig.run()
     assert [twin.cached_tokens for twin in twins] == [160] * 3
-    assert rig.tiers.counts.brought_tokens == 160
+    assert rig.tiers.brought_tokens == 160
 
 
 def test_a_page_is_nobody_elses_until_its_copy_is_over():
@@ -129,7 +129,7 @@ def test_all_is_saved_in_the_end_though_little_at_once():
     rig = Rig(num_pages=64, tier_pages=64)
     rig.copier.delays.extend([3] * 20)
     ask(rig, drawn(1, 800))
-    assert rig.tiers.counts.saved_pages == 50
+    assert rig.tiers.saves.num_pages == 50
     assert rig.copier.num_copies > 5
 
 
@@ -307,5 +307,5 @@ def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages)
 @pytest.mark.parametrize("windows, state_pages", KINDS)
 def test_conversations_are_brought_back(windows, state_pages):
     rigs = [talk(seed, windows, state_pages) for seed in (50, 51)]
-    assert sum(rig.tiers.counts.brought_tokens for rig in rigs) > 500
+    assert sum(rig.tiers.brought_tokens for rig in rigs) > 500
     assert sum(rig.tiers.host.num_evicted for rig in rigs) > 0

@@ -46,7 +46,7 @@ def small(known: Known, kept_in: str = "auto") -> Size:
 
 
 def brought(node: Node) -> int:
-    return node.engine.tiers.counts.brought_tokens
+    return node.engine.tiers.brought_tokens
 
 
 def one_by_one(rig: PairRig, prompts: list[list[int]]) -> list[list[int]]:

@@ -169,7 +169,8 @@ class Rig:
 
         self.coming[request.key] = request
         room = self.scheduler.room().num_pages
-        if not self.tiers.bring(request.token_ids[:-1], request.namespace, room, add):
+        way = self.tiers.way(request.token_ids[:-1], request.namespace)
+        if way is None or not self.tiers.bring(way, room, add):
             add()
 
     def land(self, request: Request) -> bool:

@@ -20,7 +20,8 @@ def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey
     Args:
         above: the key of the page before; of a prompt's first page, its namespace.
     """
-    for end in range(page_size, len(token_ids) + 1, page_size):
-        tokens = token_ids[end - page_size : end].astype("<i4", copy=False).tobytes()
-        above = blake2b(above + tokens, digest_size=KEY_BYTES, person=b"baton page of KV").digest()
+    packed, size = token_ids.astype("<i4", copy=False).tobytes(), 4 * page_size
+    for start in range(0, len(packed) - size + 1, size):
+        page = above + packed[start : start + size]
+        above = blake2b(page, digest_size=KEY_BYTES, person=b"baton page of KV").digest()
         yield above

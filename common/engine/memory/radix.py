@@ -336,6 +336,8 @@ class RadixCache:
         upper.names, node.names = node.names[:num_pages], node.names[num_pages:]
         upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         upper.settled_at = node.settled_at
+        upper.num_saved = min(node.num_saved, num_pages)
+        node.num_saved -= upper.num_saved
         node.key = self._key(node.tokens)
         upper.children[node.key] = node
         self._windows.note_passed(upper)
@@ -398,6 +400,7 @@ class RadixCache:
         if self._journal is not None:
             self._journal.removed(lost)
         del leaf.names[num_pages:], leaf.keys[num_pages:]
+        leaf.num_saved = min(leaf.num_saved, num_pages)
 
     def _cut_off(self) -> int:
         """Frees every page that only the tree holds, wherever it sits."""

@@ -20,6 +20,7 @@ class Node:
         "keys",
         "last_used",
         "names",
+        "num_saved",
         "number",
         "pages",
         "parent",
@@ -51,7 +52,9 @@ class Node:
         # something below.
         self.names: list[int] = []
         self.keys: list[PageKey] = []  # of its pages; kept while there is something below the tree
-        self.settled_at = -math.inf  # the tier's own note, see tiers.py
+        # As tiers.py notes: how many of its first pages have all that they have below too, and when
+        # that was looked at.
+        self.num_saved, self.settled_at = 0, -math.inf
 
     @property
     def num_pages(self) -> int:

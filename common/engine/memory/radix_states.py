@@ -45,6 +45,7 @@ class TreeStates:
         if len(node.state) or not len(state):
             return
         node.state = state.copy()
+        node.num_saved = min(node.num_saved, node.num_pages - 1)
         self._pages.hold(node.state)
         self._having[node] = None
         above = node.parent

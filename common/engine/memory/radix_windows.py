@@ -53,6 +53,8 @@ class TreeWindows:
             new = np.where(mine < 0, pages, NO_PAGE)
             self._pages.hold(new)
             np.copyto(mine, new, where=new >= 0)
+            if (new >= 0).any():
+                node.num_saved = 0
 
     def thin(self, num_pages: int) -> int:
         """Frees windows of nodes with a child that no end worth going on from needs, until so many

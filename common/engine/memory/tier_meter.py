@@ -14,12 +14,12 @@ class TierMeter:
         self._page_bytes = page_bytes
 
     def gauges(self) -> Mapping[str, float]:
-        counts, host = self._tiers.counts, self._tiers.host
+        tiers, host = self._tiers, self._tiers.host
         return {
             "tier_pages": float(host.num_cached),
-            "total_tier_tokens/host": float(counts.brought_tokens),
-            "total_tier_bytes/saved": float(counts.saved_pages * self._page_bytes),
-            "total_tier_bytes/brought": float(counts.brought_pages * self._page_bytes),
+            "total_tier_tokens/host": float(tiers.brought_tokens),
+            "total_tier_bytes/saved": float(tiers.saves.num_pages * self._page_bytes),
+            "total_tier_bytes/brought": float(tiers.brought_pages * self._page_bytes),
             "total_tier_evicted": float(host.num_evicted),
         }
 

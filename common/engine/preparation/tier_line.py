@@ -4,6 +4,7 @@ copy does. When it is over the tree has it, or not: the request goes on as if th
 
 from collections.abc import Callable, Iterator
 
+from common.engine.memory.tier_ways import Way
 from common.engine.memory.tiers import Tiers
 from common.engine.rows.request import Ints, Request
 
@@ -21,6 +22,7 @@ class TierLine:
         self._tiers = tiers
         self._room = room
         self._waiting: dict[int, Request] = {}  # by key
+        self._ways: dict[int, Way] = {}  # of those that are going to be put, by key
         self._over: list[int] = []  # keys, to be taken
 
     def __len__(self) -> int:
@@ -28,16 +30,20 @@ class TierLine:
 
     def needed_by(self, request: Request) -> bool:
         """Whether a good part of it is below."""
-        return self._tiers.num_tokens(_wanted(request), request.namespace) > 0
+        way = self._tiers.way(_wanted(request), request.namespace)
+        if way is not None:
+            self._ways[request.key] = way
+        return way is not None
 
     def put(self, request: Request) -> None:
+        """Right after it has been found to need it."""
         key = request.key
         self._waiting[key] = request
 
         def over() -> None:
             self._over.append(key)
 
-        if not self._tiers.bring(_wanted(request), request.namespace, self._room(), over):
+        if not self._tiers.bring(self._ways.pop(key), self._room(), over):
             over()
 
     def remove(self, request: Request) -> bool:

@@ -335,8 +335,8 @@ class Admission:
             request.brought = True
 
         if request.brought is None:
-            room, tokens = self._cache.num_available, self._wanted(request)
-            if self._tiers.bring(tokens, request.namespace, room, over):
+            way = self._tiers.way(self._wanted(request), request.namespace)
+            if way is not None and self._tiers.bring(way, self._cache.num_available, over):
                 request.brought = False
         return request.brought is False
 

@@ -1,0 +1,156 @@
+"""Pages that the prefix tree learns, on their way to the tier below: copied at once, beside the
+steps, a few at a time. So what is evicted has been copied before, and eviction waits for nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from common.engine.memory.host_cache import HostCache, HostPages
+from common.engine.memory.page_keys import PageKey
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.memory.radix_nodes import Node
+from common.engine.memory.tier_copies import Copier, Copies
+from common.engine.rows.batch import Ints, PageCopies
+from common.engine.rows.holding import NO_PAGE
+
+SAVING_SHARE = 16  # no more than this part of either memory is being saved at once,
+LEAST_SAVING = 8  # or so many pages,
+MOST_SAVING = 128  # and never more: what it takes the engine thread holds up a step
+MAX_BEHIND = 1024  # nodes that wait to be saved; of more those that have waited longest are not
+SLACK_SHARE = 8  # of the keys: so many may go until what is used is marked as used anew
+
+
+class _Lacking(NamedTuple):
+    """What is not below of one page of tokens: pages on the device by place in HostPages.pages."""
+
+    key: PageKey
+    name: int
+    pages: dict[int, int]
+
+
+class Saves:
+    """Engine thread only.
+
+    Attributes:
+        copies: that are under way.
+        num_pages: saved since the start.
+    Args:
+        width: pages of one page of tokens, see HostPages.
+    """
+
+    def __init__(
+        self, host: HostCache, pages: PageAllocator, copier: Copier, *, width: int
+    ) -> None:
+        self._host = host
+        self._pages = pages
+        self._copier = copier
+        self._width = width
+        self.copies = Copies(host, pages)
+        self.num_pages = 0
+        self._num_saving = 0
+        self._behind: dict[Node, None] = {}  # learnt, and not all of it is being saved yet
+
+    def learnt(self, node: Node) -> None:
+        """It has these pages, from the first of a prompt to the last of the node. What is not below
+        yet is saved, when it is its turn."""
+        for each in (node, *node.above()):  # what is deepest is forgotten first
+            if not self._is_settled(each):
+                self._host.touch(reversed(each.keys))
+        self._save_path(node)
+
+    def _save_path(self, node: Node) -> bool:
+        """Saves what is not below of a node and of those above, first things first. False: there is
+        no room for all of it; its turn will come."""
+        room = self._room_to_save()
+        lacking: list[_Lacking] = []
+        for each in (*reversed([*node.above()]), node):
+            if self._is_settled(each):
+                continue
+            for one in self._lacking(each):
+                room -= len(one.pages)
+                if room < 0:
+                    self._save(lacking)
+                    self._behind[node] = None
+                    if len(self._behind) > MAX_BEHIND:
+                        del self._behind[next(iter(self._behind))]
+                    return False
+                lacking.append(one)
+        self._save(lacking)
+        return True
+
+    def poll(self) -> None:
+        """Goes on with what has waited for its turn."""
+        self.copies.poll()
+        while self._behind and not self._num_saving:
+            node = next(iter(self._behind))
+            if node.parent is None or self._save_path(node):
+                del self._behind[node]
+            elif not self._num_saving:
+                break  # requests have all of host memory
+
+    def clear(self) -> None:
+        """The tree is emptied."""
+        self._behind.clear()
+
+    def _is_settled(self, node: Node) -> bool:
+        """Everything of it was below not long ago, and marked as used."""
+        return node.num_saved == node.num_pages and self._is_recent(node)
+
+    def _is_recent(self, node: Node) -> bool:
+        """What was noted of it is still so, for the most part."""
+        slack = len(self._host) // SLACK_SHARE
+        return self._host.num_evicted - node.settled_at <= slack
+
+    def _room_to_save(self) -> int:
+        smaller = min(self._pages.num_pages, self._host.pages.num_pages)
+        most = min(max(smaller // SAVING_SHARE, LEAST_SAVING), MOST_SAVING)
+        most = max(most, self._width)
+        return min(most - self._num_saving, self._host.num_available)
+
+    def _lacking(self, node: Node) -> Iterator[_Lacking]:
+        """Of the node's pages those that are not below, the first ones first. Notes how many pages
+        are, or are going to be: whoever takes one saves it."""
+        if not self._is_recent(node):
+            node.num_saved, node.settled_at = 0, self._host.num_evicted
+        while (first := node.num_saved) < node.num_pages:
+            past = min(first + MOST_SAVING, node.num_pages)
+            columns = node.pages[:, first:past].T.tolist()
+            if past == node.num_pages:
+                columns[-1] += node.state.tolist()
+            for at, column in enumerate(columns, first):
+                kept = self._host.get(node.keys[at])
+                pages = {
+                    place: page
+                    for place, page in enumerate(column)
+                    if page != NO_PAGE and (kept is None or kept.pages[place] == NO_PAGE)
+                }
+                if pages:
+                    yield _Lacking(node.keys[at], node.names[at], pages)
+                node.num_saved = at + 1
+
+    def _save(self, lacking: Sequence[_Lacking]) -> None:
+        device = np.array([page for one in lacking for page in one.pages.values()], np.int32)
+        if not len(device):
+            return
+        host = self._host.allocate(len(device), Holder.CACHE)
+        assert host is not None  # room was looked at before
+        self._pages.hold(device, Holder.COPY)
+        numbers = host.tolist()
+        saved: list[HostPages] = []
+        for one in reversed(lacking):  # what is deepest is forgotten first
+            kept = self._host.add(one.key, one.name, self._width)
+            for place in reversed(one.pages):
+                kept.pages[place] = numbers.pop()
+            kept.saves += 1
+            saved.append(kept)
+        self._num_saving += len(device)
+        copy = self._copier.save(PageCopies(device, host))
+        self.copies.add(copy, device, saved, lambda: self._landed(saved, device))
+
+    def _landed(self, saved: Sequence[HostPages], device: Ints) -> None:
+        self._num_saving -= len(device)
+        self.num_pages += len(device)
+        for kept in saved:
+            kept.saves -= 1
