@@ -15,6 +15,7 @@ _HOLDERS = {
     "step": ("▓", "magenta"),
     "read": ("▒", "cyan"),
     "publication": ("▞", "yellow"),
+    "copy": ("▚", "red"),
     "cache": ("░", "bright_black"),
     "free": ("·", "bright_black"),
 }

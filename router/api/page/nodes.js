@@ -10,6 +10,7 @@ export const HOLDERS = {
   step: "a forward that is under way",
   read: "being read from another node",
   publication: "another node may read it",
+  copy: "being copied to host memory, or from there",
   cache: "the prefix cache alone; given up when room is needed",
   free: "nobody",
 };
@@ -22,6 +23,7 @@ const QUEUES = {
   transfer: "its pages are being computed and read",
   leaving: "going on at another decode node",
   guided: "the form of its answer is being compiled",
+  bringing: "what host memory has of its prompt is being copied back",
   fetching: "what another node has of its prompt is being read",
   adapter: "its LoRA adapter waits for a place on the device",
   waiting: "waiting for a forward",
@@ -45,9 +47,10 @@ const FACTS = {
   retractions: "requests taken off the device for want of pages; they go on later",
 };
 // Queues that are shown when something is in them.
-const RARE = new Set(
-  ["adapter", "chunked", "fetching", "guided", "leaving", "pooled", "retracted", "unpaired"],
-);
+const RARE = new Set([
+  ...["adapter", "bringing", "chunked", "fetching", "guided"],
+  ...["leaving", "pooled", "retracted", "unpaired"],
+]);
 const MOST_OPEN = 4; // more nodes than this on one side start closed
 const MOST_TALL = 8; // more than this take one line each
 
