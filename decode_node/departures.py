@@ -204,6 +204,12 @@ class Departures:
         if departure is not None and not departure.over:
             self._give_up(departure, "the request has ended")
 
+    def give_up_all(self, reason: str) -> None:
+        """Whoever reads here is to do without; those that have stopped go on."""
+        for departure in tuple(self._by_request.values()):
+            if not departure.over:
+                self._give_up(departure, reason)
+
     def _publish(self, departure: _Departure, now: float) -> None:
         stopped = self._scheduler.stopped(departure.request)
         if stopped is None:

@@ -2,7 +2,7 @@
 soon paired with again, or here.
 
     new, or lost its hand-off --> hand-off at the first usable candidate
-                             |--> unpaired (owners just lost) --> again
+                             |--> held back (a pause) or unpaired (owners just lost) --> again
                              `--> here (colocated, short, no owner, all tried)
                                     |--> fetching: another node has much of it --> waiting queue
                                     `--> waiting queue
@@ -27,6 +27,7 @@ from common.queueing.waiting_line import Place
 from common.requests.trial import GUILTY, MAX_DEATHS
 from decode_node.counts import DecodeCounts
 from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
+from decode_node.held_back import HeldBack
 from decode_node.live import LiveRequests
 from decode_node.unpaired import Unpaired, Waiter
 from kvtransfer.ports import OwnerDown, OwnerUp
@@ -39,6 +40,7 @@ class Dispatcher:
 
     Attributes:
         unpaired: requests that wait for an owner.
+        held_back: those that wait for the end of a pause.
         fetching: those to be computed here whose prefix is being read.
     Args:
         prompts: those to be computed here.
@@ -66,6 +68,7 @@ class Dispatcher:
         self._sharing = sharing
         self._owners: dict[str, OwnerUp] = {}  # by address, of usable links
         self.unpaired = Unpaired(config.pair_again_s)
+        self.held_back = HeldBack()
         self.fetching = FetchLine(sharing.fetches)
 
     def owner_up(self, event: OwnerUp) -> None:
@@ -83,7 +86,8 @@ class Dispatcher:
         return True
 
     def place(self, request: Request, candidates: tuple[str, ...], attempt: int = 1) -> None:
-        """Opens a hand-off at the first usable candidate, has it wait for one, or prefills here.
+        """Opens a hand-off at the first usable candidate, has it wait for one, or prefills here;
+        during a pause, once that is over.
 
         Args:
             attempt: number of the one that this is going to be.
@@ -94,6 +98,10 @@ class Dispatcher:
         now = time.monotonic()
         if request.deadline <= now:
             raise DeadlineExceeded(out_of_time().error)
+        if self._scheduler.paused:
+            until = min(request.deadline, request.start_by)
+            self.held_back.append(Waiter(request, candidates, attempt, until))
+            return
         usable = self._usable(candidates)
         if not usable and self._waits_for_an_owner(request, candidates, attempt, now):
             return
@@ -109,7 +117,10 @@ class Dispatcher:
 
         Raises:
             QueueTooLong: it would get its pages too late.
+            NodeUnavailable: this node is paused.
         """
+        if self._scheduler.paused:
+            raise NodeUnavailable("not moved: this node is paused")
         owner = self._owners.get(source.address)
         if owner is not None:
             self._handoffs.open(request, owner, (), 1, source.ticket)
@@ -157,6 +168,20 @@ class Dispatcher:
             except ServingError as error:
                 self._live.refuse(waiter.request, error)
 
+    def place_held_back(self, now: float) -> None:
+        """Once the pause is over; during it, ends those that it has taken too long for."""
+        for waiter in self.held_back:
+            request = waiter.request
+            try:
+                if not self._scheduler.paused:
+                    self.held_back.remove(request)
+                    self.place(request, waiter.candidates, waiter.attempt)
+                elif waiter.until <= now:
+                    self.held_back.remove(request)
+                    raise _paused_too_long(request, now)
+            except ServingError as error:
+                self._live.refuse(request, error)
+
     def compute_fetched(self, now: float) -> None:
         """Those whose prefix has been read, or is not to be had, go to the scheduler."""
         for request, _ in self.fetching.take(now):
@@ -169,7 +194,7 @@ class Dispatcher:
 
     def give_up(self, request: Request) -> bool:
         """It has ended. False: it is not here."""
-        if self.unpaired.remove(request):
+        if self.unpaired.remove(request) or self.held_back.remove(request):
             return True
         if not self.fetching.remove(request):
             return False
@@ -241,3 +266,11 @@ class Dispatcher:
             return False
         room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
         return self._sharing.fetch(request, hints, room=room, queued_s=queued_s)
+
+
+def _paused_too_long(request: Request, now: float) -> ServingError:
+    if request.deadline <= now:
+        return DeadlineExceeded(f"{out_of_time().error}, in a pause of generation")
+    return QueueTooLong(
+        "generation is paused, for longer than this request may wait", retry_after_s=1.0
+    )

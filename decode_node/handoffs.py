@@ -284,8 +284,11 @@ class Handoffs:
         return None
 
     def _refuse_ready(self, event: FirstToken, reason: str) -> LostHandoff | None:
-        self._port.post(CancelHandoff(event.id, reason))
-        return self.lost(Lost(event.id, reason, retryable=True))
+        return self._take_back(event.id, reason)
+
+    def _take_back(self, handoff_id: HandoffId, reason: str) -> LostHandoff | None:
+        self._port.post(CancelHandoff(handoff_id, reason))
+        return self.lost(Lost(handoff_id, reason, retryable=True))
 
     def _tokens_of_mover(self, transfer: Transfer, event: FirstToken) -> LostHandoff | None:
         """What its owner has generated, which the client may know of. Nothing is told before it is
@@ -374,6 +377,12 @@ class Handoffs:
         del self._current[request.key]
         self._live.goes_on(request)
         return LostHandoff(request, attempt, event)
+
+    def take_back(self, reason: str) -> list[LostHandoff]:
+        """Ends all attempts under way, as if their owners had lost them."""
+        under_way = [*self.prealloc, *(each.attempt for each in self.transfer)]
+        lost = [self._take_back(attempt.id, reason) for attempt in under_way]
+        return [each for each in lost if each is not None]
 
     def give_up(self, request: Request, reason: str) -> bool:
         """Ends the attempt under way: told to its owner, its pages dropped but for reads. False:

@@ -48,6 +48,7 @@ from common.node.messages import (
     SubmitRequest,
 )
 from common.node.outbox import Outbox
+from common.node.pauses import PAUSED
 from common.node.stamps import RequestStamps
 from common.page_tables import PageTables
 from common.priority import PriorityClass
@@ -181,6 +182,7 @@ class DecodeRole:
         self._place_prepared(now)
         self._departures.poll(now)
         self._dispatcher.pair_again(now)
+        self._dispatcher.place_held_back(now)
         self._dispatcher.compute_fetched(now)
         self._handoffs.join()
         self._handoffs.grant(now)
@@ -271,6 +273,7 @@ class DecodeRole:
         return {
             **self._scheduler.queues(),
             **self._preparations.queues(),
+            "paused": len(self._dispatcher.held_back),
             "unpaired": len(self._dispatcher.unpaired),
             "fetching": len(self._dispatcher.fetching),
             "prealloc": len(self._handoffs.prealloc),
@@ -308,6 +311,33 @@ class DecodeRole:
         for request in doomed:
             self._abort(request, Finish(FinishReason.ABORT, "aborted by an operator"))
         return len(doomed)
+
+    @property
+    def paused(self) -> bool:
+        return self._scheduler.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._scheduler.paused = paused
+
+    @property
+    def at_rest(self) -> bool:
+        return self._scheduler.at_rest
+
+    def abort_all(self) -> int:
+        doomed = tuple(self._live)
+        for request in doomed:
+            self._abort(request, Finish(FinishReason.ABORT, PAUSED))
+        return len(doomed)
+
+    def let_go(self) -> bool:
+        self._departures.give_up_all("this node is paused")
+        for lost in self._handoffs.take_back("this node is paused"):
+            self._dispatcher.place_again(lost)
+        if len(self._departures):
+            return False
+        self._scheduler.start_over()
+        return True
 
     def explain(self, request_id: str) -> Flights:
         return self._live.explain(request_id)
@@ -410,6 +440,7 @@ class DecodeRole:
         """For pages, in either queue, or for an owner. Whoever is let in may go from one to
         another."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
+        num_elsewhere += len(self._dispatcher.held_back)
         num_elsewhere += len(self._preparations) + len(self._dispatcher.fetching)
         return num_elsewhere + self._scheduler.num_waiting
 

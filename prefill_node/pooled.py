@@ -7,7 +7,7 @@ and are answered together, or with the first error that one of them has.
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,10 +89,19 @@ class PooledCalls:
     def abort(self, request_id: str) -> int:
         """Returns how many prompts that ended."""
         calls = [call for call in self._calls.values() if call.request_id == request_id]
+        return self._abort(calls, "aborted by an operator")
+
+    def abort_all(self, sentence: str) -> int:
+        """Returns how many prompts that ended."""
+        return self._abort(tuple(self._calls.values()), sentence)
+
+    def _abort(self, calls: Iterable[_Call], sentence: str) -> int:
+        num_prompts = 0
         for call in calls:
             self._end(call)
-            self._refuse(call, "aborted by an operator", StatusCode.CANCELLED)
-        return sum(len(call.requests) for call in calls)
+            self._refuse(call, sentence, StatusCode.CANCELLED)
+            num_prompts += len(call.requests)
+        return num_prompts
 
     def computed(self, chunk: ChunkDone) -> None:
         """A chunk of one of the prompts is."""

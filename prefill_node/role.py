@@ -46,6 +46,7 @@ from common.node.desk import Desk
 from common.node.flight_recorder import FlightRecorder
 from common.node.flights import of_handoff
 from common.node.messages import CancelPooling, FrontMessage, HandoffTraced, PoolPrompts
+from common.node.pauses import PAUSED
 from common.node.stamps import HandoffStamps
 from common.page_tables import PageTables
 from common.priority import PriorityClass
@@ -143,6 +144,7 @@ class PrefillRole:
                 *("handoffs_held", "handoffs_lost", "handoffs_failed"),
                 *("refused/draining", "refused/overloaded", "refused/invalid", "refused/deadline"),
                 *("refused/late", "refused/dropped", "refused/adapter"),
+                "refused/paused",
             ),
             0,
         )
@@ -272,6 +274,33 @@ class PrefillRole:
             self._fail(serial, "aborted by an operator", retryable=False)
         return len(doomed) + self._pooled.abort(request_id)
 
+    @property
+    def paused(self) -> bool:
+        return self.scheduler.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self.scheduler.paused = paused
+
+    @property
+    def at_rest(self) -> bool:
+        return self.scheduler.at_rest
+
+    def abort_all(self) -> int:
+        """Of hand-offs their readers are told to do without: whether requests end is theirs."""
+        self._give_up_all()
+        return self._pooled.abort_all(PAUSED)
+
+    def let_go(self) -> bool:
+        """What is computed already is read to the end."""
+        self._give_up_all()
+        self.scheduler.start_over()
+        return not self._lent
+
+    def _give_up_all(self) -> None:
+        for serial in (*self._bootstrap, *self._prefilling):
+            self._fail(serial, "this prefill node is paused", retryable=True)
+
     # What comes and ends ------------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
@@ -315,6 +344,9 @@ class PrefillRole:
         if self._desk.draining:
             self._counts["refused/draining"] += 1
             return self._fail(event.serial, "this prefill node is draining", retryable=True)
+        if self.paused:
+            self._counts["refused/paused"] += 1
+            return self._fail(event.serial, "this prefill node is paused", retryable=True)
         if event.kind is not Kind.PROMPT:
             self._counts["refused/invalid"] += 1
             return self._fail(event.serial, "a prefill node runs no requests", retryable=False)

@@ -74,16 +74,6 @@ class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class FlushCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class FlushCacheResponse(_message.Message):
-    __slots__ = ("pages_freed",)
-    PAGES_FREED_FIELD_NUMBER: _ClassVar[int]
-    pages_freed: int
-    def __init__(self, pages_freed: _Optional[int] = ...) -> None: ...
-
 class WatchCacheRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -47,8 +47,8 @@ class NodeStub:
                 _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/baton.v1.Node/FlushCache',
-                request_serializer=protos_dot_node__pb2.FlushCacheRequest.SerializeToString,
-                response_deserializer=protos_dot_node__pb2.FlushCacheResponse.FromString,
+                request_serializer=protos_dot_router__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
         self.WatchCache = channel.unary_stream(
                 '/baton.v1.Node/WatchCache',
@@ -69,6 +69,16 @@ class NodeStub:
                 '/baton.v1.Node/UnloadAdapter',
                 request_serializer=protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/baton.v1.Node/Pause',
+                request_serializer=protos_dot_router__pb2.PauseRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Continue = channel.unary_unary(
+                '/baton.v1.Node/Continue',
+                request_serializer=protos_dot_router__pb2.ContinueRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ContinueResponse.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.v1.Node/Explain',
@@ -130,6 +140,20 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Launches nothing from now on, and returns once what was launched has ended. Requests that come
+        meanwhile wait, with their deadlines.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Continue(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """What happened here to the requests of this id: those under way, and the last that have ended.
         """
@@ -152,8 +176,8 @@ def add_NodeServicer_to_server(servicer, server):
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
-                    request_deserializer=protos_dot_node__pb2.FlushCacheRequest.FromString,
-                    response_serializer=protos_dot_node__pb2.FlushCacheResponse.SerializeToString,
+                    request_deserializer=protos_dot_router__pb2.FlushCacheRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.FlushCacheResponse.SerializeToString,
             ),
             'WatchCache': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchCache,
@@ -174,6 +198,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=protos_dot_router__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=protos_dot_router__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=protos_dot_router__pb2.PauseRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.PauseResponse.SerializeToString,
+            ),
+            'Continue': grpc.unary_unary_rpc_method_handler(
+                    servicer.Continue,
+                    request_deserializer=protos_dot_router__pb2.ContinueRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ContinueResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -260,8 +294,8 @@ class Node:
             request,
             target,
             '/baton.v1.Node/FlushCache',
-            protos_dot_node__pb2.FlushCacheRequest.SerializeToString,
-            protos_dot_node__pb2.FlushCacheResponse.FromString,
+            protos_dot_router__pb2.FlushCacheRequest.SerializeToString,
+            protos_dot_router__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -370,6 +404,60 @@ class Node:
             '/baton.v1.Node/UnloadAdapter',
             protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
             protos_dot_router__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Pause',
+            protos_dot_router__pb2.PauseRequest.SerializeToString,
+            protos_dot_router__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Continue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Continue',
+            protos_dot_router__pb2.ContinueRequest.SerializeToString,
+            protos_dot_router__pb2.ContinueResponse.FromString,
             options,
             channel_credentials,
             insecure,

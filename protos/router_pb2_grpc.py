@@ -89,6 +89,21 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/baton.v1.Router/Pause',
+                request_serializer=protos_dot_router__pb2.PauseRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Continue = channel.unary_unary(
+                '/baton.v1.Router/Continue',
+                request_serializer=protos_dot_router__pb2.ContinueRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ContinueResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/baton.v1.Router/FlushCache',
+                request_serializer=protos_dot_router__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/baton.v1.Router/Drain',
                 request_serializer=protos_dot_router__pb2.DrainRouterRequest.SerializeToString,
@@ -177,6 +192,28 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Has all nodes launch nothing until Continue; all of them, or none. FAILED_PRECONDITION, with the
+        node and its reason, where one of them is not reached. Requests that come meanwhile wait, with
+        their deadlines.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Continue(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Empties the prefix caches of all nodes. FAILED_PRECONDITION where requests are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes no new request, finishes those that it has, then ends. For operators; returns once that
         has begun.
@@ -242,6 +279,21 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=protos_dot_router__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=protos_dot_router__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=protos_dot_router__pb2.PauseRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.PauseResponse.SerializeToString,
+            ),
+            'Continue': grpc.unary_unary_rpc_method_handler(
+                    servicer.Continue,
+                    request_deserializer=protos_dot_router__pb2.ContinueRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ContinueResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=protos_dot_router__pb2.FlushCacheRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.FlushCacheResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -546,6 +598,87 @@ class Router:
             '/baton.v1.Router/UnloadAdapter',
             protos_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
             protos_dot_router__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Pause',
+            protos_dot_router__pb2.PauseRequest.SerializeToString,
+            protos_dot_router__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Continue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Continue',
+            protos_dot_router__pb2.ContinueRequest.SerializeToString,
+            protos_dot_router__pb2.ContinueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/FlushCache',
+            protos_dot_router__pb2.FlushCacheRequest.SerializeToString,
+            protos_dot_router__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

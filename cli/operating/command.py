@@ -1,9 +1,10 @@
-"""What commands that end programs have in common: their flags, what they heed, how they end."""
+"""What commands that operate programs have in common: their flags, what they heed, how they end."""
 
 import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from cli import client
 from cli.operating.fleet import Fleet, Undone
@@ -30,6 +31,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     client.add_secret_flag(parser)
     client.add_key_flag(parser)
     client.add_tls_flags(parser)
+
+
+def add_one_or_all(parser: argparse.ArgumentParser) -> None:
+    """Of commands for one node, or for all that a router knows."""
+    parser.add_argument(
+        "address",
+        nargs="?",
+        type=client.address,
+        metavar="ADDRESS",
+        help="HOST:PORT of one node (all that the router knows)",
+    )
+    client.add_router_flag(parser)
+    client.add_secret_flag(parser)
+    client.add_key_flag(parser)
+    client.add_tls_flags(parser)
+
+
+async def tell(
+    options: argparse.Namespace, fleet: Fleet, method: str, request: Any, longest_s: float
+) -> Any:
+    """The answer of that node, or of the router. Raises Undone."""
+    if options.address is not None:
+        return await fleet.tell_node(options.address, method, request, longest_s)
+    return await fleet.tell_router(options.router, method, request, longest_s)
 
 
 def heed(objections: Iterable[str], options: argparse.Namespace) -> None:

@@ -58,14 +58,26 @@ class Fleet:
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
         """Raises Undone where it does not answer, or refuses."""
-        async with self._router(address) as ask:
-            await ask("Drain", DrainRouterRequest(in_turn=in_turn))
+        await self.tell_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
         """Raises Undone where it does not answer, or refuses."""
+        await self.tell_node(address, "Drain", DrainRequest())
+
+    async def tell_router(
+        self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
+    ) -> Any:
+        """The router's answer. Raises Undone where there is none in time, or it refuses."""
+        async with self._router(address) as ask:
+            return await ask(method, request, longest_s)
+
+    async def tell_node(
+        self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
+    ) -> Any:
+        """The same of a node."""
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
-            await _answer(address, stub.Drain(DrainRequest(), timeout=_ANSWER_S))
+            return await _answer(address, getattr(stub, method)(request, timeout=longest_s))
 
     async def until_ended(self, router: str, node: ClusterNode, longest_s: float) -> None:
         """Waits until nobody by this instance id answers at the node's address.
@@ -137,14 +149,14 @@ class Fleet:
         await until(back, longest_s, f"router {address} has ended, and is not ready again")
 
     @asynccontextmanager
-    async def _router(self, address: str) -> AsyncIterator[Callable[[str, Any], Awaitable[Any]]]:
+    async def _router(self, address: str) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         async with make_channel(address, self._certificates) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
 
-            async def ask(method: str, request: Any) -> Any:
+            async def ask(method: str, request: Any, longest_s: float = _ANSWER_S) -> Any:
                 call = getattr(stub, method)
                 return await _answer(
-                    address, call(request, timeout=_ANSWER_S, metadata=self._metadata)
+                    address, call(request, timeout=longest_s, metadata=self._metadata)
                 )
 
             yield ask

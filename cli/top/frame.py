@@ -20,7 +20,10 @@ _HOLDERS = {
     "free": ("·", "bright_black"),
 }
 # Any other is red.
-_STATES = {"ready": "green", "not ready": "yellow", "starting": "yellow", "draining": "yellow"}
+_STATES = {
+    "ready": "green",
+    **dict.fromkeys(("not ready", "starting", "paused", "draining"), "yellow"),
+}
 _PATHS = {
     "nvlink": "green",
     "cuda_ipc": "cyan",

@@ -55,7 +55,7 @@ def drive(
     watchdog = Watchdog(
         clock,
         limit_s=config.scheduler.watchdog_s,
-        has_work=lambda: scheduler.has_work,
+        has_work=lambda: scheduler.awaits_steps,
         on_stuck=end,
     )
     watchdog.start()

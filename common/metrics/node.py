@@ -13,6 +13,7 @@ from common.metrics.declared import Declared, Values
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.node.messages import Moving
+from common.pause_mode import PAUSE_MODES
 from common.priority import CLASSES
 from common.queueing.drain import Backlog
 
@@ -21,13 +22,14 @@ Refusal = Literal["invalid", "draining", "overloaded", "late", "dropped", "deadl
 StreamKind = Literal["router", "pair"]
 Pairing = Literal["up", "refused", "failed"]
 
-STATES = ("starting", "ready", "unhealthy", "draining")
+STATES = ("starting", "ready", "paused", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
     "guided",  # whose guide is being compiled
     "bringing",  # whose prefix is copied back from a tier below
     "fetching",  # whose prefix is read from another node
     "adapter",  # whose adapter has no slot
+    "paused",  # of a decode node alone: to be placed once its pause is over
     *("bootstrap", "inflight", "pooled"),  # of a prefill node alone
     *("unpaired", "prealloc", "transfer", "leaving"),  # of a decode node alone
 )
@@ -42,8 +44,13 @@ REJECTED = Declared(
     "counter",
     "Requests, or hand-offs, that this node would not take, or not go on with; late: its queue is "
     "longer than they may wait, dropped: they have waited so long and nothing was computed, "
-    "adapter: their adapter is not loaded.",
-    {"reason": ("invalid", "draining", "overloaded", "late", "dropped", "deadline", "adapter")},
+    "adapter: their adapter is not loaded, paused: the node is.",
+    {
+        "reason": (
+            *("invalid", "draining", "overloaded", "late", "dropped", "deadline"),
+            *("adapter", "paused"),
+        )
+    },
 )
 STREAMS = Declared("baton_streams", "gauge", "Open streams.", {"kind": ("router", "pair")})
 STREAM_ENDS = Declared(
@@ -164,6 +171,12 @@ PREEMPTED = Declared(
     "counter",
     "Requests taken off the device for one that is more urgent, by their own priority.",
     {"priority": CLASSES},
+)
+PAUSES = Declared(
+    "baton_pauses",
+    "counter",
+    "Times that generation was paused by an operator, by what was to become of requests.",
+    {"mode": PAUSE_MODES},
 )
 POOLED = Declared(
     "baton_pooled_prompts", "counter", "Prompts that were computed for their vectors or scores."
@@ -316,7 +329,7 @@ BOTH = (
     *(WAITING, QUEUED, TOKEN_SECONDS),
     *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
-    *(RETRACTIONS, RECOMPUTED, PREEMPTED, HANDOFFS),
+    *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, HANDOFFS),
     *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
@@ -344,6 +357,7 @@ _TOTALS = {
     "retractions": RETRACTIONS,
     "recomputed": RECOMPUTED,
     "preempted": PREEMPTED,
+    "pauses": PAUSES,
     "handoffs_opened": OPENED,
     "handoff_retries": RETRIES,
     "handoff_tokens": HANDOFF_TOKENS,

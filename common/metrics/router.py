@@ -13,7 +13,7 @@ from common.requests.timeline import TtftPhase
 Rejection = Literal["invalid", "overloaded", "late", "limited", "no_node"]
 Stranger = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"]
 
-NODE_STATES = ("ready", "unhealthy", "draining", "starting", "unreachable")
+NODE_STATES = ("ready", "paused", "unhealthy", "draining", "starting", "unreachable")
 _OTHER = "other"
 # Those that the router's own code answers with.
 _STATUSES = (

@@ -5,7 +5,7 @@ The role is asked through the small Inside protocol; the desk knows no queue by 
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from common.node.messages import (
     Moving,
     WatchCache,
 )
+from common.node.pauses import Pausable, Pauses
 from common.priority import CLASSES, PriorityClass
 from common.queueing.drain import Backlog
 from common.requests.adapter import AdapterId
@@ -72,7 +73,7 @@ class AdapterShelf(Protocol):
         ...
 
 
-class Inside(Protocol):
+class Inside(Pausable, Protocol):
     """A role, as the desk sees it."""
 
     @property
@@ -124,6 +125,7 @@ class Desk:
         self._cache = CacheReports(cache, channel.post)
         self._adapters = adapters
         self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of questions
+        self._pauses = Pauses()
         self._report_at = 0.0
         self._check_at = 0.0
         self._told_drained = False
@@ -136,6 +138,10 @@ class Desk:
             match message:
                 case Ask(what="load_adapter"):
                     self._load_adapter(message)
+                case Ask(what="pause"):
+                    self._pauses.begin(message, inside)
+                case Ask(what="continue"):
+                    self._tell_paused(self._pauses.resume(message, inside))
                 case Ask():
                     self._channel.post(self._answer(message, inside))
                 case WatchCache():
@@ -149,6 +155,7 @@ class Desk:
                     )
         self._cache.flush()
         self._tell_loaded()
+        self._tell_paused(self._pauses.reached(inside))
         self._report(inside)
 
     def notify(self, message: EngineMessage) -> None:
@@ -186,6 +193,8 @@ class Desk:
         pages = self._pages_by_holder()
         gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
+        pauses = self._pauses.counters()
+        gauges |= {f"total_{name}": float(value) for name, value in pauses.items()}
         gauges |= self._own_totals()
         distributions = dict(inside.distributions())
         for meter in self._meters:
@@ -195,7 +204,7 @@ class Desk:
             Moving(
                 steps=self._steps_finished(),
                 gauges=gauges,
-                state="draining" if self.draining else "ready",
+                state=self._state(inside),
                 pages_free=pages["free"] + pages["cache"],
                 links=tuple((address, *link) for address, link in self.links.items()),
                 distributions=distributions,
@@ -203,6 +212,11 @@ class Desk:
                 adapters=dict(self._adapters.names()),
             )
         )
+
+    def _state(self, inside: Inside) -> str:
+        if self.draining:
+            return "draining"
+        return "paused" if inside.paused else "ready"
 
     def _own_totals(self) -> dict[str, float]:
         return {
@@ -233,6 +247,11 @@ class Desk:
                 answer = Answer(number, integer=int(fresh), adapter=adapter)
             else:
                 answer = Answer(number, error=str(error))
+            self._channel.post(answer)
+
+    def _tell_paused(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            self._report_at = 0.0
             self._channel.post(answer)
 
     def _answer(self, ask: Ask, inside: Inside) -> Answer:

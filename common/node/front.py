@@ -46,7 +46,7 @@ from common.node.messages import (
 )
 from common.node.process import EngineProcess, exit_sentence
 from common.node.service import NodeService
-from common.node.supervision import Supervision
+from common.node.supervision import SERVES, Supervision
 from common.process import allocator, descriptors
 from common.tracing import export
 from common.tracing.tracer import Tracer
@@ -243,7 +243,7 @@ class _Node:
 
     async def _tell_health(self, health: rpc.Health) -> None:
         while True:
-            await health.tell(self._supervision.state(time.monotonic()) == "ready")
+            await health.tell(self._supervision.state(time.monotonic()) in SERVES)
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
     async def _watch(self, engine: EngineProcess) -> None:

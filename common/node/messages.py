@@ -77,7 +77,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """A question of `Node`; answered by one Answer with the same number.
 
     what: "describe" | "drain" | "flush_cache" | "abort" | "explain" (argument = request_id of both)
-        | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME)
+        | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode) | "continue"
     """
 
     number: int
@@ -184,7 +184,8 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
 class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
     error: str = ""  # WrongState and the like; empty on success
-    integer: int = 0  # pages freed, requests aborted, adapters that came or went
+    integer: int = 0  # pages freed, requests aborted, adapters that came or went, pauses ended
+    fresh: bool = True  # it was not so before
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: Flights | None = None
     adapter: AdapterId = NO_ADAPTER  # that is loaded
@@ -199,7 +200,7 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
 
     steps: int
     gauges: dict[str, float]
-    state: str  # "ready" | "draining"
+    state: str  # "ready" | "paused" | "draining"
     links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
     distributions: dict[str, Counted] = {}
     pages_free: int = 0  # those that only the prefix cache holds are free

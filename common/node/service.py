@@ -13,12 +13,14 @@ from common.errors import InvalidRequest, NodeUnavailable
 from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
 from common.node.supervision import Supervision
+from common.pause_mode import pause_mode
 from common.queueing.drain import Backlog
 from common.requests.flight import Flights, to_proto
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 MAX_PATH_CHARACTERS = 1024
 LOAD_S = 60.0  # for an adapter to be read
+PAUSE_S = 60.0  # for what is launched to end, and to be read by others
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
@@ -96,11 +98,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return node_pb2.DrainResponse()
 
     async def FlushCache(
-        self, request: node_pb2.FlushCacheRequest, context: Any
-    ) -> node_pb2.FlushCacheResponse:
+        self, request: router_pb2.FlushCacheRequest, context: Any
+    ) -> router_pb2.FlushCacheResponse:
         """FAILED_PRECONDITION while requests run."""
         answer = await self._engine.ask("flush_cache")
-        return node_pb2.FlushCacheResponse(pages_freed=answer.integer)
+        return router_pb2.FlushCacheResponse(pages_freed=answer.integer)
 
     async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
         """UNAVAILABLE while the model loads; RESOURCE_EXHAUSTED to a caller that does not read, or
@@ -133,6 +135,22 @@ class NodeService(node_pb2_grpc.NodeServicer):
         _check_name(request.name)
         answer = await self._engine.ask("unload_adapter", request.name)
         return router_pb2.UnloadAdapterResponse(known=bool(answer.integer))
+
+    async def Pause(
+        self, request: router_pb2.PauseRequest, context: Any
+    ) -> router_pb2.PauseResponse:
+        """DEADLINE_EXCEEDED where it is not reached in time; the node is paused all the same, once
+        it is."""
+        mode = pause_mode(request.mode)
+        answer = await self._engine.ask("pause", mode.value, timeout_s=PAUSE_S)
+        return router_pb2.PauseResponse(fresh=answer.fresh, aborted=answer.integer)
+
+    async def Continue(
+        self, request: router_pb2.ContinueRequest, context: Any
+    ) -> router_pb2.ContinueResponse:
+        """A node that is not paused is no error."""
+        answer = await self._engine.ask("continue")
+        return router_pb2.ContinueResponse(was_paused=bool(answer.integer))
 
     async def Explain(
         self, request: node_pb2.ExplainHereRequest, context: Any

@@ -7,10 +7,11 @@ from common.errors import InvalidRequest
 from common.node.messages import EngineReady, Moving
 
 SILENCE_S = 3.0
+SERVES = ("ready", "paused")  # states in which requests are taken, if only to wait
 
 
 class Supervision:
-    """States: "starting" -> "ready" <-> "unhealthy"; any -> "draining".
+    """States: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any -> "draining".
 
     Signs of life are the engine's beats, which go on through a long step, and its reports.
     """
@@ -61,4 +62,6 @@ class Supervision:
             return "draining"
         if self.ready is None:
             return "starting"
-        return "ready" if self.moves(now) else "unhealthy"
+        if not self.moves(now):
+            return "unhealthy"
+        return "paused" if self._moving and self._moving.state == "paused" else "ready"

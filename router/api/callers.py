@@ -12,7 +12,8 @@ from router.clients.guard import Guard
 _HEADER = "authorization"
 _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Explain"})
 _COMMANDS = frozenset(
-    f"/baton.v1.Router/{name}" for name in ("Drain", "LoadAdapter", "UnloadAdapter")
+    f"/baton.v1.Router/{name}"
+    for name in ("Drain", "LoadAdapter", "UnloadAdapter", "Pause", "Continue", "FlushCache")
 )
 
 

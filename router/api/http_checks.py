@@ -9,7 +9,7 @@ from aiohttp import web
 
 from common.errors import RateLimited, ServingError
 from common.metrics import RouterMetrics
-from router.api import adapters
+from router.api import adapters, engines
 from router.api.dialect import problems
 from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
@@ -25,7 +25,7 @@ _OPEN = frozenset({"/", "/health", "/ready"})
 _OPEN_BELOW = "/page/"
 _FOR_OPERATORS = frozenset({"/cluster", "/requests", "/metrics"})
 _FOR_OPERATORS_BELOW = "/requests/"
-_COMMANDS = frozenset({adapters.LOAD_PATH, adapters.UNLOAD_PATH})
+_COMMANDS = frozenset({adapters.LOAD_PATH, adapters.UNLOAD_PATH, *engines.COMMANDS})
 
 
 class HttpChecks:

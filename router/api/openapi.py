@@ -12,6 +12,7 @@ import msgspec
 from router.api.adapters import LoadFields, UnloadFields
 from router.api.anthropic.count_tokens import Counted
 from router.api.anthropic.fields import CountedFields, MessagesFields
+from router.api.engines import COMMANDS
 from router.api.native.generate import Generated, NativeFields
 from router.api.native.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 from router.api.openai.chat import ChatFields
@@ -151,6 +152,7 @@ _BESIDE = (
     Reranked,
     LoadFields,
     UnloadFields,
+    *(fields for _, fields in COMMANDS.values()),
 )
 _OF_TOKENS = ("400", "401", "404", "413", "429", "504")
 _OTHERS = (
@@ -187,6 +189,7 @@ _PROBLEMS: Mapping[str, str] = {
     "401": "No API key, where one is asked for, or none that is good.",
     "403": "A client's key, where an operator's is asked for.",
     "404": "There is no such model, or no such request.",
+    "409": "Not as things stand, on a node that the message names.",
     "413": "The body is too large, or has too many values.",
     "429": "A limit of the key, too many live requests, or too much text to tokenise; see "
     "Retry-After.",
@@ -204,7 +207,8 @@ def document(version: str) -> Schema:
     completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records
     response, message, to_count, counted, native, generated = beside[:6]
     tokenize, tokenized, detokenize, detokenized = beside[6:10]
-    embed, embedded, score, scored, rerank, reranked, load, unload = beside[10:]
+    embed, embedded, score, scored, rerank, reranked, load, unload = beside[10:18]
+    commands = zip(COMMANDS.items(), beside[18:], strict=True)
     for record in REQUESTS:
         components[record.__name__]["description"] = _OTHERS
         for name, field in components[record.__name__]["properties"].items():
@@ -307,6 +311,10 @@ def document(version: str) -> Schema:
             },
             "/v1/unload_lora_adapter": {
                 "post": _command("Has all nodes unload one.", unload, "400", "404")
+            },
+            **{
+                path: {"post": _command(summary, fields, "400", "409")}
+                for (path, (summary, _)), fields in commands
             },
             "/v1/models/{model}": {
                 "parameters": [_in_path("model")],

@@ -17,6 +17,7 @@ from router.api.grpc_voice import GrpcVoice
 from router.clients.client import Client
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls
+from router.cluster.engine_calls import EngineCalls
 from router.parsers.listener import Listener
 from router.parsers.speech import NONE
 from router.pooling.vectors import Asker, Vectors
@@ -45,6 +46,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         report: ClusterReport,
         explainer: Explainer,
         adapters: AdapterCalls,
+        engines: EngineCalls,
         model: ServedModel,
         ends: Ends,
         *,
@@ -60,6 +62,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._report = report
         self._explainer = explainer
         self._adapters = adapters
+        self._engines = engines
         self._model = model
         self._ends = ends
         self._budget_s = budget_s
@@ -186,6 +189,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.UnloadAdapterResponse:
         await self._adapters.unload(request.name)
         return router_pb2.UnloadAdapterResponse(known=True)
+
+    async def Pause(
+        self, request: router_pb2.PauseRequest, context: Context
+    ) -> router_pb2.PauseResponse:
+        return await self._engines.pause(request.mode)
+
+    async def Continue(
+        self, request: router_pb2.ContinueRequest, context: Context
+    ) -> router_pb2.ContinueResponse:
+        return await self._engines.resume()
+
+    async def FlushCache(
+        self, request: router_pb2.FlushCacheRequest, context: Context
+    ) -> router_pb2.FlushCacheResponse:
+        return await self._engines.flush_caches()
 
     async def Drain(
         self, request: router_pb2.DrainRouterRequest, context: Context

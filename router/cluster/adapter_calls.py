@@ -1,32 +1,17 @@
 """LoRA adapters that an operator wants, or wants no more: what all nodes are asked to do."""
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import methodcaller
-from typing import Any
 
-import grpc.aio
-
-from common import rpc
 from common.config import check_adapter_name
-from common.errors import InvalidRequest, NotKnown, cut
+from common.errors import InvalidRequest, NotKnown
 from protos import router_pb2
 from router.cluster.cluster import Cluster
+from router.cluster.fan_out import Said, ask_all
 from router.cluster.survey import Member, Survey
 
 _LOAD_S = 65.0  # longer than a node takes
 _UNLOAD_S = 10.0
 _TOLD_S = 5.0  # until this router's streams say what has been done
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """By one node. problem: why it has not done it; "" if it has."""
-
-    member: Member
-    answer: Any = None
-    problem: str = ""
 
 
 class AdapterCalls:
@@ -49,7 +34,7 @@ class AdapterCalls:
         """
         self._check(name)
         request = router_pb2.LoadAdapterRequest(name=name, path=path)
-        said = await _all(self._survey.members, "LoadAdapter", request, _LOAD_S)
+        said = await ask_all(self._survey.members, "LoadAdapter", request, _LOAD_S)
         if not said:
             raise InvalidRequest("lora_name: there is no node to load it")
         problems = [each.problem for each in said if each.problem]
@@ -80,9 +65,9 @@ class AdapterCalls:
             raise NotKnown(f"lora_name: no adapter {name!r} is loaded")
         await self._cluster.adapters.until(name, None, _TOLD_S)
 
-    async def _unload(self, members: Sequence[Member], name: str) -> list[_Said]:
+    async def _unload(self, members: Sequence[Member], name: str) -> list[Said]:
         request = router_pb2.UnloadAdapterRequest(name=name)
-        return await _all(members, "UnloadAdapter", request, _UNLOAD_S)
+        return await ask_all(members, "UnloadAdapter", request, _UNLOAD_S)
 
     def _check(self, name: str) -> None:
         try:
@@ -91,25 +76,3 @@ class AdapterCalls:
             raise InvalidRequest(f"lora_name: {error}") from None
         if name == self._served:
             raise InvalidRequest(f"lora_name: the model itself is called {name!r}")
-
-
-async def _all(
-    members: Sequence[Member], method: str, request: Any, longest_s: float
-) -> list[_Said]:
-    return list(
-        await asyncio.gather(*(_call(each, method, request, longest_s) for each in members))
-    )
-
-
-async def _call(member: Member, method: str, request: Any, longest_s: float) -> _Said:
-    where = f"{member.role} node {member.address}"
-    try:
-        answer = await methodcaller(method, request, timeout=longest_s)(member.stub)
-    except grpc.aio.AioRpcError as error:
-        return _Said(member, problem=f"{where}: {cut(error.details() or error.code().name)}")
-    except asyncio.CancelledError:
-        rpc.raise_if_cancelled()
-        return _Said(member, problem=f"{where}: it has left")  # the call alone is cancelled
-    if answer is None:  # what grpcio makes of bytes that it cannot parse
-        return _Said(member, problem=f"{where}: it has sent bytes that are no message")
-    return _Said(member, answer)

@@ -42,7 +42,7 @@ def end_of(
         case decode_pb2.FINISH_REASON_LENGTH:
             return End("length")
         case decode_pb2.FINISH_REASON_ABORT:
-            return RequestAborted("the request was aborted")
+            return RequestAborted(error[:_MAX_ERROR] or "the request was aborted")
         case decode_pb2.FINISH_REASON_MOVED:
             return NodeLost("the request was moved to another decode node", Doing.NOT_ITS_OWN)
         case _:

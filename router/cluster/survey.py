@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _DEADLINE_S = 2.0
 _INTERVAL_S = 1.0  # how fast a prefill node is, and so how long its queue takes, may change soon
 _MAX_BYTES = 256 << 10  # of a description; of a node with links to 1000 others it has 50 KB
-_STATES = ("starting", "ready", "draining", "unhealthy")
+_STATES = ("starting", "ready", "paused", "draining", "unhealthy")
 _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 
 

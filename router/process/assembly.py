@@ -29,6 +29,7 @@ from router.api.adapters import Adapters
 from router.api.callers import Callers
 from router.api.cluster_report import ClusterEndpoint, ClusterReport
 from router.api.dialect.model_names import ModelNames
+from router.api.engines import Engines
 from router.api.explain import Explainer, OwnEvents
 from router.api.http.server import HttpServer
 from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
@@ -40,6 +41,7 @@ from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import NOT_READY, Cluster
 from router.cluster.discovery import Discovery
+from router.cluster.engine_calls import EngineCalls
 from router.cluster.engine_pulse import Patience
 from router.cluster.inquiry import Inquiry
 from router.cluster.membership import Membership
@@ -206,6 +208,7 @@ async def running(
         )
         model_names = ModelNames(config.served_model_name or model.name, cluster.adapters.by_name)
         adapters = AdapterCalls(survey, cluster, model_names.served)
+        engines = EngineCalls(survey)
         service = RouterService(
             clients.guard,
             answers,
@@ -213,6 +216,7 @@ async def running(
             report,
             explainer,
             adapters,
+            engines,
             served,
             KeptEnd(keeper) if place.is_shared else OwnEnd(on_drain),
             budget_s=config.budget_s,
@@ -251,7 +255,7 @@ async def running(
             counts,
             why_not_ready,
             certificates,
-            Adapters(adapters),
+            {**Adapters(adapters).routes(), **Engines(engines).routes()},
             others={
                 "/cluster": ClusterEndpoint(report),
                 requests_endpoint.PATH: listed.all,

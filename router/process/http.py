@@ -6,7 +6,6 @@ from common import tls
 from common.config import RouterConfig
 from common.metrics import RouterMetrics
 from router.api import paths as api
-from router.api.adapters import Adapters
 from router.api.dialect import problems
 from router.api.dialect.model_names import ModelNames
 from router.api.http.request import Handler
@@ -34,12 +33,13 @@ def make_http(
     counts: RouterMetrics,
     why_not_ready: Callable[[], str | None],
     certificates: tls.Certificates | None,
-    adapters: Adapters,
+    commands: Mapping[str, Mapping[str, Handler]],
     others: Mapping[str, Handler],
     others_below: Mapping[str, Handler],
 ) -> HttpServer:
     """
     Args:
+        commands: of operators, by path, by method.
         others: what is beside OpenAI's API and the page, by path; of GET.
         others_below: the same for every path that begins with this one.
     """
@@ -56,7 +56,7 @@ def make_http(
         why_not_ready=why_not_ready,
         others={
             **page.routes(),
-            **adapters.routes(),
+            **commands,
             **{path: {"GET": each} for path, each in others.items()},
         },
         others_below={path: {"GET": each} for path, each in others_below.items()},

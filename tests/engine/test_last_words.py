@@ -34,7 +34,7 @@ class Stuck:
 logs.setup("engine", "info", "text")
 config = EngineConfig(model="m", scheduler=SchedulerConfig(watchdog_s=0.2))
 engine = SimpleNamespace(runner=None, stream=None)
-drive(Stuck(), engine, config, SimpleNamespace(has_work=False), StepClock())
+drive(Stuck(), engine, config, SimpleNamespace(awaits_steps=False), StepClock())
 """
 
 

@@ -587,6 +587,36 @@ def test_results_are_taken_in_the_order_of_launches():
         rig.scheduler.finish(second, BatchResult(ints([1])))
 
 
+def test_a_paused_scheduler_launches_nothing_and_nobody_waits_for_its_steps():
+    rig = Rig()
+    request = rig.add(range(40), max_tokens=4)
+    assert rig.scheduler.awaits_steps
+    rig.scheduler.paused = True
+    assert rig.scheduler.at_rest and rig.scheduler.next_batch() is None
+    assert rig.scheduler.has_work and not rig.scheduler.awaits_steps
+    rig.scheduler.paused = False
+    rig.run()
+    assert request.slot is None and not rig.scheduler.has_work
+
+
+def test_who_starts_over_waits_without_any_kv_as_they_came():
+    rig = Rig(num_slots=3)
+    requests = [
+        rig.add(range(start, start + 20), max_tokens=8, ignore_eos=True) for start in (0, 50, 100)
+    ]
+    rig.run_until(lambda: rig.scheduler.queues()["on_device"] == 3)
+    rig.scheduler.paused = True
+    while rig.in_flight is not None:
+        rig.step()
+    rig.scheduler.start_over()
+    rig.check()
+    assert rig.pages.by_holder()["request"] == 0
+    assert rig.scheduler.queues()["waiting"] == 3 and all(each.is_away for each in requests)
+    rig.scheduler.paused = False
+    rig.run()
+    assert not any(each.is_away for each in requests)
+
+
 def test_the_cache_is_flushed_only_when_idle():
     rig = Rig()
     rig.add(range(40), max_tokens=2)

@@ -30,7 +30,7 @@ from common.identity.identity import Identity
 from common.identity.refusals import uncounted
 from common.identity.roles import ROLES
 from common.identity.secret import Keyring, new_secret, operator_keys
-from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 from tests.support.refused_stream import end_of_stream
 
 Code = grpc.StatusCode
@@ -407,7 +407,7 @@ async def test_what_ends_a_call_reaches_its_caller_although_nothing_was_proved(n
         assert (await ended(serve(channel).read()))[0] is Code.UNAVAILABLE
         assert (await ended(describe(channel)))[0] is Code.UNAVAILABLE
     async with node.called_as(identity("operator")) as channel:
-        flushing = node_pb2_grpc.NodeStub(channel).FlushCache(node_pb2.FlushCacheRequest())
+        flushing = node_pb2_grpc.NodeStub(channel).FlushCache(router_pb2.FlushCacheRequest())
         assert await ended(flushing) == (Code.PERMISSION_DENIED, "its own words")
 
 

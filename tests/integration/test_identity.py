@@ -18,8 +18,9 @@ from common.identity.secret import VARIABLE, new_secret
 from common.rpc import make_channel
 from protos.decode_pb2 import Peers, ToNode
 from protos.kvtransfer_pb2_grpc import KvTransferStub
-from protos.node_pb2 import AbortRequest, DrainRequest, FlushCacheRequest, WatchCacheRequest
+from protos.node_pb2 import AbortRequest, DrainRequest, WatchCacheRequest
 from protos.node_pb2_grpc import NodeStub
+from protos.router_pb2 import FlushCacheRequest
 from tests.support.cluster import Cluster, Node, free_ports
 from tests.support.programs import ROOT, WAIT_S, Program
 from tests.support.refused_stream import end_of_stream

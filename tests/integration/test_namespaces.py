@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from protos.node_pb2 import FlushCacheRequest
+from protos.router_pb2 import FlushCacheRequest
 from tests.support.cluster import RIGS, Answer, Cluster, Node
 from tests.support.http_client import post
 from tests.support.noise_model import write

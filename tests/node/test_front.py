@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from protos import node_pb2, node_pb2_grpc
+from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
 from tests.support.certificates import Authority
@@ -237,7 +237,7 @@ def test_a_node_that_starts_is_described_but_serves_nothing(start_node):
         assert router.wait_until_over() is UNAVAILABLE
         assert router.call.details() == "this node is starting"
     with pytest.raises(grpc.RpcError) as caught:
-        node_call(address, "FlushCache", node_pb2.FlushCacheRequest())
+        node_call(address, "FlushCache", router_pb2.FlushCacheRequest())
     assert caught.value.code() is UNAVAILABLE
 
 
@@ -306,7 +306,7 @@ def test_a_second_node_on_a_port_gives_one_line_and_exit_code_2(start_node, flag
 
 def test_flush_and_abort_reach_the_engine(start_node):
     address = start_node().address()
-    flush = node_pb2.FlushCacheRequest()
+    flush = router_pb2.FlushCacheRequest()
     assert node_call(address, "FlushCache", flush).pages_freed == 5
     with RouterEnd(address) as router:
         router.send(submit(1, [1], 100_000, request_id="doomed"), submit(2, [1], 100_000))

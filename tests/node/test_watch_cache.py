@@ -17,7 +17,7 @@ from common.node.cache_reports import CacheReports
 from common.node.messages import CacheChanged, WatchCache
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names
-from protos import node_pb2, node_pb2_grpc
+from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import StartNode, describe, eventually
 from tests.node.router_end import RouterEnd, submit
 from tests.support.programs import Program
@@ -92,7 +92,7 @@ def test_a_watcher_hears_what_is_there_and_then_what_comes_and_goes(node, router
         compute(router, 3, prompt(3, 62))  # of 64 pages: most of the others have to go
         eventually(lambda: watcher.known >= names(prompt(3, 62)) and len(watcher.known) <= 64)
         with grpc.insecure_channel(node.address()) as channel:
-            node_pb2_grpc.NodeStub(channel).FlushCache(node_pb2.FlushCacheRequest(), timeout=60)
+            node_pb2_grpc.NodeStub(channel).FlushCache(router_pb2.FlushCacheRequest(), timeout=60)
         eventually(lambda: not watcher.known)
         assert {events.page_size for events in watcher.messages} == {PAGE_SIZE}
         assert [events.cleared for events in watcher.messages].count(True) == 1

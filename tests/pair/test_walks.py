@@ -33,6 +33,7 @@ class Walk:
     nodes: dict[Asked, int] = field(default_factory=dict)  # the decode node of each request
     doomed: set[Asked] = field(default_factory=set)
     hurried: set[Asked] = field(default_factory=set)  # with hardly any time
+    pauses: bool = False  # operators do
 
     def step(self) -> None:
         actions: list[tuple[int, Callable[[], None]]] = [
@@ -50,6 +51,8 @@ class Walk:
             (4, self.rig.wires.let_go),
             (1, lambda: self.rig.tell(self.source.choice(self.rig.nodes), "flush_cache")),
         ]
+        if self.pauses:
+            actions += [(4, self.pause), (6, self.go_on)]
         weights, calls = zip(*actions, strict=True)
         self.source.choices(calls, weights)[0]()
         for _ in range(self.source.choice((0, 1, 1, 3, 12))):
@@ -89,6 +92,13 @@ class Walk:
                 self.doomed.add(asked)
             self.rig.tell(node, "abort", f"request {asked.number}")
 
+    def pause(self) -> None:
+        mode = self.source.choice(("retract", "in_place"))
+        self.rig.tell(self.source.choice(self.rig.nodes), "pause", mode)
+
+    def go_on(self) -> None:
+        self.rig.tell(self.source.choice(self.rig.nodes), "continue")
+
     def faults(self):
         return self.source.choice(self.rig.faults)
 
@@ -109,11 +119,19 @@ class Walk:
         for faults in self.rig.faults:
             faults.delay(0.0)
             faults.release()
+        for node in self.rig.nodes if self.pauses else ():
+            self.rig.tell(node, "continue")
         self.rig.run()
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_request_ends_once_and_rightly(known, seed):
+@pytest.mark.parametrize(
+    "seed, pauses",
+    [
+        *((seed, False) for seed in range(10)),
+        *(pytest.param(seed, True, marks=pytest.mark.long) for seed in range(10, 30)),
+    ],
+)
+def test_every_request_ends_once_and_rightly(known, seed, pauses):
     source = random.Random(seed)
     stem = [source.randrange(320) for _ in range(max(PROMPT_TOKENS))]
     other = stem[:40] + stem[:10:-1]  # with two pages in common
@@ -128,7 +146,7 @@ def test_every_request_ends_once_and_rightly(known, seed):
         transfer=IMPATIENT,
         retries=1,
     ) as rig:
-        walk = Walk(rig, source, prompts)
+        walk = Walk(rig, source, prompts, pauses=pauses)
         for _ in range(NUM_ACTIONS):
             walk.step()
         walk.end()

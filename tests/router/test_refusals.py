@@ -18,6 +18,7 @@ from router.api.explain import Explainer
 from router.api.service import RouterService
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls
+from router.cluster.engine_calls import EngineCalls
 from router.parsers.speech import Speech
 from router.pooling.vectors import Vectors
 from router.requests.kept_answers import KeptAnswers
@@ -139,6 +140,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
         cast(ClusterReport, None),
         cast(Explainer, None),
         cast(AdapterCalls, None),
+        cast(EngineCalls, None),
         ServedModel(
             cast(ModelFiles, None),
             cast(RouterTokenizer, busy),

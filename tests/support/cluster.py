@@ -38,12 +38,12 @@ from protos.node_pb2 import (
     DescribeRequest,
     DescribeResponse,
     DrainRequest,
-    FlushCacheRequest,
 )
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import (
     ExplainRequest,
     ExplainResponse,
+    FlushCacheRequest,
     GenerateRequest,
     GenerateResponse,
     GetClusterRequest,

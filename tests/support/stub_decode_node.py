@@ -57,6 +57,8 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.adapters: dict[str, bytes] = {}  # by name
         self.refuses_adapters = ""  # why, if it does
         self.calls_adapters: dict[str, bytes] = {}  # what it reads at a path; else its hash
+        self.paused = ""  # in which mode; "": it is not
+        self.refuses_pauses = ""  # why, if it does; and to empty its cache
         self.address = ""
         self._port = port
         self._server: grpc.aio.Server | None = None
@@ -112,6 +114,27 @@ class StubNode(node_pb2_grpc.NodeServicer):
         known = self.adapters.pop(request.name, None) is not None
         self.adapters_changed()
         return router_pb2.UnloadAdapterResponse(known=known)
+
+    async def Pause(
+        self, request: router_pb2.PauseRequest, context: Any
+    ) -> router_pb2.PauseResponse:
+        if self.refuses_pauses:
+            raise WrongState(self.refuses_pauses)
+        fresh, self.paused = not self.paused, request.mode
+        return router_pb2.PauseResponse(fresh=fresh, aborted=3)
+
+    async def Continue(
+        self, request: router_pb2.ContinueRequest, context: Any
+    ) -> router_pb2.ContinueResponse:
+        was_paused, self.paused = bool(self.paused), ""
+        return router_pb2.ContinueResponse(was_paused=was_paused)
+
+    async def FlushCache(
+        self, request: router_pb2.FlushCacheRequest, context: Any
+    ) -> router_pb2.FlushCacheResponse:
+        if self.refuses_pauses:
+            raise WrongState(self.refuses_pauses)
+        return router_pb2.FlushCacheResponse(pages_freed=2)
 
     def adapters_changed(self) -> None:
         """Of a prefill node, nobody is told."""

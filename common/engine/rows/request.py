@@ -107,6 +107,11 @@ class Request:
         else:
             self.away.pop()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether it has left the device, and not returned."""
+        return len(self.away) % 2 == 1
+
     def return_to_device(self, now: float) -> None:
         self.away.append(now)
 

@@ -4,6 +4,7 @@ One way to run and one way out, whoever asks: every part of the scheduler that k
 request is told here.
 """
 
+import time
 from collections.abc import Mapping
 
 from common.engine.memory.pages import Holder, PageAllocator
@@ -69,6 +70,29 @@ class Residents:
     def end(self, request: Request, *, learn: bool = False) -> None:
         """Takes a request out, with its pages. With `learn`, once its forward is finished, the
         tree gets its full pages: KV of all tokens that are known but the newest."""
+        self._leave(self._let_go(request, learn), request)
+        self.num_ended += 1
+
+    def start_over(self, request: Request) -> None:
+        """To the head of the waiting queue, with all its tokens and without its KV, wherever that
+        is. No launched step may have it."""
+        self._let_go(request, learn=False)
+        if not request.is_away:
+            request.leave_device(time.monotonic())
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """To the head of the waiting queue, with all its tokens: it was retracted and nothing of
+        its KV is left."""
+        slot = request.slot
+        assert slot is not None
+        request.token_ids = self._table.tokens_of(slot)
+        request.brought = None
+        self._leave(slot, request)
+        self._admission.waiting.put_back(request)
+
+    def _let_go(self, request: Request, learn: bool) -> int:
+        """Of its pages, here and in host memory. Returns its slot, which it still has."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)
@@ -80,18 +104,7 @@ class Residents:
         self._running.leave(slot)
         self._admission.forget(request)
         self._table.set_pages(slot, Holding.none(self._table.tables.num_tables))
-        self._leave(slot, request)
-        self.num_ended += 1
-
-    def put_back(self, request: Request) -> None:
-        """To the head of the waiting queue, with all its tokens: it was retracted and nothing of
-        its KV is left."""
-        slot = request.slot
-        assert slot is not None
-        request.token_ids = self._table.tokens_of(slot)
-        request.brought = None
-        self._leave(slot, request)
-        self._admission.waiting.put_back(request)
+        return slot
 
     def _leave(self, slot: int, request: Request) -> None:
         self._quarantine.forget(slot)

@@ -177,11 +177,12 @@ class StepResults:
 
 
 def _chunk(row: ExtendRow, place: int, token: int, result: BatchResult) -> ChunkDone:
-    """What is done with a row, the step's `place`th. Of a prompt that is computed anew, so are its
-    log-probabilities."""
+    """What is done with a row, the step's `place`th. Of a prompt that is computed anew, so is all
+    that is told of it."""
     request, prompt = row.request, result.prompt_logprobs
     if row.start == 0:
         request.prompt_logprobs.clear()
+        request.pooled = None
     if prompt is not None and request.sampling.prompt_logprobs >= 0:
         request.prompt_logprobs.append(prompt.of(place, request.sampling.prompt_logprobs))
     if place in result.pooled:

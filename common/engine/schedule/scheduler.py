@@ -57,6 +57,7 @@ class Scheduler:
     Attributes:
         kept: what `add`ed requests must leave to those that are going to `join`.
         preempts: whether one that waits may take the place of one that runs.
+        paused: no step is chosen while it is set; what is launched ends.
         on_trial: the suspect request (common/requests/trial.py) whose step is launched, if one is.
             Nothing else is on the device then.
     Args:
@@ -151,6 +152,7 @@ class Scheduler:
         )
         self.preempts = config.preempt_by > 0
         self.on_trial: Request | None = None
+        self.paused = False
         self._assembler = StepAssembler(table)
         self._launched: deque[Step] = deque()
         self._expiry_due = 0.0
@@ -237,7 +239,7 @@ class Scheduler:
         finish = out_of_time()
         ended = [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
-        if not self._residents:
+        if not self._residents and not self.paused:
             waiting.clear()  # their turn is now
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
@@ -287,6 +289,19 @@ class Scheduler:
     def give_away(self, request: Request) -> None:
         """A stopped request runs elsewhere: it ends here, and its KV stays in the tree."""
         self._residents.end(request, learn=True)
+
+    # While it is paused --------------------------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it is paused, and nothing that was launched is under way."""
+        return self.paused and not self._launched
+
+    def start_over(self) -> None:
+        """Lets go of all KV of requests that are here: they wait, to be computed anew from their
+        tokens. To be called at rest, and while none is stopped."""
+        for request in sorted(self._residents.by_slot.values(), key=lambda each: each.place):
+            self._residents.start_over(request)
 
     # Room, for admission elsewhere ----------------------------------------------------------------
 
@@ -350,6 +365,8 @@ class Scheduler:
 
         The batch must be launched, before any that is asked for later.
         """
+        if self.paused:
+            return None
         if self.preempts and self._admission.waiting:
             self._make_room_for_prompts()
         if self._retracted:
@@ -423,6 +440,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Is any request here? Safe to ask from another thread."""
         return bool(self._residents or len(self._admission.waiting))
+
+    @property
+    def awaits_steps(self) -> bool:
+        """Whether a step should end now and then. Safe to ask from another thread."""
+        return self.has_work and not self.paused
 
     @property
     def num_waiting(self) -> int:

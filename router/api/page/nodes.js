@@ -25,6 +25,7 @@ const QUEUES = {
   guided: "the form of its answer is being compiled",
   bringing: "what host memory has of its prompt is being copied back",
   fetching: "what another node has of its prompt is being read",
+  paused: "waiting for the end of a pause",
   adapter: "its LoRA adapter waits for a place on the device",
   waiting: "waiting for a forward",
   chunked: "its prompt is computed in chunks",
@@ -33,6 +34,7 @@ const QUEUES = {
 };
 const STATES = {
   ready: "ready",
+  paused: "paused",
   starting: "starting",
   draining: "draining",
   unhealthy: "unhealthy",

@@ -1,0 +1,98 @@
+"""What operators ask of all engines, as SGLang has it: /pause_generation, /continue_generation,
+/flush_cache."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from common.errors import ServingError, WrongState
+from router.api.dialect import problems
+from router.api.dialect.bodies import BodyReader, take_json
+from router.api.dialect.harmless import Harmless, only
+from router.api.dialect.problems import Refusal
+from router.api.http.answers import whole
+from router.api.http.request import Handler, Request
+from router.cluster.engine_calls import EngineCalls
+
+PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
+FLUSH_PATH = "/flush_cache"
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+class PauseFields(msgspec.Struct, kw_only=True):
+    mode: str = ""
+
+
+class NoFields(msgspec.Struct, kw_only=True):
+    pass
+
+
+# What SGLang's callers may say besides, as long as it is so anyway.
+_OF_ALL: Mapping[str, Harmless] = {
+    "is_async": only(False),
+    "torch_empty_cache": only(True, False),
+}
+# What each path does, and what it takes.
+COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
+    PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
+    CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
+    FLUSH_PATH: ("Empties the prefix caches of all nodes.", NoFields),
+}
+
+
+class Engines:
+    """Which path is answered by what."""
+
+    def __init__(self, calls: EngineCalls) -> None:
+        self._calls = calls
+
+    def routes(self) -> dict[str, dict[str, Handler]]:
+        """By path, by method."""
+        return {
+            PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
+            CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
+            FLUSH_PATH: {"POST": _Command(NoFields, self._flush)},
+        }
+
+    async def _pause(self, fields: PauseFields) -> Mapping[str, Any]:
+        paused = await self._calls.pause(fields.mode)
+        return {"status": "paused", "aborted": paused.aborted}
+
+    async def _continue(self, fields: NoFields) -> Mapping[str, Any]:
+        await self._calls.resume()
+        return {"status": "continued"}
+
+    async def _flush(self, fields: NoFields) -> Mapping[str, Any]:
+        flushed = await self._calls.flush_caches()
+        return {"status": "flushed", "pages_freed": flushed.pages_freed}
+
+
+class _Command(Generic[F]):
+    """A handler of HTTP requests."""
+
+    def __init__(self, fields: type[F], run: Callable[[F], Awaitable[Mapping[str, Any]]]) -> None:
+        self._reader = BodyReader(fields, _OF_ALL, ignore_unknown=False)
+        self._run = run
+
+    async def __call__(self, request: Request) -> web.Response:
+        try:
+            done = await self._run(self._reader.read(_json(request)))
+        except Refusal as refusal:
+            return refusal.response()
+        except WrongState as error:
+            return Refusal(409, str(error)).response()
+        except ServingError as error:
+            return problems.of_error(error, self._reader.names).response()
+        return whole(200, msgspec.json.encode(done))
+
+
+def _json(request: Request) -> bytes:
+    """Its body. Whoever has nothing to say need not say it in JSON, unless a web page may have sent
+    it."""
+    if not request.body and not request.header("origin"):
+        request.take_body()
+        return b"{}"
+    return take_json(request)

@@ -1,0 +1,47 @@
+"""One question for many nodes at once, and what each says."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
+
+import grpc.aio
+
+from common import rpc
+from common.errors import cut
+from router.cluster.survey import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """By one node. problem: why it has not done it, with its name; "" if it has."""
+
+    member: Member
+    answer: Any = None
+    problem: str = ""
+
+
+async def ask_all(
+    members: Sequence[Member], method: str, request: Any, longest_s: float
+) -> list[Said]:
+    """In the members' order.
+
+    Args:
+        method: of the Node service.
+    """
+    return list(await asyncio.gather(*(_ask(each, method, request, longest_s) for each in members)))
+
+
+async def _ask(member: Member, method: str, request: Any, longest_s: float) -> Said:
+    where = f"{member.role} node {member.address}"
+    try:
+        answer = await methodcaller(method, request, timeout=longest_s)(member.stub)
+    except grpc.aio.AioRpcError as error:
+        return Said(member, problem=f"{where}: {cut(error.details() or error.code().name)}")
+    except asyncio.CancelledError:
+        rpc.raise_if_cancelled()
+        return Said(member, problem=f"{where}: it has left")  # the call alone is cancelled
+    if answer is None:  # what grpcio makes of bytes that it cannot parse
+        return Said(member, problem=f"{where}: it has sent bytes that are no message")
+    return Said(member, answer)

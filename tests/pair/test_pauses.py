@@ -1,0 +1,232 @@
+"""Pauses of generation: nothing is computed or lost, and what waits keeps its deadlines."""
+
+import time
+
+import numpy as np
+import pytest
+from grpc import StatusCode
+
+from common.engine.rows.request import FinishReason
+from common.engine.schedule.scheduler import DEADLINE_CHECK_S
+from common.node.messages import PoolPrompts
+from common.requests.pooling import Pool, Pooling
+from tests.support.pair_node import Node, Size
+from tests.support.pair_rig import PairRig
+
+PROMPTS = [list(range(5, 5 + length)) for length in (1, 40, 90)]
+MANY = 30  # tokens
+
+
+def told(rig: PairRig, node: Node, what: str, mode: str = ""):
+    """The node's answer."""
+    before = len(node.router.answers)
+    rig.tell(node, what, mode)
+    rig.until(lambda: len(node.router.answers) > before, f"{what} is answered")
+    return node.router.answers[-1]
+
+
+def paused(rig: PairRig, mode: str, *nodes: Node) -> None:
+    for node in nodes or (*rig.decode, *rig.prefill):
+        answer = told(rig, node, "pause", mode)
+        assert not answer.error and answer.fresh
+
+
+def resumed(rig: PairRig, *nodes: Node) -> None:
+    for node in nodes or rig.nodes:
+        assert told(rig, node, "continue").integer == 1
+
+
+def computes_nothing(rig: PairRig) -> bool:
+    """Whether no node launches anything in some turns."""
+    before = [node.count("steps") for node in rig.nodes]
+    for _ in range(20):
+        rig.turn()
+    return before == [node.count("steps") for node in rig.nodes]
+
+
+def one_runs(rig: PairRig, node: int = 0) -> None:
+    """One of those that have been asked for has just begun to, and so none has ended."""
+    rig.until(lambda: rig.decode[node].queue("on_device"), "one runs")
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_go_on_after_a_pause_as_if_there_had_been_none(known, mode, overlap):
+    with PairRig(known.loaded, overlap=overlap) as rig:
+        asked = [rig.ask(prompt, MANY) for prompt in PROMPTS]
+        one_runs(rig)
+        paused(rig, mode)
+        assert computes_nothing(rig) and not any(one.ended for one in asked)
+        assert rig.decode[0].pages("request") == 0 or mode == "in_place"
+        late = rig.ask(PROMPTS[1], MANY)
+        assert computes_nothing(rig) and not late.tokens
+        assert rig.decode[0].queue("paused") >= 1
+        resumed(rig)
+        rig.run()
+        for one in (*asked, late):
+            assert one.tokens == known.greedy(one.prompt, MANY)
+
+
+def test_an_aborting_pause_ends_what_is_there_and_no_more(known):
+    with PairRig(known.loaded) as rig:
+        asked = [rig.ask(prompt, MANY) for prompt in PROMPTS]
+        one_runs(rig)
+        answer = told(rig, rig.decode[0], "pause", "abort")
+        assert answer.integer == len(asked)
+        assert [one.reason for one in asked] == [FinishReason.ABORT] * len(asked)
+        assert {one.ended.error for one in asked} == {"aborted: generation was paused"}
+        late = rig.ask(PROMPTS[1])
+        assert computes_nothing(rig)
+        resumed(rig, rig.decode[0])
+        rig.run()
+        assert late.tokens == known.greedy(PROMPTS[1], 8)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_hand_off_between_its_chunks_is_paused_and_loses_nothing(known, mode):
+    prompt = list(range(5, 135))
+    with PairRig(known.loaded, chunk_tokens=16) as rig:
+        asked = rig.ask(prompt)
+        rig.until(lambda: rig.prefill[0].queue("chunked"), "a prompt between its chunks")
+        paused(rig, mode)
+        assert computes_nothing(rig)
+        resumed(rig)
+        rig.run()
+        assert asked.tokens == known.greedy(prompt, 8)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_whose_kv_is_in_host_memory_are_paused_too(known, mode):
+    prompts = [[10 * number, *range(40)] for number in range(4)]
+    with PairRig(
+        known.loaded,
+        decode=[Size(num_pages=14, num_slots=4, host_pages=32)],
+        scheduler={"new_token_ratio": 0.02, "min_new_token_ratio": 0.02},
+    ) as rig:
+        (node,) = rig.decode
+        # The pages that others are granted keep the first one from its end until they run.
+        asked = [rig.ask(prompt, 100) for prompt in prompts]
+        rig.until(lambda: node.queue("retracted"), "one is off the device")
+        paused(rig, mode)
+        assert computes_nothing(rig)
+        assert mode == "in_place" or node.role.num_host_pages_used == 0
+        resumed(rig)
+        rig.run()
+        for one in asked:
+            assert one.tokens == known.greedy(one.prompt, 100)
+
+
+def test_a_paused_prefill_node_is_passed_over(known):
+    prompt = PROMPTS[2]
+    with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
+        paused(rig, "retract", rig.prefill[0])
+        asked = rig.ask(prompt)
+        rig.run()
+        assert asked.tokens == known.greedy(prompt, 8)
+        counts = [node.count("handoffs_held") for node in rig.prefill]
+        assert (counts, rig.prefill[0].count("refused/paused")) == ([0, 1], 1)
+        resumed(rig, rig.prefill[0])
+
+
+def test_what_waits_for_the_end_of_a_pause_keeps_its_deadlines(known):
+    with PairRig(known.loaded) as rig:
+        runs = rig.ask(PROMPTS[1], MANY)
+        one_runs(rig)
+        (node,) = rig.decode
+        paused(rig, "in_place", node)
+        no_time = rig.ask(PROMPTS[0], budget_s=0.01)
+        no_turn = rig.ask(PROMPTS[0], queue_s=0.01)
+        cancelled = rig.ask(PROMPTS[0])
+        rig.turn()
+        rig.let_time_pass(time.monotonic() + DEADLINE_CHECK_S)
+        rig.cancel(cancelled)
+        rig.run(no_time, no_turn, cancelled)
+        codes = [one.ended.error_code for one in (no_time, no_turn)]
+        assert codes == [
+            StatusCode.DEADLINE_EXCEEDED.value[0],
+            StatusCode.RESOURCE_EXHAUSTED.value[0],
+        ]
+        assert "pause" in no_time.ended.error and "paused" in no_turn.ended.error
+        assert no_turn.ended.retry_after_s > 0.0 and cancelled.reason is FinishReason.ABORT
+        resumed(rig, node)
+        rig.run()
+        assert runs.tokens == known.greedy(PROMPTS[1], MANY)
+
+
+def test_a_colocated_node_computes_its_prompts_after_the_pause(known):
+    with PairRig(known.loaded, prefill=[], mode="colocated", chunk_tokens=16) as rig:
+        (node,) = rig.decode
+        asked = [rig.ask(prompt, MANY) for prompt in PROMPTS]
+        rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
+        paused(rig, "retract")
+        assert node.pages("request") == 0 and node.queue("waiting") > 0
+        assert computes_nothing(rig)
+        resumed(rig)
+        rig.run()
+        for one in asked:
+            assert one.tokens == known.greedy(one.prompt, MANY)
+
+
+def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
+    with PairRig(known.loaded) as rig:
+        (node,) = rig.decode
+        asked = rig.ask(PROMPTS[1], MANY)
+        one_runs(rig)
+        paused(rig, "in_place", node)
+        answer = told(rig, node, "pause", "retract")
+        assert not answer.fresh and node.pages("request") == 0
+        rig.tell(node, "continue")
+        rig.tell(node, "pause", "retract")
+        rig.tell(node, "continue")
+        before = len(node.router.answers)
+        rig.until(lambda: len(node.router.answers) == before + 3, "three answers")
+        *_, continued, called_off = node.router.answers
+        assert continued.integer == 1
+        assert called_off.error == "it was continued before it was paused"
+        assert told(rig, node, "continue").integer == 0
+        rig.run()
+        assert asked.tokens == known.greedy(PROMPTS[1], MANY)
+
+
+@pytest.mark.parametrize("mode, status", [("retract", 0), ("abort", StatusCode.CANCELLED.value[0])])
+def test_prompts_of_calls_for_vectors_are_paused_as_well(known, mode, status):
+    prompt = np.arange(130, dtype="<i4").tobytes()
+    call = PoolPrompts(1, "call", (prompt,), Pooling(Pool.MEAN), 300.0)
+    with PairRig(known.loaded, chunk_tokens=16) as rig:
+        (node,) = rig.prefill
+        node.router.inbox.append(call)
+        rig.until(lambda: len(node.router.pooled) == 1, "it is answered")
+        rig.flush(node)
+        node.router.inbox.append(call)
+        rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
+        paused(rig, mode, node)
+        assert node.pages("request") == 0 and computes_nothing(rig)
+        resumed(rig, node)
+        rig.until(lambda: len(node.router.pooled) == 2, "it is answered again")
+        whole, again = node.router.pooled
+        assert again.error_code == status
+        assert again.vectors == (whole.vectors if not status else ())
+
+
+def test_a_request_that_leaves_stays_where_it_is_paused(known):
+    with PairRig(known.loaded, decode=[Size(), Size()], moves=True) as rig:
+        asked = rig.ask(PROMPTS[1], 40)
+        one_runs(rig)
+        source, target = rig.decode
+        successor = rig.move(asked, 0, 1)
+        rig.until_granted(0)
+        paused(rig, "retract", source)
+        assert source.pages("request") == 0 or asked.ended
+        resumed(rig, source)
+        rig.run()
+        assert (asked.reason is FinishReason.MOVED) == (successor.reason is FinishReason.LENGTH)
+        if asked.reason is not FinishReason.MOVED:
+            assert asked.tokens == known.greedy(PROMPTS[1], 40)
+        paused(rig, "in_place", target)
+        other = rig.ask(PROMPTS[2], 40)
+        one_runs(rig)
+        refused = rig.move(other, 0, 1)
+        rig.run(refused, other)
+        assert refused.ended.error == "not moved: this node is paused"
+        assert other.tokens == known.greedy(PROMPTS[2], 40)
+        resumed(rig, target)

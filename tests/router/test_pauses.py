@@ -1,0 +1,94 @@
+"""Pauses and empty caches as operators ask for them: of all nodes or of none."""
+
+import json
+
+import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError
+
+from common.api_keys import hashed, new_key
+from common.config import ClientsConfig
+from protos import router_pb2
+from router.api.engines import COMMANDS
+from tests.router.openai_rig import api_for
+from tests.router.rig import router_for
+from tests.support.http_client import post
+from tests.support.stub_decode_node import StubDecodeNode, StubNode
+
+PAUSE, CONTINUE, FLUSH = "/pause_generation", "/continue_generation", "/flush_cache"
+
+
+async def test_all_nodes_are_paused_and_continued(model):
+    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
+        where = {"decode": [decode.address], "prefill": [prefill.address]}
+        async with router_for(model, **where) as (client, router):
+            await client.wait_until_serving()
+            done = await post(router.http_port, PAUSE, {"mode": "retract"})
+            assert (done.status, done.json) == (200, {"status": "paused", "aborted": 3})
+            assert (prefill.paused, decode.paused) == ("retract", "retract")
+            again = await client.stub.Pause(router_pb2.PauseRequest())
+            assert (again.fresh, prefill.paused) == (False, "abort")
+            done = await post(router.http_port, CONTINUE, {})
+            assert (done.status, done.json) == (200, {"status": "continued"})
+            assert (prefill.paused, decode.paused) == ("", "")
+            assert not (await client.stub.Continue(router_pb2.ContinueRequest())).was_paused
+            done = await post(router.http_port, FLUSH, {})
+            assert (done.status, done.json) == (200, {"status": "flushed", "pages_freed": 4})
+
+
+async def test_where_one_node_is_not_paused_none_stays_so_that_was_not(model):
+    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
+        where = {"decode": [decode.address], "prefill": [prefill.address]}
+        async with router_for(model, **where) as (client, router):
+            await client.wait_until_serving()
+            prefill.refuses_pauses = "it is in a step that takes longer"
+            refused = await post(router.http_port, PAUSE, {})
+            assert refused.status == 409
+            assert refused.error["message"] == (
+                f"prefill node {prefill.address}: it is in a step that takes longer"
+            )
+            assert decode.paused == ""
+            refused = await post(router.http_port, FLUSH, {})
+            assert (refused.status, refused.error["param"]) == (409, None)
+            with pytest.raises(AioRpcError) as caught:
+                await client.stub.Pause(router_pb2.PauseRequest(mode="in_place"))
+            assert caught.value.code() is StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    "path, asked, param",
+    [
+        (PAUSE, {"mode": "wait"}, "mode"),
+        (PAUSE, {"mode": 1}, "mode"),
+        (PAUSE, {"mod": "abort"}, "mod"),
+        (CONTINUE, {"mode": "abort"}, "mode"),
+    ],
+)
+async def test_what_is_no_pause_reaches_no_node(model, path, asked, param):
+    async with api_for(model) as api:
+        answer = await api.post(path, **asked)
+        assert (answer.status, answer.error["param"]) == (400, param)
+        assert api.node.paused == ""
+
+
+async def test_clients_may_not_command_engines(model, tmp_path):
+    keys = tmp_path / "keys"
+    new = new_key()
+    keys.write_text(f"[{{name: somebody, sha256: {hashed(new)}}}]")
+    async with api_for(model, clients=ClientsConfig(api_keys=keys)) as api:
+        for path in COMMANDS:
+            assert (await post(api.router.http_port, path, {})).status == 401
+            asked = await post(api.router.http_port, path, {}, authorization=f"Bearer {new}")
+            assert asked.status == 403
+        assert api.node.paused == ""
+
+
+async def test_nothing_need_be_said_but_by_web_pages(model):
+    async with api_for(model) as api:
+        port = api.router.http_port
+        assert (await post(port, FLUSH, b"", content_type="")).status == 200
+        assert (
+            await post(port, FLUSH, b"", content_type="", origin="http://evil.example")
+        ).status == 415
+        answer = json.loads((await post(port, PAUSE, b"", content_type="")).body)
+        assert answer["status"] == "paused"
