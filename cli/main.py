@@ -30,6 +30,7 @@ COMMANDS = {
     "explain": Command("cli.explain", "what happened to one request, on every program"),
     "pause": Command("cli.pause", "have nodes compute nothing for a while"),
     "continue": Command("cli.resume", "end what `baton pause` has begun"),
+    "weights": Command("cli.weights", "have all nodes compute with other weights of the model"),
     "drain": Command("cli.drain", "end a program, once its requests have ended or moved"),
     "roll": Command("cli.roll", "restart all programs, one after the other, unnoticed"),
     "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),

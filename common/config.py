@@ -208,6 +208,11 @@ class EngineConfig(Record):
         description="what computes the model; auto: native where its family has blocks here, else "
         "transformers: its class there, with our attention; alike on nodes that pair",
     )
+    weights_directory: Path | None = Field(
+        None,
+        description="other weights of the model are read below it at run time, and nowhere else; "
+        "default: there are none",
+    )
     context_length: Positive | None = Field(None, description="default: the model's")
     threads: int = Field(
         0,

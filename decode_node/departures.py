@@ -149,6 +149,8 @@ class Departures:
             return "the request is not running"
         if event.adapter != request.adapter:
             return "the request has another adapter"
+        if event.namespace != request.namespace:
+            return "the request has another namespace, or other weights"
         num_known = len(event.token_ids)
         if num_known >= len(tokens) or not np.array_equal(tokens[:num_known], event.token_ids):
             return "the request has other tokens"

@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.node.desk import Desk
 from common.node.engine_process import EngineStart, run_engine
 from common.node.ipc import FrameSocket
+from common.node.operations import Operations
 from common.node.outbox import Outbox
 from decode_node.role import DecodeRole
 from kvtransfer import data_paths
@@ -73,6 +74,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         ),
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
+        operations=Operations(engine.weights),
     )
     sharing = PrefixSharing(
         config.sharing,
@@ -102,7 +104,9 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         sharing=sharing,
         tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = engine.weights.tell = (
+        channel.wake
+    )
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
@@ -112,6 +116,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         engine.guides.close()
         engine.loader.close()
         engine.copier.close()
+        engine.weights.close()
 
 
 if __name__ == "__main__":

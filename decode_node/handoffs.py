@@ -162,6 +162,7 @@ class Handoffs:
                 traceparent=told.trace.passed_on,
                 namespace=request.namespace,
                 adapter=request.adapter,
+                weights=request.weights,
                 engine_deaths=request.engine_deaths,
                 queue_s=max(request.start_by - now, 0.0),
                 kind=Kind.LIVE if attempt.moves else Kind.PROMPT,

@@ -337,7 +337,14 @@ class DecodeRole:
         if len(self._departures):
             return False
         self._scheduler.start_over()
-        return True
+        return not self._sharing.fetches.busy
+
+    def forget_cached(self) -> None:
+        self._scheduler.forget_cached()
+
+    def renew(self) -> None:
+        for request in self._live:
+            request.compute_with(self._desk.weights)
 
     def explain(self, request_id: str) -> Flights:
         return self._live.explain(request_id)
@@ -375,9 +382,10 @@ class DecodeRole:
             arrived=now,
             start_by=now + self._may_wait_s(message, len(token_ids)),
             priority=message.priority,
-            namespace=within(message.namespace, message.adapter),
+            shared_in=within(message.namespace, message.adapter),
             adapter=message.adapter,
         )
+        request.compute_with(self._desk.weights)
         request.suspect_of(message.engine_deaths)
         self._next_key += 1
         stamps = RequestStamps(

@@ -370,6 +370,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
                 decode_pb2.Adapter(name=name, id=adapter)
                 for name, adapter in (moving.adapters.items() if moving else ())
             ],
+            weights=moving.weights if moving else b"",
         )
 
 

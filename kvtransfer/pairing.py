@@ -11,7 +11,7 @@ import msgspec
 from common.errors import LayoutMismatch
 from kvtransfer.backends.base import PagePool
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 _MAX_SHOWN = 200  # characters of what a peer says
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
 _FOLLOWS = "kv_token_bytes"  # from the dtype, for one: told where no flag explains it

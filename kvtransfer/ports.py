@@ -21,6 +21,7 @@ from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
+from common.requests.weights import AS_STARTED, WeightsId
 from kvtransfer.messages import HandoffId, Kind
 
 Ints = NDArray[np.int32]
@@ -50,6 +51,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
     adapter: AdapterId = NO_ADAPTER
+    weights: WeightsId = AS_STARTED
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -189,6 +191,7 @@ class Opened(msgspec.Struct, frozen=True):
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where this node may read what it lacks
     adapter: AdapterId = NO_ADAPTER
+    weights: WeightsId = AS_STARTED
 
 
 class Granted(msgspec.Struct, frozen=True):

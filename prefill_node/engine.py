@@ -12,6 +12,7 @@ from common.engine.memory.tier_meter import TierMeter
 from common.node.desk import Desk
 from common.node.engine_process import EngineStart, run_engine
 from common.node.ipc import FrameSocket
+from common.node.operations import Operations
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
@@ -73,6 +74,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         ),
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
+        operations=Operations(engine.weights),
     )
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config.engine, on_admit),
@@ -97,7 +99,9 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         ),
         tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = engine.weights.tell = (
+        channel.wake
+    )
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
@@ -107,6 +111,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         engine.guides.close()
         engine.loader.close()
         engine.copier.close()
+        engine.weights.close()
 
 
 if __name__ == "__main__":

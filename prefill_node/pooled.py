@@ -22,6 +22,7 @@ from common.node.messages import Pooled, PoolPrompts
 from common.queueing.drain import Drain, may_wait_s
 from common.queueing.waiting_line import Place
 from common.requests.sampling import SamplingParams
+from common.requests.weights import WeightsId
 
 _NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # none is sampled either
 _LEFT = Finish(FinishReason.ABORT, "nobody waits for it")
@@ -44,6 +45,7 @@ class PooledCalls:
     Args:
         tokens, prompts: shared with hand-offs, whose keys are positive; those used here are not.
         tell: the front.
+        weights: that are computed with.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class PooledCalls:
         tokens: HeldTokens,
         prompts: Drain,
         tell: Callable[[Pooled], None],
+        weights: Callable[[], WeightsId],
     ) -> None:
         self._scheduler = scheduler
         self._limits = limits
@@ -62,6 +65,7 @@ class PooledCalls:
         self._tokens = tokens
         self._prompts = prompts
         self._tell = tell
+        self._weights = weights
         self._keys = itertools.count(-1, -1)
         self._calls: dict[int, _Call] = {}  # by number
         self._of_request: dict[int, _Call] = {}  # by key, of requests that have no vector yet
@@ -94,6 +98,16 @@ class PooledCalls:
     def abort_all(self, sentence: str) -> int:
         """Returns how many prompts that ended."""
         return self._abort(tuple(self._calls.values()), sentence)
+
+    def renew(self) -> None:
+        """There are other weights: what waits is computed with these, but for calls that have a
+        part of their vectors already."""
+        for call in tuple(self._calls.values()):
+            if call.vectors:
+                self._end(call)
+                self._refuse(call, "there are other weights now", StatusCode.UNAVAILABLE)
+            for request in call.requests:
+                request.compute_with(self._weights())
 
     def _abort(self, calls: Iterable[_Call], sentence: str) -> int:
         num_prompts = 0
@@ -165,8 +179,9 @@ class PooledCalls:
             arrived=now,
             start_by=start_by if message.queue_s < math.inf else math.inf,
             pooling=message.pooling,
-            namespace=message.namespace,
+            shared_in=message.namespace,
         )
+        request.compute_with(self._weights())
         request.suspect_of(message.engine_deaths)
         return request
 

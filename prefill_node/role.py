@@ -137,6 +137,7 @@ class PrefillRole:
             tokens=self._tokens,
             prompts=self._prompts,
             tell=desk.notify,
+            weights=lambda: desk.weights,
         )
         self._log = ThrottledLog(log, Throttle(most=100))
         self._counts = dict.fromkeys(
@@ -144,7 +145,7 @@ class PrefillRole:
                 *("handoffs_held", "handoffs_lost", "handoffs_failed"),
                 *("refused/draining", "refused/overloaded", "refused/invalid", "refused/deadline"),
                 *("refused/late", "refused/dropped", "refused/adapter"),
-                "refused/paused",
+                *("refused/paused", "refused/weights"),
             ),
             0,
         )
@@ -295,7 +296,13 @@ class PrefillRole:
         """What is computed already is read to the end."""
         self._give_up_all()
         self.scheduler.start_over()
-        return not self._lent
+        return not (self._lent or self._sharing.fetches.busy)
+
+    def forget_cached(self) -> None:
+        self.scheduler.forget_cached()
+
+    def renew(self) -> None:
+        self._pooled.renew()
 
     def _give_up_all(self) -> None:
         for serial in (*self._bootstrap, *self._prefilling):
@@ -347,6 +354,9 @@ class PrefillRole:
         if self.paused:
             self._counts["refused/paused"] += 1
             return self._fail(event.serial, "this prefill node is paused", retryable=True)
+        if event.weights != self._desk.weights:
+            self._counts["refused/weights"] += 1
+            return self._fail(event.serial, "this prefill node has other weights", retryable=True)
         if event.kind is not Kind.PROMPT:
             self._counts["refused/invalid"] += 1
             return self._fail(event.serial, "a prefill node runs no requests", retryable=False)

@@ -80,6 +80,16 @@ class NodeStub:
                 request_serializer=protos_dot_router__pb2.ContinueRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.ContinueResponse.FromString,
                 _registered_method=True)
+        self.PrepareWeights = channel.unary_unary(
+                '/baton.v1.Node/PrepareWeights',
+                request_serializer=protos_dot_node__pb2.PrepareWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.PrepareWeightsResponse.FromString,
+                _registered_method=True)
+        self.PutWeights = channel.unary_unary(
+                '/baton.v1.Node/PutWeights',
+                request_serializer=protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.PutWeightsResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.v1.Node/Explain',
                 request_serializer=protos_dot_node__pb2.ExplainHereRequest.SerializeToString,
@@ -154,6 +164,22 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareWeights(self, request, context):
+        """Looks through other weights of the model, below the node's engine.weights_directory, and names
+        them. FAILED_PRECONDITION, with the reason, where they are none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutWeights(self, request, context):
+        """Puts those that were prepared last in the place of the present ones, while the node is paused.
+        All KV is let go; requests that are here are computed anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """What happened here to the requests of this id: those under way, and the last that have ended.
         """
@@ -208,6 +234,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Continue,
                     request_deserializer=protos_dot_router__pb2.ContinueRequest.FromString,
                     response_serializer=protos_dot_router__pb2.ContinueResponse.SerializeToString,
+            ),
+            'PrepareWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareWeights,
+                    request_deserializer=protos_dot_node__pb2.PrepareWeightsRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.PrepareWeightsResponse.SerializeToString,
+            ),
+            'PutWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutWeights,
+                    request_deserializer=protos_dot_node__pb2.PutWeightsRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.PutWeightsResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -458,6 +494,60 @@ class Node:
             '/baton.v1.Node/Continue',
             protos_dot_router__pb2.ContinueRequest.SerializeToString,
             protos_dot_router__pb2.ContinueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/PrepareWeights',
+            protos_dot_node__pb2.PrepareWeightsRequest.SerializeToString,
+            protos_dot_node__pb2.PrepareWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/PutWeights',
+            protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
+            protos_dot_node__pb2.PutWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

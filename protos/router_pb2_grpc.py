@@ -99,6 +99,11 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.ContinueRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.ContinueResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/baton.v1.Router/UpdateWeights',
+                request_serializer=protos_dot_router__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/baton.v1.Router/FlushCache',
                 request_serializer=protos_dot_router__pb2.FlushCacheRequest.SerializeToString,
@@ -207,6 +212,15 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Has all nodes compute with other weights of the model from now on: all of them look through these
+        first, then all are paused, change, and continue. INVALID_ARGUMENT, and nothing has changed, where
+        one of them refuses; FAILED_PRECONDITION, and all stay paused, where one could not change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Empties the prefix caches of all nodes. FAILED_PRECONDITION where requests are.
         """
@@ -289,6 +303,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Continue,
                     request_deserializer=protos_dot_router__pb2.ContinueRequest.FromString,
                     response_serializer=protos_dot_router__pb2.ContinueResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=protos_dot_router__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -652,6 +671,33 @@ class Router:
             '/baton.v1.Router/Continue',
             protos_dot_router__pb2.ContinueRequest.SerializeToString,
             protos_dot_router__pb2.ContinueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/UpdateWeights',
+            protos_dot_router__pb2.UpdateWeightsRequest.SerializeToString,
+            protos_dot_router__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

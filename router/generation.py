@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from common.errors import NodeUnavailable
 from common.requests.adapter import within
 from common.requests.logprobs import TokenLogprobs
+from common.requests.weights import WeightsId, made_with
 from protos.decode_pb2 import MoveFrom
 from router.clients.client import Client
 from router.cluster.cluster import Chosen, Cluster
@@ -219,7 +220,10 @@ class Generator:
 
     def _move(self, submit: Callable[[Chosen, MoveFrom], Stay], stay: Stay) -> Stay:
         """Raises NodeUnavailable: there is no other node for it."""
-        return submit(self._cluster.choose_target(_key(stay.job), stay.address), stay.here)
+        return submit(
+            self._cluster.choose_target(_key(stay.job, self._cluster.weights), stay.address),
+            stay.here,
+        )
 
     async def _follow(
         self,
@@ -261,7 +265,7 @@ class Generator:
     async def _choose(self, job: Job, due: Due = WHENEVER, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:
             await self._cluster.until_ready()
-        return self._cluster.choose(_key(job), avoid, due)
+        return self._cluster.choose(_key(job, self._cluster.weights), avoid, due)
 
     async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
         """Where there is no other node, the request ends as the one that it had left it."""
@@ -271,8 +275,8 @@ class Generator:
             raise lost from None
 
 
-def _key(job: Job) -> PlacementKey:
-    namespace = within(job.namespace, job.adapter)
+def _key(job: Job, weights: WeightsId) -> PlacementKey:
+    namespace = made_with(within(job.namespace, job.adapter), weights)
     return PlacementKey(job.token_ids, job.session_id, namespace, job.adapter)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,9 +33,11 @@ from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import Scheduler
 from common.node.desk import Desk
 from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest
+from common.node.operations import Operations
 from common.node.outbox import Outbox
 from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
+from common.requests.weights import AS_STARTED, WeightsId
 from decode_node.role import DecodeRole
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
@@ -197,6 +199,18 @@ def owner(load: Load) -> dict[str, Any]:
     return clock.row("owner", load, descriptors)
 
 
+class _Weights:
+    """That stay as they are."""
+
+    id, whole = AS_STARTED, True
+
+    def prepare(self, path: str) -> NoReturn:
+        raise NotImplementedError
+
+    def put(self, weights: WeightsId) -> NoReturn:
+        raise NotImplementedError
+
+
 def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
     return Desk(
         front,
@@ -204,6 +218,7 @@ def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
         steps_finished=lambda: 0,
         cache=CacheEvents(cache),
         adapters=AdapterLoader(no_shelf(), Library(0, 0)),
+        operations=Operations(_Weights()),
     )
 
 

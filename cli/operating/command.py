@@ -28,9 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="for each program to end, and to be back (900)",
     )
-    client.add_secret_flag(parser)
-    client.add_key_flag(parser)
-    client.add_tls_flags(parser)
+    add_identity_flags(parser)
 
 
 def add_one_or_all(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +41,11 @@ def add_one_or_all(parser: argparse.ArgumentParser) -> None:
         help="HOST:PORT of one node (all that the router knows)",
     )
     client.add_router_flag(parser)
+    add_identity_flags(parser)
+
+
+def add_identity_flags(parser: argparse.ArgumentParser) -> None:
+    """Of all commands: who asks."""
     client.add_secret_flag(parser)
     client.add_key_flag(parser)
     client.add_tls_flags(parser)

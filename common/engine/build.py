@@ -52,6 +52,7 @@ from common.engine.sizing import (
     resolve_device,
     resolve_shape,
 )
+from common.engine.update import WeightsUpdate
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
@@ -81,6 +82,7 @@ class Engine:
     adapters: Adapters
     loader: AdapterLoader
     guides: Guides
+    weights: WeightsUpdate
     fingerprint: dict[str, str]
     tokenizer_hash: str
 
@@ -182,6 +184,7 @@ def build(config: EngineConfig) -> Engine:
         adapters=adapters,
         loader=AdapterLoader(shelf, adapters.library),
         guides=_guides(directory, model),
+        weights=WeightsUpdate(config, servable, model),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,

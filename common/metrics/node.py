@@ -44,11 +44,12 @@ REJECTED = Declared(
     "counter",
     "Requests, or hand-offs, that this node would not take, or not go on with; late: its queue is "
     "longer than they may wait, dropped: they have waited so long and nothing was computed, "
-    "adapter: their adapter is not loaded, paused: the node is.",
+    "adapter: their adapter is not loaded, paused: the node is, weights: it has others than who "
+    "asks.",
     {
         "reason": (
             *("invalid", "draining", "overloaded", "late", "dropped", "deadline"),
-            *("adapter", "paused"),
+            *("adapter", "paused", "weights"),
         )
     },
 )
@@ -177,6 +178,9 @@ PAUSES = Declared(
     "counter",
     "Times that generation was paused by an operator, by what was to become of requests.",
     {"mode": PAUSE_MODES},
+)
+WEIGHT_UPDATES = Declared(
+    "baton_weight_updates", "counter", "Times that other weights were put in place."
 )
 POOLED = Declared(
     "baton_pooled_prompts", "counter", "Prompts that were computed for their vectors or scores."
@@ -329,7 +333,7 @@ BOTH = (
     *(WAITING, QUEUED, TOKEN_SECONDS),
     *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
-    *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, HANDOFFS),
+    *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, WEIGHT_UPDATES, HANDOFFS),
     *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
@@ -358,6 +362,7 @@ _TOTALS = {
     "recomputed": RECOMPUTED,
     "preempted": PREEMPTED,
     "pauses": PAUSES,
+    "weight_updates": WEIGHT_UPDATES,
     "handoffs_opened": OPENED,
     "handoff_retries": RETRIES,
     "handoff_tokens": HANDOFF_TOKENS,

@@ -5,7 +5,7 @@ The role is asked through the small Inside protocol; the desk knows no queue by 
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -22,11 +22,13 @@ from common.node.messages import (
     Moving,
     WatchCache,
 )
-from common.node.pauses import Pausable, Pauses
+from common.node.operations import Operations
+from common.node.weight_calls import Renewable
 from common.priority import CLASSES, PriorityClass
 from common.queueing.drain import Backlog
 from common.requests.adapter import AdapterId
 from common.requests.flight import Flights
+from common.requests.weights import WeightsId
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class AdapterShelf(Protocol):
         ...
 
 
-class Inside(Pausable, Protocol):
+class Inside(Renewable, Protocol):
     """A role, as the desk sees it."""
 
     @property
@@ -114,6 +116,7 @@ class Desk:
         steps_finished: Callable[[], int],
         cache: CacheSource,
         adapters: AdapterShelf,
+        operations: Operations,
         meters: Sequence[Meter] = (),
     ) -> None:
         self._channel = channel
@@ -125,12 +128,17 @@ class Desk:
         self._cache = CacheReports(cache, channel.post)
         self._adapters = adapters
         self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of questions
-        self._pauses = Pauses()
+        self._operations = operations
         self._report_at = 0.0
         self._check_at = 0.0
         self._told_drained = False
         self.draining = False
         self.links: dict[str, tuple[str, float]] = {}  # owner's address: path, GiB/s
+
+    @property
+    def weights(self) -> WeightsId:
+        """That are computed with."""
+        return self._operations.weights
 
     def poll(self, inside: Inside, requests: Callable[[FrontMessage], None] | None = None) -> None:
         """Answers what the front asks; anything else goes to `requests`."""
@@ -138,12 +146,8 @@ class Desk:
             match message:
                 case Ask(what="load_adapter"):
                     self._load_adapter(message)
-                case Ask(what="pause"):
-                    self._pauses.begin(message, inside)
-                case Ask(what="continue"):
-                    self._tell_paused(self._pauses.resume(message, inside))
                 case Ask():
-                    self._channel.post(self._answer(message, inside))
+                    self._tell(self._answers(message, inside))
                 case WatchCache():
                     self._cache.watch(message)
                 case _ if requests is not None:
@@ -155,7 +159,7 @@ class Desk:
                     )
         self._cache.flush()
         self._tell_loaded()
-        self._tell_paused(self._pauses.reached(inside))
+        self._tell(self._operations.done(inside))
         self._report(inside)
 
     def notify(self, message: EngineMessage) -> None:
@@ -193,8 +197,8 @@ class Desk:
         pages = self._pages_by_holder()
         gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
-        pauses = self._pauses.counters()
-        gauges |= {f"total_{name}": float(value) for name, value in pauses.items()}
+        operations = self._operations.counters()
+        gauges |= {f"total_{name}": float(value) for name, value in operations.items()}
         gauges |= self._own_totals()
         distributions = dict(inside.distributions())
         for meter in self._meters:
@@ -210,6 +214,7 @@ class Desk:
                 distributions=distributions,
                 backlogs=inside.backlogs(),
                 adapters=dict(self._adapters.names()),
+                weights=self.weights,
             )
         )
 
@@ -249,12 +254,11 @@ class Desk:
                 answer = Answer(number, error=str(error))
             self._channel.post(answer)
 
-    def _tell_paused(self, answers: Iterable[Answer]) -> None:
+    def _tell(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
-            self._report_at = 0.0
             self._channel.post(answer)
 
-    def _answer(self, ask: Ask, inside: Inside) -> Answer:
+    def _answers(self, ask: Ask, inside: Inside) -> Iterator[Answer]:
         match ask.what:
             case "describe":
                 description = {
@@ -262,22 +266,23 @@ class Desk:
                     "queues": inside.queues(),
                     "counters": inside.counters(),
                 }
-                return Answer(ask.number, description=description)
+                yield Answer(ask.number, description=description)
             case "drain":
                 self.draining = True
                 self._report_at = 0.0
-                return Answer(ask.number)
+                yield Answer(ask.number)
             case "flush_cache":
                 try:
-                    return Answer(ask.number, integer=inside.flush_cache())
+                    yield Answer(ask.number, integer=inside.flush_cache())
                 except WrongState as error:
-                    return Answer(ask.number, error=str(error))
+                    yield Answer(ask.number, error=str(error))
             case "abort":
-                return Answer(ask.number, integer=inside.abort(ask.argument))
+                yield Answer(ask.number, integer=inside.abort(ask.argument))
             case "explain":
-                return Answer(ask.number, flights=inside.explain(ask.argument))
+                yield Answer(ask.number, flights=inside.explain(ask.argument))
             case "unload_adapter":
                 self._report_at = 0.0
-                return Answer(ask.number, integer=int(self._adapters.unload(ask.argument)))
-            case unknown:
-                return Answer(ask.number, error=f"unknown question {unknown!r}")
+                yield Answer(ask.number, integer=int(self._adapters.unload(ask.argument)))
+            case _:
+                self._report_at = 0.0
+                yield from self._operations.take(ask, inside)

@@ -20,6 +20,7 @@ from common.requests.pooling import Pooling
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import NOTHING, Timeline
+from common.requests.weights import AS_STARTED, WeightsId
 from common.tracing.context import UNTRACED, Trace
 
 # Front to engine --------------------------------------------------------------------------------
@@ -78,6 +79,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
     what: "describe" | "drain" | "flush_cache" | "abort" | "explain" (argument = request_id of both)
         | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode) | "continue"
+        | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
     """
 
     number: int
@@ -189,6 +191,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: Flights | None = None
     adapter: AdapterId = NO_ADAPTER  # that is loaded
+    weights: WeightsId = AS_STARTED  # that were looked through, or are computed with now
 
 
 class Moving(msgspec.Struct, frozen=True, tag=True):
@@ -206,6 +209,7 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
     pages_free: int = 0  # those that only the prefix cache holds are free
     backlogs: dict[str, Backlog] = {}  # "prompts", and of a decode node "pages"
     adapters: dict[str, AdapterId] = {}  # that requests may have, by name
+    weights: WeightsId = AS_STARTED  # that are computed with
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):

@@ -16,10 +16,12 @@ from common.node.supervision import Supervision
 from common.pause_mode import pause_mode
 from common.queueing.drain import Backlog
 from common.requests.flight import Flights, to_proto
+from common.requests.weights import check_weights
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 MAX_PATH_CHARACTERS = 1024
 LOAD_S = 60.0  # for an adapter to be read
+WEIGHTS_S = 600.0  # for weights to be read
 PAUSE_S = 60.0  # for what is launched to end, and to be read by others
 
 
@@ -86,6 +88,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         reply.counters.update(counters)
         moving = self._supervision.moving
         if moving is not None:
+            reply.weights = moving.weights
             queued_s, token_s = moving.backlogs.get("prompts", Backlog())
             reply.prompts.CopyFrom(router_pb2.Backlog(queued_s=queued_s, token_s=token_s))
         for peer, path, gib_per_s in moving.links if moving else ():
@@ -122,8 +125,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> router_pb2.LoadAdapterResponse:
         """FAILED_PRECONDITION with the reason why it is not loaded."""
         _check_name(request.name)
-        if not 0 < len(request.path) <= MAX_PATH_CHARACTERS:
-            raise InvalidRequest(f"path: 1 to {MAX_PATH_CHARACTERS} characters")
+        _check_path(request.path)
         argument = f"{request.name}={request.path}"
         answer = await self._engine.ask("load_adapter", argument, timeout_s=LOAD_S)
         return router_pb2.LoadAdapterResponse(id=answer.adapter, fresh=bool(answer.integer))
@@ -152,6 +154,22 @@ class NodeService(node_pb2_grpc.NodeServicer):
         answer = await self._engine.ask("continue")
         return router_pb2.ContinueResponse(was_paused=bool(answer.integer))
 
+    async def PrepareWeights(
+        self, request: node_pb2.PrepareWeightsRequest, context: Any
+    ) -> node_pb2.PrepareWeightsResponse:
+        """FAILED_PRECONDITION with the reason why they are none."""
+        _check_path(request.path)
+        answer = await self._engine.ask("prepare_weights", request.path, timeout_s=WEIGHTS_S)
+        return node_pb2.PrepareWeightsResponse(id=answer.weights)
+
+    async def PutWeights(
+        self, request: node_pb2.PutWeightsRequest, context: Any
+    ) -> node_pb2.PutWeightsResponse:
+        """FAILED_PRECONDITION with the reason why it computes with others."""
+        weights = check_weights(request.id)
+        await self._engine.ask("put_weights", weights.hex(), timeout_s=WEIGHTS_S)
+        return node_pb2.PutWeightsResponse()
+
     async def Explain(
         self, request: node_pb2.ExplainHereRequest, context: Any
     ) -> node_pb2.ExplainHereResponse:
@@ -162,6 +180,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise NodeUnavailable("the engine of this node stands still")
         answer = await self._engine.ask("explain", request.request_id)
         return to_proto(answer.flights or Flights((), 0))
+
+
+def _check_path(path: str) -> None:
+    if not 0 < len(path) <= MAX_PATH_CHARACTERS:
+        raise InvalidRequest(f"path: 1 to {MAX_PATH_CHARACTERS} characters")
 
 
 def _check_name(name: str) -> None:

@@ -18,6 +18,7 @@ from common.requests.sampling import from_proto as sampling_from_proto
 from common.requests.sampling import to_proto as sampling_to_proto
 from common.requests.timeline import PrefillTimes
 from common.requests.trial import MAX_DEATHS
+from common.requests.weights import check_weights
 from common.rpc import prefix_hints
 from common.rpc.last_words import said
 from common.tracing.context import checked
@@ -214,6 +215,7 @@ def _open(body: pb.Open) -> Open:
             raise ProtocolViolation(f"an Open without sampling.{field}")
     try:
         namespace, adapter = check_namespace(body.namespace), check_adapter(body.adapter)
+        weights = check_weights(body.weights)
         check_priority(body.priority)
         sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
         prefix_at = prefix_hints.from_proto(body.prefix_at)
@@ -235,6 +237,7 @@ def _open(body: pb.Open) -> Open:
         priority=body.priority,
         prefix_at=prefix_at,
         adapter=adapter,
+        weights=weights,
     )
 
 
@@ -255,6 +258,7 @@ def _open_proto(record: Open) -> pb.Open:
         priority=record.priority,
         prefix_at=prefix_hints.to_proto(record.prefix_at),
         adapter=record.adapter,
+        weights=record.weights,
     )
 
 

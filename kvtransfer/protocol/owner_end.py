@@ -215,6 +215,7 @@ class OwnerEnd:
                 message.priority,
                 message.prefix_at,
                 message.adapter,
+                message.weights,
             )
         )
 

@@ -364,6 +364,7 @@ class ReaderEnd:
             command.priority,
             command.prefix_at,
             command.adapter,
+            command.weights,
         )
         self._actions.append(Send(stream, message))
 

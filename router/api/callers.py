@@ -13,7 +13,15 @@ _HEADER = "authorization"
 _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Explain"})
 _COMMANDS = frozenset(
     f"/baton.v1.Router/{name}"
-    for name in ("Drain", "LoadAdapter", "UnloadAdapter", "Pause", "Continue", "FlushCache")
+    for name in (
+        "Drain",
+        "LoadAdapter",
+        "UnloadAdapter",
+        "Pause",
+        "Continue",
+        "FlushCache",
+        "UpdateWeights",
+    )
 )
 
 

@@ -62,7 +62,8 @@ class ClusterEndpoint:
 
 def plain(message: Message) -> dict[str, Any]:
     """Every field under its own name, unset ones too. Counts are numbers, where protobuf's own
-    JSON has strings; fixed64, which is an identity, is one: JavaScript would round the number."""
+    JSON has strings; fixed64, which is an identity, is one: JavaScript would round the number.
+    Bytes are hexadecimal."""
     fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -71,6 +72,8 @@ def plain(message: Message) -> dict[str, Any]:
                 value = list(value)
             elif field.type == FieldDescriptor.TYPE_FIXED64:
                 value = str(value)
+            elif field.type == FieldDescriptor.TYPE_BYTES:
+                value = value.hex()
         elif field.message_type.GetOptions().map_entry:
             value = dict(value)
         elif field.is_repeated:
@@ -98,4 +101,5 @@ def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
     node.model = described.model
     node.mode = described.mode
     node.context_length = described.context_length
+    node.weights = described.weights
     return node

@@ -1,8 +1,8 @@
 """What operators ask of all engines, as SGLang has it: /pause_generation, /continue_generation,
-/flush_cache."""
+/update_weights_from_disk, /flush_cache."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -18,6 +18,7 @@ from router.cluster.engine_calls import EngineCalls
 
 PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
 FLUSH_PATH = "/flush_cache"
+UPDATE_PATH = "/update_weights_from_disk"
 
 F = TypeVar("F", bound=msgspec.Struct)
 
@@ -26,19 +27,35 @@ class PauseFields(msgspec.Struct, kw_only=True):
     mode: str = ""
 
 
+class UpdateFields(msgspec.Struct, kw_only=True):
+    model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    abort_all_requests: bool = False
+
+
 class NoFields(msgspec.Struct, kw_only=True):
     pass
 
 
-# What SGLang's callers may say besides, as long as it is so anyway.
 _OF_ALL: Mapping[str, Harmless] = {
     "is_async": only(False),
     "torch_empty_cache": only(True, False),
+}
+# What SGLang's callers may say besides, as long as it is so anyway.
+_OF_UPDATES: Mapping[str, Harmless] = {
+    "load_format": only("auto", "safetensors"),
+    "flush_cache": only(True),
+    **_OF_ALL,
+    "keep_pause": only(False),
+    "recapture_cuda_graph": only(False),
+    "token_step": only(0),
+    "weight_version": only(),
+    "manifest": only(),
 }
 # What each path does, and what it takes.
 COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
     CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
+    UPDATE_PATH: ("Has all nodes compute with other weights of the model.", UpdateFields),
     FLUSH_PATH: ("Empties the prefix caches of all nodes.", NoFields),
 }
 
@@ -54,6 +71,7 @@ class Engines:
         return {
             PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
             CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
+            UPDATE_PATH: {"POST": _Command(UpdateFields, self._update, _OF_UPDATES)},
             FLUSH_PATH: {"POST": _Command(NoFields, self._flush)},
         }
 
@@ -65,6 +83,12 @@ class Engines:
         await self._calls.resume()
         return {"status": "continued"}
 
+    async def _update(self, fields: UpdateFields) -> Mapping[str, Any]:
+        abort = fields.abort_all_requests
+        updated = await self._calls.update_weights(fields.model_path, abort=abort)
+        weights = updated.id.hex()
+        return {"success": True, "message": f"weights {weights}", "weights": weights}
+
     async def _flush(self, fields: NoFields) -> Mapping[str, Any]:
         flushed = await self._calls.flush_caches()
         return {"status": "flushed", "pages_freed": flushed.pages_freed}
@@ -73,8 +97,13 @@ class Engines:
 class _Command(Generic[F]):
     """A handler of HTTP requests."""
 
-    def __init__(self, fields: type[F], run: Callable[[F], Awaitable[Mapping[str, Any]]]) -> None:
-        self._reader = BodyReader(fields, _OF_ALL, ignore_unknown=False)
+    def __init__(
+        self,
+        fields: type[F],
+        run: Callable[[F], Awaitable[Mapping[str, Any]]],
+        unsupported: Mapping[str, Harmless] = _OF_ALL,
+    ) -> None:
+        self._reader = BodyReader(fields, unsupported, ignore_unknown=False)
         self._run = run
 
     async def __call__(self, request: Request) -> web.Response:

@@ -200,6 +200,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ContinueResponse:
         return await self._engines.resume()
 
+    async def UpdateWeights(
+        self, request: router_pb2.UpdateWeightsRequest, context: Context
+    ) -> router_pb2.UpdateWeightsResponse:
+        return await self._engines.update_weights(request.path, abort=request.abort)
+
     async def FlushCache(
         self, request: router_pb2.FlushCacheRequest, context: Context
     ) -> router_pb2.FlushCacheResponse:

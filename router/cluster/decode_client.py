@@ -22,6 +22,7 @@ from common.requests.adapter import AdapterId, check_adapter
 from common.requests.logprobs import from_proto
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import to_fields
+from common.requests.weights import AS_STARTED, WeightsId, check_weights
 from common.rpc import last_words, prefix_hints
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
@@ -80,6 +81,7 @@ class DecodeClient:
         # The node's last Status on the stream that is open; None: no stream, or none yet.
         self.status: decode_pb2.Status | None = None
         self.adapters: Mapping[str, AdapterId] = {}  # of it, by name
+        self.weights: WeightsId = AS_STARTED  # that it computes with
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
         self.guests: set[Guest] = set()  # those of its requests that may be moved
@@ -287,6 +289,7 @@ class DecodeClient:
                     raise ProtocolViolation(f"the node has {len(message.status.links)} links")
                 adapters = _adapters(message.status)
                 self.status, self.adapters = message.status, adapters
+                self.weights = _weights(message.status)
                 self._note_drain()
                 self._on_move(self.address)
             case "trial":
@@ -390,6 +393,14 @@ def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
         raise ProtocolViolation(f"the node has {len(status.adapters)} adapters")
     try:
         return {each.name: check_adapter(each.id) for each in status.adapters if each.id}
+    except InvalidRequest as error:
+        raise ProtocolViolation(str(error)) from error
+
+
+def _weights(status: decode_pb2.Status) -> WeightsId:
+    """Raises ProtocolViolation for what names none."""
+    try:
+        return check_weights(status.weights)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
 

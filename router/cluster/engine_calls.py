@@ -1,14 +1,16 @@
-"""What operators ask of the engines of all nodes at once: pauses, and empty caches."""
+"""What operators ask of the engines of all nodes at once: pauses, other weights, empty caches."""
 
 from collections.abc import Sequence
 
-from common.errors import WrongState
-from common.pause_mode import pause_mode
-from protos import router_pb2
+from common.errors import InvalidRequest, WrongState
+from common.pause_mode import PauseMode, pause_mode
+from common.requests.weights import WeightsId
+from protos import node_pb2, router_pb2
 from router.cluster.fan_out import Said, ask_all
 from router.cluster.survey import Member, Survey
 
 _PAUSE_S = 65.0  # longer than a node takes
+_WEIGHTS_S = 605.0
 _ANSWER_S = 10.0
 
 
@@ -55,6 +57,40 @@ class EngineCalls:
             said += await self._continue(members)
         _check(said)
         return router_pb2.ContinueResponse(was_paused=any(each.answer.was_paused for each in said))
+
+    async def update_weights(self, path: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
+        """All nodes compute with the weights there when this returns. Those that were not paused
+        are only while the present ones are written over.
+
+        Args:
+            abort: requests under way end; else they are computed anew from their tokens.
+        Raises:
+            InvalidRequest: a node refuses them, or does not answer; or they have read different
+                ones. Nothing has changed.
+            WrongState: a node could not be paused, and nothing has changed; or it has not changed,
+                and all stay paused.
+        """
+        prepared = await self._prepare(path)
+        paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
+        request = node_pb2.PutWeightsRequest(id=prepared)
+        said = await ask_all(self._survey.members, "PutWeights", request, _WEIGHTS_S)
+        if problems := _problems(said):
+            raise WrongState(f"{problems}; all nodes stay paused until this is done again")
+        if paused.fresh:
+            await self.resume()
+        return router_pb2.UpdateWeightsResponse(id=prepared, aborted=paused.aborted)
+
+    async def _prepare(self, path: str) -> WeightsId:
+        request = node_pb2.PrepareWeightsRequest(path=path)
+        said = await ask_all(self._survey.members, "PrepareWeights", request, _WEIGHTS_S)
+        if not said:
+            raise InvalidRequest("model_path: there is no node to read it")
+        if problems := _problems(said):
+            raise InvalidRequest(f"model_path: {problems}")
+        found: set[WeightsId] = {each.answer.id for each in said}
+        if len(found) > 1:
+            raise InvalidRequest("model_path: nodes have read different weights there")
+        return found.pop()
 
     async def flush_caches(self) -> router_pb2.FlushCacheResponse:
         """

@@ -36,7 +36,7 @@ from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.memory.tiers import Tiers
-from common.engine.models import Model, load
+from common.engine.models import Model, load, open_checkpoint
 from common.engine.rows.batch import Launched
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import FinishReason
@@ -45,6 +45,7 @@ from common.engine.run.copier import PageCopier
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream
 from common.engine.sizing import resolve_shape
+from common.engine.update import WeightsUpdate
 from common.node.desk import Desk
 from common.node.ipc import FrameSocket
 from common.node.messages import (
@@ -57,6 +58,7 @@ from common.node.messages import (
     Pooled,
     StepTokens,
 )
+from common.node.operations import Operations
 from common.node.outbox import Outbox
 from common.requests.guide import Guide
 from common.requests.logprobs import TokenLogprobs
@@ -111,6 +113,7 @@ class Size:
     max_waiting: int = 64
     kept_in: str = "auto"  # CacheConfig.dtype
     lora: LoraConfig = field(default_factory=LoraConfig)
+    weights_directory: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Common:
     backend: LoopbackBackend
     wake: Callable[[], None]
     sharing: SharingConfig
+    own_models: bool = False  # of each node, of the same weights
 
 
 @dataclass(eq=False)
@@ -431,7 +435,8 @@ def _sharing(
 
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     """As `build` makes it, but for the model, which is there, and the order of free pages."""
-    model, page_size = common.loaded.model, common.page_size
+    loaded, page_size = common.loaded, common.page_size
+    model = Loaded.from_directory(loaded.directory).model if common.own_models else loaded.model
     config = EngineConfig(
         model=str(common.loaded.directory),
         device="cpu",
@@ -447,6 +452,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
             max_running=size.num_slots, max_waiting=size.max_waiting, **common.scheduler
         ),
         lora=size.lora,
+        weights_directory=size.weights_directory,
     )
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=1 << 40)
     shape = replace(shape, tier_pages=size.tier_pages)
@@ -496,6 +502,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
             model.spec.eos_token_ids,
             AllPass(),
         ),
+        weights=WeightsUpdate(config, open_checkpoint(common.loaded.directory), model),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
@@ -532,4 +539,5 @@ def _desk(router: RouterEnd, engine: Engine) -> Desk:
         steps_finished=lambda: 0,
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
+        operations=Operations(engine.weights),
     )

@@ -62,6 +62,7 @@ class PairRig:
         moves: decode nodes are paired with each other too.
         shares: all nodes are paired with all others, and what they are told of others' prefixes
             they read, once they know what computing takes (`learn_what_computing_takes`).
+        own_models: each node has the weights in tensors of its own.
         config: fields of DecodeConfig. Who has lost all its owners waits for none, unless they
             say so.
     """
@@ -81,6 +82,7 @@ class PairRig:
         make_stream: Callable[[], Stream] = WorkerStream,
         moves: bool = False,
         shares: SharingConfig | None = None,
+        own_models: bool = False,
         **config: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -95,6 +97,7 @@ class PairRig:
             LoopbackBackend(),
             self._wake.wake,
             shares or SharingConfig(enabled=False),
+            own_models,
         )
         all_read, moves = shares is not None, moves or shares is not None
         port = ":1" if all_read else ""  # they are named in messages, where addresses have one
@@ -317,6 +320,7 @@ class PairRig:
         for node in self.nodes:
             self._exits.callback(node.engine.stream.close)
             self._exits.callback(node.engine.copier.close)
+            self._exits.callback(node.engine.weights.close)
             self._exits.callback(node.transfer.stop, TIMEOUT_S)
             node.transfer.start()
         self.until_paired()

@@ -59,6 +59,10 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.calls_adapters: dict[str, bytes] = {}  # what it reads at a path; else its hash
         self.paused = ""  # in which mode; "": it is not
         self.refuses_pauses = ""  # why, if it does; and to empty its cache
+        self.prepared = self.weights = b""
+        self.in_mode = ""  # in which it was paused while it has got weights
+        self.refuses_weights = self.loses_weights = ""  # why, if it does
+        self.calls_weights = b""  # whatever the path
         self.address = ""
         self._port = port
         self._server: grpc.aio.Server | None = None
@@ -128,6 +132,24 @@ class StubNode(node_pb2_grpc.NodeServicer):
     ) -> router_pb2.ContinueResponse:
         was_paused, self.paused = bool(self.paused), ""
         return router_pb2.ContinueResponse(was_paused=was_paused)
+
+    async def PrepareWeights(
+        self, request: node_pb2.PrepareWeightsRequest, context: Any
+    ) -> node_pb2.PrepareWeightsResponse:
+        if self.refuses_weights:
+            raise WrongState(self.refuses_weights)
+        self.prepared = (
+            self.calls_weights or hashlib.blake2b(request.path.encode(), digest_size=16).digest()
+        )
+        return node_pb2.PrepareWeightsResponse(id=self.prepared)
+
+    async def PutWeights(
+        self, request: node_pb2.PutWeightsRequest, context: Any
+    ) -> node_pb2.PutWeightsResponse:
+        if self.loses_weights or not self.paused or request.id != self.prepared:
+            raise WrongState(self.loses_weights or "it is not paused, or they are not prepared")
+        self.weights, self.in_mode = request.id, self.paused
+        return node_pb2.PutWeightsResponse()
 
     async def FlushCache(
         self, request: router_pb2.FlushCacheRequest, context: Any

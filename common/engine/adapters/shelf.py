@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError
 
 from common.engine.adapters.stored import Adapter, AdapterLimits, read_adapter
+from common.engine.models.below import below
 from common.engine.models.linear import Product
 from common.errors import ConfigError, InvalidRequest
 
@@ -47,12 +48,7 @@ class Shelf:
         if self._directory is None:
             raise InvalidRequest("lora_path: this node has no engine.lora.directory")
         root = self._directory
-        try:
-            directory = (root / path).resolve()
-        except (OSError, ValueError, RuntimeError):
-            raise InvalidRequest("lora_path: not a path") from None
-        if root not in directory.parents:
-            raise InvalidRequest("lora_path: it leads out of engine.lora.directory")
+        directory = below(root, path, "lora_path", "engine.lora.directory")
         try:
             return read_adapter(
                 directory, self._products, self._limits, self._dtype, pinned=self._pinned

@@ -5,7 +5,7 @@ Knows names, shapes and bytes; not what they mean.
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,22 @@ class StoredTensor:
         with self.path.open("rb") as file:
             file.seek(self.offset + (self.num_bytes - taken) // 2)
             return file.read(taken)
+
+    def blocks(self, num_bytes: int) -> Iterator[bytes]:
+        """All of its bytes, so many at a time.
+
+        Raises:
+            OSError: the file has fewer.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            left = self.num_bytes
+            while left:
+                block = file.read(min(num_bytes, left))
+                if not block:
+                    raise OSError(f"{self.path} is cut off")
+                left -= len(block)
+                yield block
 
 
 class Checkpoint:

@@ -67,6 +67,11 @@ class Servable(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
+    @property
+    def refillable(self) -> bool:
+        """Whether `refill` can be called."""
+        ...
+
     def stored(self) -> Iterable[str]:
         """Names of the stored tensors that make the model.
 
@@ -85,6 +90,16 @@ class Servable(Protocol):
 
     def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Model:
         """Raises ConfigError as `weight_bytes`."""
+        ...
+
+    def refill(self, model: Model, quantize: Quantize) -> None:
+        """Puts its weights in the place of those that a model has which was loaded so, from a
+        checkpoint of the same configuration. Nothing may compute with it meanwhile.
+
+        Raises:
+            ConfigError: as `load`; nothing has changed.
+            EngineFault: they differ in more than numbers; some of them are there already.
+        """
         ...
 
     def config_hash(self) -> str:

@@ -1,7 +1,8 @@
 """A native decoder: embedding, layers of blocks, head. Knows nothing of what is in a block."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,23 +47,30 @@ class DecoderSpec:
 
     def build(self, source: Source) -> "Decoder":
         """The decoder with weights from `source`."""
-        rows, hidden = self.model.vocabulary_size, self.model.hidden_size
-        site = Site(source, hidden)
-        # The largest first: nothing else is there yet while they are there twice.
-        embedding = source.tensor(f"{self.prefix}embed_tokens.weight", (rows, hidden))
-        head = self._head(source, embedding)
+        embedding, head, classes, *layers, norm = self.parts(source)
         return Decoder(
             spec=self,
             embedding=embedding,
             head=head,
-            classes=self._classes(source),
-            layers=tuple(
-                layer.build(site.within(f"{self.prefix}layers.{number}."))
-                for number, layer in enumerate(self.layers)
-            ),
-            norm=self.norm.build(source, f"{self.prefix}norm", hidden),
+            classes=classes,
+            layers=tuple(layers),
+            norm=norm,
             products=[each for each in source.products if each.linear is not head],
         )
+
+    def parts(self, source: Source) -> Iterator[Any]:
+        """Embedding, head, classes, every layer, the norm: each is made when it is asked for."""
+        rows, hidden = self.model.vocabulary_size, self.model.hidden_size
+        site = Site(source, hidden)
+        # The largest first: nothing else is there yet while they are there twice.
+        embedding = source.tensor(f"{self.prefix}embed_tokens.weight", (rows, hidden))
+        yield embedding
+        yield self._head(source, embedding)
+        del embedding
+        yield self._classes(source)
+        for number, layer in enumerate(self.layers):
+            yield layer.build(site.within(f"{self.prefix}layers.{number}."))
+        yield self.norm.build(source, f"{self.prefix}norm", hidden)
 
     def _head(self, source: Source, embedding: Tensor) -> Linear | None:
         if not self.model.generates:
@@ -109,6 +117,11 @@ class Decoder:
         self.norm = norm
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
+
+    @property
+    def parts(self) -> Sequence[object]:
+        """As `DecoderSpec.parts` makes them."""
+        return (self.embedding, self.head, self.classes, *self.layers, self.norm)
 
     def forward(
         self,

@@ -13,7 +13,13 @@ from common.engine.models.decoder import Decoder
 from common.engine.models.families import read_decoder
 from common.engine.models.heads import as_stored
 from common.engine.models.spec import ModelSpec
-from common.engine.models.weights import load_weights, stored_tensors, weight_bytes
+from common.engine.models.weights import (
+    load_weights,
+    refill_weights,
+    stored_tensors,
+    weight_bytes,
+)
+from common.errors import ConfigError
 
 
 class NativeCheckpoint:
@@ -21,6 +27,7 @@ class NativeCheckpoint:
 
     backend = "native"
     computed = "natively"
+    refillable = True
 
     def __init__(self, directory: Path) -> None:
         """
@@ -42,6 +49,11 @@ class NativeCheckpoint:
 
     def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Decoder:
         return load_weights(Checkpoint(self._directory), self._decoder, device, dtype, quantize)
+
+    def refill(self, model: object, quantize: Quantize) -> None:
+        if not isinstance(model, Decoder):
+            raise ConfigError(f"{self._directory}: the model that runs is not computed natively")
+        refill_weights(model, Checkpoint(self._directory), self._decoder, quantize)
 
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())

@@ -16,6 +16,7 @@ from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
 from common.requests.sampling import SamplingParams
 from common.requests.trial import TRIAL_TOKENS
+from common.requests.weights import AS_STARTED, WeightsId, made_with
 
 Ints = NDArray[np.int32]
 
@@ -85,6 +86,8 @@ class Request:
     priority: int = 0  # see common/priority.py
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
+    shared_in: Namespace = SHARED  # the same, whatever the weights
+    weights: WeightsId = AS_STARTED  # that compute it
     adapter: AdapterId = NO_ADAPTER  # that computes it
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
@@ -99,6 +102,10 @@ class Request:
     away: list[float] = field(default_factory=list)  # when it left the device, came back, left ...
     preemptions: int = 0  # how often it left it for one that is more urgent
     away_s: float = 0.0  # in sum, of absences that are over
+
+    def compute_with(self, weights: WeightsId) -> None:
+        """Not while it has KV."""
+        self.weights, self.namespace = weights, made_with(self.shared_in, weights)
 
     def leave_device(self, now: float) -> None:
         """Of too many absences the last ones become one."""

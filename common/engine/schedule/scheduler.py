@@ -303,6 +303,11 @@ class Scheduler:
         for request in sorted(self._residents.by_slot.values(), key=lambda each: each.place):
             self._residents.start_over(request)
 
+    def forget_cached(self) -> None:
+        """Empties the prefix cache: there is no more KV of those that were computed before. To be
+        called at rest, after `start_over`."""
+        self._cache.flush()
+
     # Room, for admission elsewhere ----------------------------------------------------------------
 
     def room(self) -> Room:

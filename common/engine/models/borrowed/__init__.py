@@ -27,6 +27,7 @@ class BorrowedCheckpoint:
     """A checkpoint that a class of transformers computes; see Servable."""
 
     backend = "transformers"
+    refillable = False
 
     def __init__(self, directory: Path, because: str) -> None:
         """
@@ -50,6 +51,9 @@ class BorrowedCheckpoint:
 
     def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> BorrowedModel:
         return loading.load(self._directory, self._skeleton, self.spec, device, dtype, quantize)
+
+    def refill(self, model: object, quantize: Quantize) -> None:
+        raise NotImplementedError  # it is not refillable
 
     def config_hash(self) -> str:
         """Of all that the configuration says about what is computed."""

@@ -19,6 +19,7 @@ from common.engine.models.linear import (
     held,
     joined,
 )
+from common.engine.models.refill import refill
 from common.engine.models.stored.experts import ExpertShape, Place
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme, storing
@@ -118,3 +119,22 @@ def load_weights(
     form = form_for(spec, device, dtype, quantize)
     survey(checkpoint, spec, form, dtype)
     return spec.build(Reader(checkpoint, spec.stored, device, dtype, form))
+
+
+def refill_weights(
+    decoder: Decoder, checkpoint: Checkpoint, spec: DecoderSpec, quantize: Quantize
+) -> None:
+    """Other weights of the same decoder in the place of those that it has, with one part of it
+    twice in memory at a time.
+
+    Raises:
+        ConfigError: as `load_weights`; nothing has changed.
+        EngineFault: they differ in more than numbers; some of them are there already.
+    """
+    form = form_for(spec, decoder.device, decoder.dtype, quantize)
+    survey(checkpoint, spec, form, decoder.dtype)
+    reader = Reader(checkpoint, spec.stored, decoder.device, decoder.dtype, form)
+    fresh = spec.parts(reader)
+    for present in decoder.parts:
+        refill(present, next(fresh))
+        reader.products.clear()  # or all of it would be there twice

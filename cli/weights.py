@@ -1,0 +1,50 @@
+"""baton weights PATH: all nodes compute with other weights of the model from now on.
+
+They are looked through while requests go on; all nodes are paused only while the present ones are
+written over."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from cli import client
+from cli.operating import command
+from cli.operating.fleet import Fleet
+from common import settings
+from common.process.standard_output import say
+from protos.router_pb2 import UpdateWeightsRequest
+
+_LONGEST_S = 1500.0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = settings.Parser(
+        prog="baton weights",
+        description=__doc__,
+        epilog=f"Exits with {command.EXIT_UNDONE} if not all nodes have them, and says who does.",
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help="of a directory below every node's engine.weights_directory"
+    )
+    parser.add_argument(
+        "--abort",
+        action="store_true",
+        help="end requests under way, which are else computed anew from their tokens",
+    )
+    client.add_router_flag(parser)
+    command.add_identity_flags(parser)
+    return parser.parse_args(arguments)
+
+
+async def update(options: argparse.Namespace, fleet: Fleet) -> None:
+    """Raises Undone."""
+    request = UpdateWeightsRequest(path=options.path, abort=options.abort)
+    answer = await fleet.tell_router(options.router, "UpdateWeights", request, _LONGEST_S)
+    aborted = f"; {answer.aborted} requests have ended" if answer.aborted else ""
+    say(f"all nodes compute with {answer.id.hex()}{aborted}")
+
+
+if __name__ == "__main__":
+    options = parse()
+    sys.exit(command.run("baton weights", options, partial(update, options)))

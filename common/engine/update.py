@@ -1,0 +1,150 @@
+"""Other weights for the model that is served, of the same shape: looked through beside the engine
+while that goes on, then put in the place of the present ones while it is at rest.
+
+Both on a thread of its own, so the loop turns on. Weights are named by their content.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from xxhash import xxh3_128
+
+from common.config import EngineConfig
+from common.engine.models import Model, Servable, open_checkpoint
+from common.engine.models.below import below
+from common.engine.models.checkpoint import Checkpoint, StoredTensor
+from common.errors import ConfigError, EngineFault, InvalidRequest, Overloaded, WrongState
+from common.requests.weights import AS_STARTED, WeightsId
+
+_UNREADABLE = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+    SafetensorError,
+)
+_FLAG = "engine.weights_directory"
+_BLOCK_BYTES = 8 << 20
+# Numbers that are no tensors of the model: what was made of them is not made anew.
+_FIXED = (".k_scale", ".v_scale")
+
+T = TypeVar("T")
+
+
+class WeightsUpdate:
+    """Engine thread only.
+
+    Attributes:
+        id: of the weights that are computed with.
+        whole: False: what is there is a part of some and a part of others. Both are changed by the
+            other thread, while the engine is at rest.
+        tell: called by another thread when something is done.
+    """
+
+    def __init__(self, config: EngineConfig, served: Servable, model: Model) -> None:
+        self._config = config
+        self._served = served
+        self._model = model
+        root = config.weights_directory
+        self._root = None if root is None else root.resolve()
+        self._worker = ThreadPoolExecutor(1, "weights")
+        self._under_way = False
+        self._prepared: tuple[WeightsId, Servable] | None = None
+        self.id: WeightsId = AS_STARTED
+        self.whole = True
+        self.tell: Callable[[], None] = lambda: None
+
+    def prepare(self, path: str) -> Future[WeightsId]:
+        """Looks them through, all bytes of them, and names them; `put` may follow. Fails with
+        InvalidRequest: they are not there, or those of another model.
+
+        Raises:
+            InvalidRequest: the path leads elsewhere, or there is no directory of weights.
+            Overloaded: others are under way.
+        """
+        if self._root is None:
+            raise InvalidRequest(f"model_path: this node has no {_FLAG}")
+        if self._under_way:
+            raise Overloaded("other weights are under way already")
+        directory = below(self._root, path, "model_path", _FLAG)
+        return self._begin(lambda: self._look_through(directory))
+
+    def put(self, weights: WeightsId) -> Future[None]:
+        """Puts what was prepared last in place. Fails with WrongState: it could not be read any
+        more; then `whole` says whether the present ones are all there still.
+
+        Raises:
+            WrongState: others were prepared last, or none.
+            Overloaded: others are under way.
+        """
+        if self._under_way:
+            raise Overloaded("other weights are under way already")
+        prepared = self._prepared
+        if prepared is None or prepared[0] != weights:
+            raise WrongState("these weights were not prepared")
+        return self._begin(lambda: self._put(*prepared))
+
+    def close(self) -> None:
+        """Nothing is begun any more."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, work: Callable[[], T]) -> Future[T]:
+        self._under_way = True
+        future = self._worker.submit(work)
+
+        def done(_: Future[T]) -> None:
+            self._under_way = False
+            self.tell()
+
+        future.add_done_callback(done)
+        return future
+
+    def _look_through(self, directory: Path) -> WeightsId:
+        root, here = self._root, self._served
+        try:
+            if not here.refillable:
+                raise InvalidRequest(
+                    "model_path: a model that transformers computes takes no other weights"
+                )
+            there = open_checkpoint(directory, self._config.model_backend)
+            if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
+                raise InvalidRequest("model_path: its configuration is that of another model")
+            stored = _stored(there, directory)
+            if fixed := [name for name in stored if name.endswith(_FIXED)]:
+                raise InvalidRequest(f"model_path: {fixed[0]} cannot be changed in a running node")
+            weights = _content(stored)
+        except ConfigError as error:
+            raise InvalidRequest(f"model_path: {str(error).replace(f'{root}/', '')}") from None
+        except _UNREADABLE as error:  # whatever is wrong with a file, the engine goes on
+            kind = type(error).__name__
+            raise InvalidRequest(f"model_path: what is there cannot be read ({kind})") from error
+        self._prepared = weights, there
+        return weights
+
+    def _put(self, weights: WeightsId, there: Servable) -> None:
+        if weights == self.id and self.whole:
+            return
+        self.whole = False
+        try:
+            there.refill(self._model, self._config.quantize)
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+        except (ConfigError, EngineFault, *_UNREADABLE) as error:
+            raise WrongState(f"its weights are incomplete now: {error}") from error
+        self.id, self.whole = weights, True
+
+
+def _stored(servable: Servable, directory: Path) -> dict[str, StoredTensor]:
+    """Those that make the model, by name. Raises ConfigError: they do not."""
+    tensors = Checkpoint(directory).tensors
+    return {name: tensors[name] for name in sorted(servable.stored())}
+
+
+def _content(stored: dict[str, StoredTensor]) -> WeightsId:
+    digest = xxh3_128()
+    for name, tensor in stored.items():
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
+        for block in tensor.blocks(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()

@@ -1,0 +1,45 @@
+"""What operators have an engine do besides its work, and are answered once it is done."""
+
+from collections.abc import Iterator
+
+from common.node.messages import Answer, Ask
+from common.node.pauses import Pauses
+from common.node.weight_calls import Renewable, WeightCalls, Weights
+from common.requests.weights import WeightsId
+
+
+class Operations:
+    """Engine thread only."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._pauses = Pauses()
+        self._weights = WeightCalls(weights)
+
+    @property
+    def weights(self) -> WeightsId:
+        """That are computed with."""
+        return self._weights.id
+
+    def counters(self) -> dict[str, int]:
+        return {**self._pauses.counters(), **self._weights.counters()}
+
+    def take(self, ask: Ask, role: Renewable) -> Iterator[Answer]:
+        """What is answered at once; `done` has the other answers."""
+        match ask.what:
+            case "pause":
+                self._pauses.begin(ask, role)
+            case "continue" if reason := self._weights.why_paused:
+                yield Answer(ask.number, error=reason)
+            case "continue":
+                yield from self._pauses.resume(ask, role)
+            case "prepare_weights":
+                yield from self._weights.prepare(ask)
+            case "put_weights":
+                yield from self._weights.put(ask, role)
+            case unknown:
+                yield Answer(ask.number, error=f"unknown question {unknown!r}")
+
+    def done(self, role: Renewable) -> Iterator[Answer]:
+        """To be called in each turn."""
+        yield from self._pauses.reached(role)
+        yield from self._weights.done(role)

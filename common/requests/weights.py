@@ -1,0 +1,32 @@
+"""What names the weights that a node computes with: a hash of their content, 16 bytes; none for
+those that it was started with.
+
+KV that was made with some weights is of no use to others. So prefix caches part by them, a node is
+asked for KV by the weights of who asks, and refuses where it has others.
+"""
+
+from hashlib import blake2b
+from typing import TypeAlias
+
+from common.errors import InvalidRequest
+from common.requests.namespace import NAMESPACE_BYTES, Namespace
+
+WEIGHTS_BYTES = 16
+WeightsId: TypeAlias = bytes
+AS_STARTED: WeightsId = b""
+
+
+def check_weights(weights: bytes) -> WeightsId:
+    """Raises InvalidRequest for what names none."""
+    if len(weights) not in (0, WEIGHTS_BYTES):
+        raise InvalidRequest(f"weights has {len(weights)} bytes; it has {WEIGHTS_BYTES}, or none")
+    return weights
+
+
+def made_with(namespace: Namespace, weights: WeightsId) -> Namespace:
+    """The part of a namespace in which KV is made with these."""
+    if not weights:
+        return namespace
+    digest = blake2b(weights, digest_size=NAMESPACE_BYTES, person=b"baton weights KV")
+    digest.update(namespace)
+    return digest.digest()

@@ -1,0 +1,156 @@
+"""Other weights in the tensors of a model that is there: it computes what one that was loaded from
+them computes, to the bit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.config import EngineConfig
+from common.engine.models import load, open_checkpoint
+from common.engine.models.linear import onednn
+from common.engine.update import WeightsUpdate
+from common.errors import InvalidRequest, WrongState
+from tests.engine.test_model_precision import logits_of
+from tests.support import compiled
+from tests.support.checkpoints import (
+    ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
+    HYBRID_ARCHITECTURES,
+    LATENT_ARCHITECTURES,
+    VOCABULARY_SIZE,
+    make_checkpoint,
+)
+
+CPU = torch.device("cpu")
+ALL = (*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *LATENT_ARCHITECTURES)
+# Of each kind of block one; the others are `long`.
+SOME = ("gemma2", "gpt_oss", "qwen3_next", "deepseek_v2")
+int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
+TOKENS = torch.randint(
+    0, VOCABULARY_SIZE, (110,), generator=torch.Generator().manual_seed(0)
+).tolist()
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def products(request, monkeypatch):
+    compiled.use(request.param, monkeypatch)
+
+
+def changed(tmp_path, architecture, dtype=torch.float32, quantize="none", **fields):
+    """A model that has got other weights, and one that was loaded from these."""
+    old = make_checkpoint(tmp_path / "old", architecture, **fields)
+    new = make_checkpoint(tmp_path / "new", architecture, seed=1, **fields)
+    model = load(old, CPU, dtype, quantize)
+    before = logits_of(model, TOKENS)
+    open_checkpoint(new).refill(model, quantize)
+    fresh = load(new, CPU, dtype, quantize)
+    assert not torch.equal(before, logits_of(fresh, TOKENS))
+    return logits_of(model, TOKENS), logits_of(fresh, TOKENS)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [*SOME, *(pytest.param(each, marks=pytest.mark.long) for each in ALL if each not in SOME)],
+)
+def test_a_model_computes_with_the_weights_it_has_got(tmp_path, architecture):
+    torch.testing.assert_close(*changed(tmp_path, architecture), atol=0.0, rtol=0.0)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(
+    "dtype, quantize",
+    [
+        pytest.param(torch.bfloat16, "none", id="bfloat16"),
+        pytest.param(torch.bfloat16, "int8", id="int8", marks=int8),
+        pytest.param(torch.float32, "none", id="float32"),
+    ],
+)
+@pytest.mark.parametrize(
+    "architecture", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)]
+)
+def test_packed_and_quantised_matrices_are_changed_as_well(tmp_path, architecture, dtype, quantize):
+    found = changed(tmp_path, architecture, dtype, quantize)
+    torch.testing.assert_close(*found, atol=0.0, rtol=0.0)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Directories of weights: `old` is served."""
+    root = tmp_path_factory.mktemp("weights")
+    make_checkpoint(root / "old")
+    make_checkpoint(root / "new", seed=1)
+    make_checkpoint(root / "wider", intermediate_size=192)
+    make_checkpoint(root / "damaged", seed=2)
+    file = root / "damaged" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    (root / "empty").mkdir()
+    return root
+
+
+@pytest.fixture
+def update(shelf):
+    served = open_checkpoint(shelf / "old")
+    config = EngineConfig(model=str(shelf / "old"), weights_directory=shelf)
+    made = WeightsUpdate(config, served, load(shelf / "old", CPU, torch.float32))
+    yield made
+    made.close()
+
+
+def test_weights_are_named_by_their_content(update, shelf, tmp_path):
+    one = update.prepare("new").result(60)
+    assert len(one) == 16 and one == update.prepare(str(shelf / "new")).result(60)
+    assert one != update.prepare("old").result(60)
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("..", "it leads out of engine.weights_directory"),
+        ("/etc", "it leads out of engine.weights_directory"),
+        ("new\0", "not a path"),
+    ],
+)
+def test_a_path_that_leads_elsewhere_is_refused_at_once(update, path, said):
+    with pytest.raises(InvalidRequest, match=said):
+        update.prepare(path)
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("wider", "its configuration is that of another model"),
+        ("damaged", "cut off"),
+        ("empty", "config.json"),
+        ("missing", "config.json"),
+    ],
+)
+def test_what_are_no_weights_of_the_model_is_found_before_anything_changes(update, path, said):
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        update.prepare(path).result(60)
+    assert str(caught.value).startswith("model_path: ") and update.whole
+    with pytest.raises(WrongState, match="not prepared"):
+        update.put(b"x" * 16)
+
+
+def test_without_a_directory_there_are_no_other_weights(shelf):
+    config = EngineConfig(model=str(shelf / "old"))
+    update = WeightsUpdate(config, open_checkpoint(shelf / "old"), SimpleNamespace())
+    with pytest.raises(InvalidRequest, match=r"has no engine\.weights_directory"):
+        update.prepare("new")
+    update.close()
+
+
+def test_weights_that_cannot_be_read_any_more_leave_incomplete_ones_until_others_come(
+    update, shelf, tmp_path
+):
+    make_checkpoint(shelf / "vanishing", seed=3)
+    vanishing = update.prepare("vanishing").result(60)
+    (shelf / "vanishing" / "model.safetensors").unlink()
+    with pytest.raises(WrongState, match="incomplete"):
+        update.put(vanishing).result(60)
+    assert not update.whole and update.id == b""
+    update.put(update.prepare("new").result(60)).result(60)
+    assert update.whole
+    exact = logits_of(load(shelf / "new", CPU, torch.float32), TOKENS)
+    assert torch.equal(logits_of(update._model, TOKENS), exact)

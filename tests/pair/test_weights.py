@@ -1,0 +1,156 @@
+"""New weights through a prefill and a decode node: no KV of the old ones is ever used again."""
+
+import pytest
+
+from common.engine.rows.request import FinishReason
+from common.requests.weights import AS_STARTED
+from kvtransfer.messages import Open
+from tests.pair.test_pauses import one_runs, resumed, told
+from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.pair_node import Loaded, Size
+from tests.support.pair_rig import PairRig
+
+PROMPT = list(range(5, 75))
+MANY = 30  # tokens
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    root = tmp_path_factory.mktemp("weights")
+    for seed, name in enumerate(("old", "new")):
+        make_checkpoint(root / name, seed=seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def greedy(shelf):
+    models = {name: reference_model(shelf / name) for name in ("old", "new")}
+
+    def tokens(name, prompt, count):
+        (found,) = greedy_tokens(models[name], [prompt], count)
+        return found
+
+    return tokens
+
+
+@pytest.fixture
+def rig(shelf):
+    """Of two engines with models of their own; the second owner is left as it is."""
+    loaded = Loaded.from_directory(shelf / "old")
+    size = Size(weights_directory=shelf)
+    with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:
+        yield rig
+
+
+def prepared(rig, node, path="new") -> bytes:
+    answer = told(rig, node, "prepare_weights", path)
+    assert not answer.error
+    return answer.weights
+
+
+def put(rig, node, path="new") -> bytes:
+    """With the node paused."""
+    weights = prepared(rig, node, path)
+    answer = told(rig, node, "put_weights", weights.hex())
+    assert not answer.error and node.desk.weights == weights
+    return weights
+
+
+def pause(rig, *nodes, mode="retract"):
+    for node in nodes or (*rig.decode, *rig.prefill):
+        assert not told(rig, node, "pause", mode).error
+
+
+def ask(rig, *, count=8):
+    asked = rig.ask(PROMPT, count)
+    rig.run(asked)
+    return asked
+
+
+def test_what_was_cached_of_the_old_weights_is_not_found(rig, greedy):
+    assert ask(rig).tokens == greedy("old", PROMPT, 8)
+    assert ask(rig).cached_tokens > 0
+    pause(rig)
+    for node in rig.nodes:
+        put(rig, node)
+        assert node.pages("cache") == 0
+    resumed(rig)
+    again = ask(rig)
+    assert (again.tokens, again.cached_tokens) == (greedy("new", PROMPT, 8), 0)
+    assert ask(rig).cached_tokens > 0
+    pause(rig)
+    for node in rig.nodes:
+        put(rig, node, "old")
+    resumed(rig)
+    back = ask(rig)
+    assert (back.tokens, back.cached_tokens) == (greedy("old", PROMPT, 8), 0)
+
+
+def test_a_request_that_runs_goes_on_from_its_tokens_with_the_new_weights(rig, greedy):
+    asked = rig.ask(PROMPT, MANY)
+    one_runs(rig)
+    pause(rig)
+    late = rig.ask(PROMPT, 8)
+    num_old = len(asked.tokens)
+    assert num_old < MANY
+    for node in rig.nodes:
+        put(rig, node)
+    resumed(rig)
+    rig.run()
+    assert asked.tokens[:num_old] == greedy("old", PROMPT, MANY)[:num_old]
+    rest = greedy("new", [*PROMPT, *asked.tokens[:num_old]], MANY - num_old)
+    assert asked.tokens[num_old:] == rest
+    assert late.tokens == greedy("new", PROMPT, 8)
+
+
+def test_a_pair_with_different_weights_hands_nothing_over(rig, greedy):
+    (owner,), (reader,) = rig.prefill, rig.decode
+    assert ask(rig).tokens == greedy("old", PROMPT, 8)
+    pause(rig, reader)
+    weights = put(rig, reader)
+    resumed(rig, reader)
+    alone = ask(rig)
+    assert (alone.tokens, alone.cached_tokens) == (greedy("new", PROMPT, 8), 0)
+    assert owner.count("refused/weights") == 1 and reader.count("local_prefills/exhausted") == 1
+    opens = [each for each in rig.wires.seen if isinstance(each, Open)]
+    assert {each.weights for each in opens} == {AS_STARTED, weights}
+    assert len({each.namespace for each in opens}) == 2
+    pause(rig, owner)
+    put(rig, owner)
+    resumed(rig, owner)
+    rig.flush(*rig.nodes)
+    assert ask(rig).tokens == greedy("new", PROMPT, 8)
+    assert owner.count("refused/weights") == 1
+
+
+def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(rig, greedy):
+    (node,) = rig.decode
+    weights = prepared(rig, node)
+    assert told(rig, node, "put_weights", weights.hex()).error == "this node is not paused"
+    asked = rig.ask(PROMPT, MANY)
+    one_runs(rig)
+    pause(rig, node, mode="in_place")
+    before = len(node.router.answers)
+    rig.tell(node, "put_weights", weights.hex())
+    rig.tell(node, "continue")
+    rig.until(lambda: len(node.router.answers) == before + 2, "two answers")
+    refused, changed = node.router.answers[before:]
+    assert refused.error == "its weights are being changed" and node.role.paused
+    assert not changed.error and node.desk.weights == weights
+    resumed(rig, node)
+    rig.run()
+    assert asked.reason is FinishReason.LENGTH
+    tail = greedy("new", [*PROMPT, *asked.tokens[:-1]], 1)
+    assert asked.tokens[-1:] == tail
+
+
+def test_a_node_with_incomplete_weights_does_not_go_on(rig, shelf):
+    (node,) = rig.decode
+    make_checkpoint(shelf / "vanishing", seed=5)
+    weights = prepared(rig, node, "vanishing")
+    (shelf / "vanishing" / "model.safetensors").unlink()
+    pause(rig, node)
+    assert "incomplete" in told(rig, node, "put_weights", weights.hex()).error
+    assert told(rig, node, "continue").error == "its weights are incomplete"
+    put(rig, node, "old")
+    resumed(rig, node)
