@@ -31,6 +31,7 @@ COMMANDS = {
     "pause": Command("cli.pause", "have nodes compute nothing for a while"),
     "continue": Command("cli.resume", "end what `baton pause` has begun"),
     "weights": Command("cli.weights", "have all nodes compute with other weights of the model"),
+    "profile": Command("cli.profile", "have torch's profiler watch some steps of nodes"),
     "drain": Command("cli.drain", "end a program, once its requests have ended or moved"),
     "roll": Command("cli.roll", "restart all programs, one after the other, unnoticed"),
     "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),

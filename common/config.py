@@ -213,6 +213,9 @@ class EngineConfig(Record):
         description="other weights of the model are read below it at run time, and nowhere else; "
         "default: there are none",
     )
+    profile_directory: Path | None = Field(
+        None, description="traces of the profiler are written there; default: there are none"
+    )
     context_length: Positive | None = Field(None, description="default: the model's")
     threads: int = Field(
         0,

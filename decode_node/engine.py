@@ -62,6 +62,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
         wake_engine=channel.wake,
     )
+    profiler = engine.profiler(config.engine, "decode", lambda: clock.reading.finished)
     desk = Desk(
         channel,
         pages_by_holder=engine.pages.by_holder,
@@ -74,7 +75,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         ),
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
-        operations=Operations(engine.weights),
+        operations=Operations(engine.weights, profiler),
     )
     sharing = PrefixSharing(
         config.sharing,
@@ -104,9 +105,8 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         sharing=sharing,
         tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = engine.weights.tell = (
-        channel.wake
-    )
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
+    engine.weights.tell = profiler.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
@@ -117,6 +117,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         engine.loader.close()
         engine.copier.close()
         engine.weights.close()
+        profiler.close()
 
 
 if __name__ == "__main__":

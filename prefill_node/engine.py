@@ -62,6 +62,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
         wake_engine=channel.wake,
     )
+    profiler = engine.profiler(config.engine, "prefill", lambda: clock.reading.finished)
     desk = Desk(
         channel,
         pages_by_holder=engine.pages.by_holder,
@@ -74,7 +75,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         ),
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
-        operations=Operations(engine.weights),
+        operations=Operations(engine.weights, profiler),
     )
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config.engine, on_admit),
@@ -99,9 +100,8 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         ),
         tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = engine.weights.tell = (
-        channel.wake
-    )
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
+    engine.weights.tell = profiler.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
@@ -112,6 +112,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         engine.loader.close()
         engine.copier.close()
         engine.weights.close()
+        profiler.close()
 
 
 if __name__ == "__main__":

@@ -102,6 +102,12 @@ class PutWeightsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ProfileResponse(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
 class CacheEvents(_message.Message):
     __slots__ = ("page_size", "cleared", "stored", "removed")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]

@@ -90,6 +90,16 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.PutWeightsResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/baton.v1.Node/StartProfile',
+                request_serializer=protos_dot_router__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.ProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/baton.v1.Node/StopProfile',
+                request_serializer=protos_dot_router__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.v1.Node/Explain',
                 request_serializer=protos_dot_node__pb2.ExplainHereRequest.SerializeToString,
@@ -180,6 +190,21 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Profiles the next steps with torch's profiler, and returns which file the trace is going to be,
+        below the node's engine.profile_directory. FAILED_PRECONDITION without one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends a profile before it has its steps, and returns once its trace is written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """What happened here to the requests of this id: those under way, and the last that have ended.
         """
@@ -244,6 +269,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.PutWeights,
                     request_deserializer=protos_dot_node__pb2.PutWeightsRequest.FromString,
                     response_serializer=protos_dot_node__pb2.PutWeightsResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=protos_dot_router__pb2.StartProfileRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.ProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=protos_dot_router__pb2.StopProfileRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.ProfileResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -548,6 +583,60 @@ class Node:
             '/baton.v1.Node/PutWeights',
             protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
             protos_dot_node__pb2.PutWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/StartProfile',
+            protos_dot_router__pb2.StartProfileRequest.SerializeToString,
+            protos_dot_node__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/StopProfile',
+            protos_dot_router__pb2.StopProfileRequest.SerializeToString,
+            protos_dot_node__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

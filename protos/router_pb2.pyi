@@ -387,6 +387,32 @@ class UpdateWeightsResponse(_message.Message):
     aborted: int
     def __init__(self, id: _Optional[bytes] = ..., aborted: _Optional[int] = ...) -> None: ...
 
+class StartProfileRequest(_message.Message):
+    __slots__ = ("num_steps",)
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    def __init__(self, num_steps: _Optional[int] = ...) -> None: ...
+
+class StopProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ProfilesResponse(_message.Message):
+    __slots__ = ("profiles",)
+    PROFILES_FIELD_NUMBER: _ClassVar[int]
+    profiles: _containers.RepeatedCompositeFieldContainer[Profile]
+    def __init__(self, profiles: _Optional[_Iterable[_Union[Profile, _Mapping]]] = ...) -> None: ...
+
+class Profile(_message.Message):
+    __slots__ = ("role", "address", "path")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    address: str
+    path: str
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
 class ClusterNode(_message.Message):
     __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s")
     class PagesEntry(_message.Message):

@@ -104,6 +104,16 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/baton.v1.Router/StartProfile',
+                request_serializer=protos_dot_router__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ProfilesResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/baton.v1.Router/StopProfile',
+                request_serializer=protos_dot_router__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ProfilesResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/baton.v1.Router/FlushCache',
                 request_serializer=protos_dot_router__pb2.FlushCacheRequest.SerializeToString,
@@ -221,6 +231,20 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Has torch's profiler watch the next steps of all nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends it where it is under way, and returns once the traces are written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Empties the prefix caches of all nodes. FAILED_PRECONDITION where requests are.
         """
@@ -308,6 +332,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=protos_dot_router__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=protos_dot_router__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=protos_dot_router__pb2.StartProfileRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ProfilesResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=protos_dot_router__pb2.StopProfileRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ProfilesResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -698,6 +732,60 @@ class Router:
             '/baton.v1.Router/UpdateWeights',
             protos_dot_router__pb2.UpdateWeightsRequest.SerializeToString,
             protos_dot_router__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/StartProfile',
+            protos_dot_router__pb2.StartProfileRequest.SerializeToString,
+            protos_dot_router__pb2.ProfilesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/StopProfile',
+            protos_dot_router__pb2.StopProfileRequest.SerializeToString,
+            protos_dot_router__pb2.ProfilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -211,6 +211,19 @@ class _Weights:
         raise NotImplementedError
 
 
+class _NoProfiler:
+    """Begins nothing."""
+
+    def start(self, num_steps: int) -> NoReturn:
+        raise NotImplementedError
+
+    def poll(self) -> None:
+        pass
+
+    def stop(self) -> NoReturn:
+        raise NotImplementedError
+
+
 def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
     return Desk(
         front,
@@ -218,7 +231,7 @@ def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
         steps_finished=lambda: 0,
         cache=CacheEvents(cache),
         adapters=AdapterLoader(no_shelf(), Library(0, 0)),
-        operations=Operations(_Weights()),
+        operations=Operations(_Weights(), _NoProfiler()),
     )
 
 

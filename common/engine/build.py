@@ -43,6 +43,7 @@ from common.engine.run.copier import PageCopier
 from common.engine.run.cpu import use_cpu
 from common.engine.run.gpu import use_gpu
 from common.engine.run.graphs import CudaRecorder
+from common.engine.run.profiler import Profiler
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream, open_stream
 from common.engine.schedule.scheduler import Scheduler
@@ -102,6 +103,11 @@ class Engine:
             tiers=self.tiers,
             on_admit=on_admit,
         )
+
+    def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
+        """Of this engine; see Profiler."""
+        name, device = f"baton-{role}", self.model.device
+        return Profiler(config.profile_directory, name, self.stream, device, num_steps)
 
 
 def build(config: EngineConfig) -> Engine:

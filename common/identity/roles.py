@@ -25,6 +25,8 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "/baton.v1.Node/Drain": _OPERATOR,
     "/baton.v1.Node/Pause": _ROUTER_TOO,
     "/baton.v1.Node/Continue": _ROUTER_TOO,
+    "/baton.v1.Node/StartProfile": _ROUTER_TOO,
+    "/baton.v1.Node/StopProfile": _ROUTER_TOO,
     "/baton.v1.Node/FlushCache": _ROUTER_TOO,
     "/baton.v1.Node/PrepareWeights": _ROUTER_TOO,
     "/baton.v1.Node/PutWeights": _ROUTER_TOO,

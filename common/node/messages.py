@@ -80,6 +80,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     what: "describe" | "drain" | "flush_cache" | "abort" | "explain" (argument = request_id of both)
         | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode) | "continue"
         | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
+        | "start_profile" (steps) | "stop_profile"
     """
 
     number: int
@@ -188,6 +189,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     error: str = ""  # WrongState and the like; empty on success
     integer: int = 0  # pages freed, requests aborted, adapters that came or went, pauses ended
     fresh: bool = True  # it was not so before
+    path: str = ""  # of a trace
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: Flights | None = None
     adapter: AdapterId = NO_ADAPTER  # that is loaded

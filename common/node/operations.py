@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from common.node.messages import Answer, Ask
 from common.node.pauses import Pauses
+from common.node.profile_calls import ProfileCalls, Profiling
 from common.node.weight_calls import Renewable, WeightCalls, Weights
 from common.requests.weights import WeightsId
 
@@ -11,9 +12,10 @@ from common.requests.weights import WeightsId
 class Operations:
     """Engine thread only."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, profiler: Profiling) -> None:
         self._pauses = Pauses()
         self._weights = WeightCalls(weights)
+        self._profiles = ProfileCalls(profiler)
 
     @property
     def weights(self) -> WeightsId:
@@ -36,6 +38,10 @@ class Operations:
                 yield from self._weights.prepare(ask)
             case "put_weights":
                 yield from self._weights.put(ask, role)
+            case "start_profile":
+                yield from self._profiles.start(ask)
+            case "stop_profile":
+                yield from self._profiles.stop(ask)
             case unknown:
                 yield Answer(ask.number, error=f"unknown question {unknown!r}")
 
@@ -43,3 +49,4 @@ class Operations:
         """To be called in each turn."""
         yield from self._pauses.reached(role)
         yield from self._weights.done(role)
+        yield from self._profiles.done()

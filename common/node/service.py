@@ -22,6 +22,8 @@ from protos import node_pb2, node_pb2_grpc, router_pb2
 MAX_PATH_CHARACTERS = 1024
 LOAD_S = 60.0  # for an adapter to be read
 WEIGHTS_S = 600.0  # for weights to be read
+PROFILE_S = 60.0  # for a trace to be written
+PROFILE_STEPS, MAX_PROFILE_STEPS = 20, 1000
 PAUSE_S = 60.0  # for what is launched to end, and to be read by others
 
 
@@ -169,6 +171,23 @@ class NodeService(node_pb2_grpc.NodeServicer):
         weights = check_weights(request.id)
         await self._engine.ask("put_weights", weights.hex(), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
+
+    async def StartProfile(
+        self, request: router_pb2.StartProfileRequest, context: Any
+    ) -> node_pb2.ProfileResponse:
+        """FAILED_PRECONDITION with the reason why nothing is profiled."""
+        if request.num_steps > MAX_PROFILE_STEPS:
+            raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
+        num_steps = request.num_steps or PROFILE_STEPS
+        answer = await self._engine.ask("start_profile", str(num_steps), timeout_s=PROFILE_S)
+        return node_pb2.ProfileResponse(path=answer.path)
+
+    async def StopProfile(
+        self, request: router_pb2.StopProfileRequest, context: Any
+    ) -> node_pb2.ProfileResponse:
+        """FAILED_PRECONDITION where nothing was profiled."""
+        answer = await self._engine.ask("stop_profile", timeout_s=PROFILE_S)
+        return node_pb2.ProfileResponse(path=answer.path)
 
     async def Explain(
         self, request: node_pb2.ExplainHereRequest, context: Any

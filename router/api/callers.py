@@ -14,13 +14,9 @@ _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Exp
 _COMMANDS = frozenset(
     f"/baton.v1.Router/{name}"
     for name in (
-        "Drain",
-        "LoadAdapter",
-        "UnloadAdapter",
-        "Pause",
-        "Continue",
-        "FlushCache",
-        "UpdateWeights",
+        *("Drain", "LoadAdapter", "UnloadAdapter"),
+        *("Pause", "Continue", "UpdateWeights", "FlushCache"),
+        *("StartProfile", "StopProfile"),
     )
 )
 

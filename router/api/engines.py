@@ -1,5 +1,5 @@
 """What operators ask of all engines, as SGLang has it: /pause_generation, /continue_generation,
-/update_weights_from_disk, /flush_cache."""
+/update_weights_from_disk, /start_profile, /stop_profile, /flush_cache."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Generic, TypeVar
@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from common.errors import ServingError, WrongState
+from protos import router_pb2
 from router.api.dialect import problems
 from router.api.dialect.bodies import BodyReader, take_json
 from router.api.dialect.harmless import Harmless, only
@@ -19,6 +20,7 @@ from router.cluster.engine_calls import EngineCalls
 PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
 FLUSH_PATH = "/flush_cache"
 UPDATE_PATH = "/update_weights_from_disk"
+PROFILE_PATH, END_PROFILE_PATH = "/start_profile", "/stop_profile"
 
 F = TypeVar("F", bound=msgspec.Struct)
 
@@ -30,6 +32,10 @@ class PauseFields(msgspec.Struct, kw_only=True):
 class UpdateFields(msgspec.Struct, kw_only=True):
     model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
     abort_all_requests: bool = False
+
+
+class ProfileFields(msgspec.Struct, kw_only=True):
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
 
 
 class NoFields(msgspec.Struct, kw_only=True):
@@ -51,11 +57,21 @@ _OF_UPDATES: Mapping[str, Harmless] = {
     "weight_version": only(),
     "manifest": only(),
 }
+_OF_PROFILES: Mapping[str, Harmless] = {
+    "activities": only(["CPU"], ["GPU"], ["CPU", "GPU"]),
+    "output_dir": only(),
+    "start_step": only(0),
+    "with_stack": only(False),
+    "record_shapes": only(False),
+    "profile_by_stage": only(False),
+}
 # What each path does, and what it takes.
 COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
     CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
     UPDATE_PATH: ("Has all nodes compute with other weights of the model.", UpdateFields),
+    PROFILE_PATH: ("Has torch's profiler watch the next steps of all nodes.", ProfileFields),
+    END_PROFILE_PATH: ("Ends that, and waits for the traces to be written.", NoFields),
     FLUSH_PATH: ("Empties the prefix caches of all nodes.", NoFields),
 }
 
@@ -72,6 +88,8 @@ class Engines:
             PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
             CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
             UPDATE_PATH: {"POST": _Command(UpdateFields, self._update, _OF_UPDATES)},
+            PROFILE_PATH: {"POST": _Command(ProfileFields, self._profile, _OF_PROFILES)},
+            END_PROFILE_PATH: {"POST": _Command(NoFields, self._end_profile)},
             FLUSH_PATH: {"POST": _Command(NoFields, self._flush)},
         }
 
@@ -88,6 +106,12 @@ class Engines:
         updated = await self._calls.update_weights(fields.model_path, abort=abort)
         weights = updated.id.hex()
         return {"success": True, "message": f"weights {weights}", "weights": weights}
+
+    async def _profile(self, fields: ProfileFields) -> Mapping[str, Any]:
+        return _traces("profiling", await self._calls.start_profile(fields.num_steps or 0))
+
+    async def _end_profile(self, fields: NoFields) -> Mapping[str, Any]:
+        return _traces("written", await self._calls.stop_profile())
 
     async def _flush(self, fields: NoFields) -> Mapping[str, Any]:
         flushed = await self._calls.flush_caches()
@@ -116,6 +140,13 @@ class _Command(Generic[F]):
         except ServingError as error:
             return problems.of_error(error, self._reader.names).response()
         return whole(200, msgspec.json.encode(done))
+
+
+def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]:
+    profiles = [
+        {"role": each.role, "address": each.address, "path": each.path} for each in told.profiles
+    ]
+    return {"status": status, "profiles": profiles}
 
 
 def _json(request: Request) -> bytes:

@@ -205,6 +205,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.UpdateWeightsResponse:
         return await self._engines.update_weights(request.path, abort=request.abort)
 
+    async def StartProfile(
+        self, request: router_pb2.StartProfileRequest, context: Context
+    ) -> router_pb2.ProfilesResponse:
+        return await self._engines.start_profile(request.num_steps)
+
+    async def StopProfile(
+        self, request: router_pb2.StopProfileRequest, context: Context
+    ) -> router_pb2.ProfilesResponse:
+        return await self._engines.stop_profile()
+
     async def FlushCache(
         self, request: router_pb2.FlushCacheRequest, context: Context
     ) -> router_pb2.FlushCacheResponse:

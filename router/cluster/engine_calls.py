@@ -1,6 +1,7 @@
 """What operators ask of the engines of all nodes at once: pauses, other weights, empty caches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from common.errors import InvalidRequest, WrongState
 from common.pause_mode import PauseMode, pause_mode
@@ -11,6 +12,7 @@ from router.cluster.survey import Member, Survey
 
 _PAUSE_S = 65.0  # longer than a node takes
 _WEIGHTS_S = 605.0
+_PROFILE_S = 65.0
 _ANSWER_S = 10.0
 
 
@@ -91,6 +93,36 @@ class EngineCalls:
         if len(found) > 1:
             raise InvalidRequest("model_path: nodes have read different weights there")
         return found.pop()
+
+    async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
+        """
+        Args:
+            num_steps: as in StartProfileRequest.
+        Raises:
+            WrongState: a node does not; the others do.
+        """
+        return await self._profiled(
+            "StartProfile", router_pb2.StartProfileRequest(num_steps=num_steps)
+        )
+
+    async def stop_profile(self) -> router_pb2.ProfilesResponse:
+        """
+        Raises:
+            WrongState: of a node there is no trace; of the others there is.
+        """
+        return await self._profiled("StopProfile", router_pb2.StopProfileRequest())
+
+    async def _profiled(self, method: str, request: Any) -> router_pb2.ProfilesResponse:
+        said = await ask_all(self._survey.members, method, request, _PROFILE_S)
+        _check(said)
+        return router_pb2.ProfilesResponse(
+            profiles=[
+                router_pb2.Profile(
+                    role=each.member.role, address=each.member.address, path=each.answer.path
+                )
+                for each in said
+            ]
+        )
 
     async def flush_caches(self) -> router_pb2.FlushCacheResponse:
         """

@@ -20,11 +20,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def write(directory: Path) -> None:
+def write(directory: Path, *, seed: int = SEED) -> None:
     """Makes the checkpoint: 0.9 M parameters, float32, 3.5 MB."""
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(directory)
-    _model(tokenizer).save_pretrained(directory)
+    _model(tokenizer, seed).save_pretrained(directory)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -44,7 +44,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def _model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -61,7 +61,7 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         initializer_range=0.1,
         dtype="float32",
     )
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id

@@ -333,7 +333,7 @@ def prefill_node(
     news, ears = News(common.wake), Ears()
     transfer = _transfer(common, engine, hello, owner, frames, news, ears)
     router = RouterEnd()
-    desk = _desk(router, engine)
+    desk = _desk(router, engine, config)
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config, on_admit),
         pages=engine.pages,
@@ -372,7 +372,7 @@ def decode_node(
     news, ears = News(common.wake), Ears()
     transfer = _transfer(common, engine, hello, owner, frames, news, ears)
     router = RouterEnd()
-    desk = _desk(router, engine)
+    desk = _desk(router, engine, engine_config)
     sharing = _sharing(common, instance, engine, transfer)
     role = DecodeRole(
         config=config,
@@ -532,12 +532,12 @@ def _hello(engine: Engine, instance: int, address: str) -> Hello:
     )
 
 
-def _desk(router: RouterEnd, engine: Engine) -> Desk:
+def _desk(router: RouterEnd, engine: Engine, config: EngineConfig) -> Desk:
     return Desk(
         router,
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: 0,
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
-        operations=Operations(engine.weights),
+        operations=Operations(engine.weights, engine.profiler(config, "test", lambda: 0)),
     )

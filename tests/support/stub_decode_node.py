@@ -59,6 +59,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.calls_adapters: dict[str, bytes] = {}  # what it reads at a path; else its hash
         self.paused = ""  # in which mode; "": it is not
         self.refuses_pauses = ""  # why, if it does; and to empty its cache
+        self.profiled: int | None = None  # steps; None: never
         self.prepared = self.weights = b""
         self.in_mode = ""  # in which it was paused while it has got weights
         self.refuses_weights = self.loses_weights = ""  # why, if it does
@@ -150,6 +151,19 @@ class StubNode(node_pb2_grpc.NodeServicer):
             raise WrongState(self.loses_weights or "it is not paused, or they are not prepared")
         self.weights, self.in_mode = request.id, self.paused
         return node_pb2.PutWeightsResponse()
+
+    async def StartProfile(
+        self, request: router_pb2.StartProfileRequest, context: Any
+    ) -> node_pb2.ProfileResponse:
+        self.profiled = request.num_steps
+        return node_pb2.ProfileResponse(path=f"/traces/{self.description.role}")
+
+    async def StopProfile(
+        self, request: router_pb2.StopProfileRequest, context: Any
+    ) -> node_pb2.ProfileResponse:
+        if self.profiled is None:
+            raise WrongState("nothing is profiled")
+        return node_pb2.ProfileResponse(path=f"/traces/{self.description.role}")
 
     async def FlushCache(
         self, request: router_pb2.FlushCacheRequest, context: Any

@@ -1,0 +1,102 @@
+"""Pauses, other weights and profiles through real processes, by the command that operators use."""
+
+import asyncio
+import gzip
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.oracle import Oracle, oracle
+from tests.support.cluster import Cluster
+from tests.support.noise_model import write
+from tests.support.programs import ROOT
+
+pytestmark = pytest.mark.long
+
+NUM_TOKENS = 24
+STARTED, NEXT = 7, 8  # seeds
+
+
+def _prompts() -> list[list[int]]:
+    source = random.Random(7)
+    return [[source.randrange(3, 256) for _ in range(length)] for length in (5, 40, 130, 300)]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of one model, by seed."""
+    root = tmp_path_factory.mktemp("weights")
+    for seed in (STARTED, NEXT):
+        write(root / str(seed), seed=seed)
+    return root
+
+
+def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
+    said = subprocess.run(
+        [
+            *(sys.executable, "-m", "cli.main", command, *arguments),
+            *(f"--router={cluster.address}", f"--secret-file={cluster.secret_file}"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert said.returncode == 0, said.stderr
+    return said.stdout
+
+
+async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way(
+    make: Callable[..., Cluster], shelf: Path, tmp_path: Path
+) -> None:
+    prompts, known = _prompts(), {seed: oracle(shelf / str(seed)) for seed in (STARTED, NEXT)}
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    flags = (f"--engine.weights-directory={shelf}", f"--engine.profile-directory={traces}")
+    async with make(node_flags=flags, num_prefill=2, num_decode=2) as cluster:
+
+        async def baton(command: str, *arguments: str) -> str:
+            return await asyncio.to_thread(_baton, cluster, command, *arguments)
+
+        async def ask(prompt: list[int], of: Oracle) -> int:
+            """How much of it was cached."""
+            answer = await cluster.generate(
+                prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            )
+            assert answer.token_ids == of.tokens(prompt, NUM_TOKENS)
+            return answer.usage.cached_tokens
+
+        async def ask_all(seed: int) -> list[int]:
+            return await asyncio.gather(*(ask(prompt, known[seed]) for prompt in prompts))
+
+        await ask_all(STARTED)
+        assert await baton("pause", "--mode=in_place") == "paused\n"
+        states = {node.state for node in (await cluster.describe()).nodes}
+        assert states == {"paused"}
+        waiting = asyncio.create_task(ask_all(STARTED))
+        assert await baton("pause", "--mode=retract") == "it was paused already\n"
+        assert not waiting.done()
+        assert await baton("continue") == "continued\n"
+        assert sum(await waiting) > 0
+        for seed in (NEXT, STARTED):
+            said = await baton("weights", str(seed))
+            assert said.startswith("all nodes compute with ")
+            names = {node.weights.hex() for node in (await cluster.describe()).nodes}
+            assert f"all nodes compute with {names.pop()}\n" == said and not names
+            # Of the longest prompt all was cached before, and of the new weights nothing is.
+            assert await ask(prompts[-1], known[seed]) == 0
+            await ask_all(seed)
+        profiling = asyncio.create_task(baton("profile", "--steps=3", "--seconds=1"))
+        while not profiling.done():
+            await ask_all(STARTED)
+        written = [line.rpartition(": ")[2] for line in (await profiling).splitlines()]
+        assert len(set(written)) == 4
+        for path in written:
+            with gzip.open(path, "rt") as file:
+                assert json.load(file)["traceEvents"]
