@@ -36,6 +36,8 @@ FIELDS: Mapping[str, str] = {
     "stream": "Send the answer as server-sent events while it is generated.",
     "stream_options": "`include_usage`: one more event before `[DONE]` tells the usage.",
     "n": "Answers for each prompt; each is a request of its own to the nodes.",
+    "best_of": "So many answers are generated, and the `n` whose tokens are the likeliest on "
+    "average are told. Not with `stream`.",
     "max_tokens": "Tokens to generate at most. Completions: 16; chat: what the context leaves.",
     "max_completion_tokens": "The newer name of `max_tokens`.",
     "temperature": "0: the likeliest token, always.",

@@ -468,3 +468,39 @@ async def _grpc_is_refused(api: Api) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{api.router.port}") as channel:
         call = Client(channel).generate("x")
         assert await call.code() is StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_of_several_answers_the_likeliest_are_told(model: Path, logprobs: int | None) -> None:
+    told = {" one": -3.0, " two": -1.0, " three": -2.0}
+    async with api_for(model) as api:
+        asked = {"prompt": ["x", "y"], "n": 2, "best_of": 3, "logprobs": logprobs}
+        answering = asyncio.create_task(api.post(COMPLETIONS, **asked))
+        for _ in range(2 * len(told)):
+            submit = await api.node.submitted()
+            index = int(submit.request_id.rpartition("-")[2])
+            text, logprob = list(told.items())[index % len(told)]
+            number, tokens = submit.request, ids(text)
+            assert submit.sampling.logprobs == 0
+            api.node.say(
+                {number: tokens},
+                ended={number: FINISH_REASON_STOP},
+                logprobs={number: [logprob] * len(tokens)},
+            )
+        answer = (await answering).json
+    choices = answer["choices"]
+    assert [(each["index"], each["text"]) for each in choices] == [
+        *((0, " two"), (1, " three")),
+        *((2, " two"), (3, " three")),
+    ]
+    assert [each["logprobs"] is None for each in choices] == [logprobs is None] * 4
+    num_tokens = 2 * sum(len(ids(text)) for text in told)
+    assert answer["usage"]["completion_tokens"] == num_tokens
+
+
+async def test_best_of_one_asks_for_nothing(model: Path) -> None:
+    async with api_for(model) as api:
+        for n in (None, 1):
+            answering = asyncio.create_task(api.post(COMPLETIONS, prompt="x", best_of=1, n=n))
+            submit = await api.complete()
+            assert not submit.sampling.HasField("logprobs") and (await answering).status == 200

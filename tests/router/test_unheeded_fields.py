@@ -22,7 +22,6 @@ DIALECTS = pytest.mark.parametrize(
 
 # What other servers take, and this one does not.
 ASKED_IN_VAIN: dict[str, Any] = {
-    "best_of": 2,
     "custom_logit_processor": "x",
     "detokenize": False,
     "grammar": "root ::= x",
@@ -261,11 +260,17 @@ def test_what_is_not_heeded_in_a_message_is_refused_by_its_path(
 
 def test_all_that_is_not_heeded_is_named_at_once() -> None:
     refusal = refused(
-        COMPLETIONS, **PROMPT, stream_options={"every": 5}, typical_p=2, best_of=2, mirostat=2
+        COMPLETIONS,
+        **PROMPT,
+        stream_options={"every": 5},
+        typical_p=2,
+        length_penalty=2,
+        mirostat=2,
     )
     assert refusal.param == "stream_options.every"
     assert str(refusal) == (
-        "stream_options.every, typical_p, best_of and mirostat are not supported by this server"
+        "stream_options.every, typical_p, length_penalty and mirostat are not supported by this "
+        "server"
     )
 
 

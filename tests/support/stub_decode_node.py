@@ -18,7 +18,14 @@ import uvloop
 from common import rpc, serve_protocol
 from common.errors import EngineDied, RequestFailed, WrongState
 from common.rpc.last_words import said
-from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
+from protos import (
+    decode_pb2,
+    decode_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+    router_pb2,
+    sampling_pb2,
+)
 
 T = TypeVar("T")
 
@@ -243,6 +250,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         error_code: int = 0,
         retry_after_s: float = 0.0,
         cached_tokens: int = 0,
+        logprobs: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         """One Step on every open stream.
 
@@ -250,6 +258,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
             tokens: new tokens by request.
             ended: finish reasons by request; the three that follow are those of each.
             cached_tokens: told of all of them, if there are any.
+            logprobs: of the new tokens, by request.
         """
         ends = ended or {}
         begun = sorted({*(tokens or ()), *ends}) if cached_tokens else []
@@ -266,6 +275,12 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
                     error=[error] * len(ends),
                     error_code=[error_code] * len(ends),
                     retry_after_s=[retry_after_s] * len(ends),
+                    logprobs=[
+                        decode_pb2.RowLogprobs(
+                            request=number, logprobs=sampling_pb2.Logprobs(logprob=told)
+                        )
+                        for number, told in (logprobs or {}).items()
+                    ],
                 )
             )
         )

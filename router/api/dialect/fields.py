@@ -63,14 +63,17 @@ class Fields(GuideFields, kw_only=True):
     bad_words: list[str] | None = None
 
 
-def check_multiplied(fields: Fields, body: bytes) -> None:
+def check_multiplied(fields: Fields, body: bytes, best_of: int = 1) -> None:
     """
+    Args:
+        best_of: answers to each prompt, where they are more than its choices.
     Raises:
-        Refusal: n is too much for prompts as long as those of `body`.
+        Refusal: they are too many for prompts as long as those of `body`.
     """
-    if len(body) * (fields.n or 1) > MAX_BYTES:
-        sentence = f"n = {fields.n} makes more than {MAX_BYTES} bytes of a body of {len(body)}"
-        raise Refusal(413, sentence, param="n")
+    name, count = ("best_of", best_of) if best_of > 1 else ("n", fields.n or 1)
+    if len(body) * count > MAX_BYTES:
+        sentence = f"{name} = {count} makes more than {MAX_BYTES} bytes of a body of {len(body)}"
+        raise Refusal(413, sentence, param=name)
 
 
 def samplings(
@@ -80,10 +83,12 @@ def samplings(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
     thinking_budget: int = -1,
+    best_of: int = 1,
 ) -> Sequence[SamplingParams]:
     """One for each of the n choices of a prompt, alike but for the seed. Unchecked.
 
     Args:
+        best_of: so many, where they are more.
         max_tokens: None: as many as the context leaves.
         logprobs, prompt_logprobs, thinking_budget: -1: none.
     Raises:
@@ -115,7 +120,7 @@ def samplings(
             replace(
                 first, seed=any_seed() if fields.seed is None else _derived(fields.seed, number)
             )
-            for number in range(1, fields.n or 1)
+            for number in range(1, max(fields.n or 1, best_of))
         ),
     ]
 

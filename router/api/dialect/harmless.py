@@ -103,7 +103,7 @@ UNSUPPORTED: Mapping[str, Harmless] = {
 }
 
 OF_COMPLETIONS: Mapping[str, Harmless] = {
-    **UNSUPPORTED,
+    **{name: harmless for name, harmless in UNSUPPORTED.items() if name != "best_of"},
     "add_special_tokens": _ON,
     "prompt_embeds": _NEVER,
     "suffix": _NEVER,

@@ -1,6 +1,7 @@
 """/v1/completions: a prompt, or a list of them, as text or as token ids."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, cast
 
 import msgspec
@@ -32,6 +33,7 @@ class CompletionFields(Fields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -43,10 +45,15 @@ class Choice(msgspec.Struct):
 
 
 class Voice:
-    """Tells one choice."""
+    """Tells one choice.
 
-    def __init__(self, index: int) -> None:
+    Args:
+        tells: log-probabilities, where there are some.
+    """
+
+    def __init__(self, index: int, *, tells: bool = True) -> None:
         self._index = index
+        self._tells = tells
         self._begun = False
         self._tokens = TextTokens()
 
@@ -74,7 +81,7 @@ class Voice:
 
     def _logprobs(self, pieces: Sequence[Piece]) -> TextLogprobs | None:
         tokens: list[ToldToken] = []
-        for piece in pieces:
+        for piece in pieces if self._tells else ():
             tokens += piece.prompt.tokens if piece.prompt else ()
             tokens += piece.tokens
         return self._tokens.told(tokens)
@@ -100,7 +107,8 @@ class Completions:
 
     def read(self, body: bytes) -> Asked:
         fields = self._reader.read(body)
-        check_multiplied(fields, body)
+        best_of = _best_of(fields)
+        check_multiplied(fields, body, best_of)
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
         echo = bool(fields.echo)
         silent = echo and max_tokens == 0
@@ -108,15 +116,16 @@ class Completions:
         per_prompt = samplings(
             fields,
             1 if silent else max_tokens,
-            logprobs=logprobs,
+            logprobs=max(logprobs, 0) if best_of > 1 else logprobs,
             prompt_logprobs=logprobs if echo else -1,
+            best_of=best_of,
         )
         prompts = _prompts(fields.prompt)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
             raise Refusal(
                 400,
-                f"prompt: {len(prompts)} prompts with n = {len(per_prompt)} are more than "
-                f"{MAX_CHOICES} choices",
+                f"prompt: {len(prompts)} prompts with {'best_of' if best_of > 1 else 'n'} = "
+                f"{len(per_prompt)} are more than {MAX_CHOICES} choices",
                 param="prompt",
             )
         wanted = choices(fields, prompts, per_prompt, echo=echo, silent=silent)
@@ -127,9 +136,26 @@ class Completions:
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=Voice,
+            voice=partial(Voice, tells=logprobs >= 0),
+            num_kept=fields.n or 1,
         )
         return Asked(fields.model, wanted, fields.user or "", told.reply, fields.lora_path)
+
+
+def _best_of(fields: CompletionFields) -> int:
+    """Answers to each prompt, of which its choices are the best; 1: all are told.
+
+    Raises:
+        Refusal: they are too few, or are to be told before it is known which are the best.
+    """
+    best_of, n = fields.best_of or 1, fields.n or 1
+    if best_of in (1, n):
+        return 1
+    if best_of < n:
+        raise Refusal(400, f"best_of = {best_of} is less than n = {n}", param="best_of")
+    if fields.stream:
+        raise Refusal(400, "best_of: not of a streamed answer", param="best_of")
+    return best_of
 
 
 def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> Sequence[Text | TokenIds]:

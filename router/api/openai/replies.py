@@ -1,6 +1,6 @@
 """An answer in the making: pieces of its choices in, OpenAI's JSON out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -62,6 +62,7 @@ class Choices(msgspec.Struct, frozen=True):
     stream: bool
     include_usage: bool
     voice: Callable[[int], Voice]  # of the choice with this index
+    num_kept: int = 0  # of those of a prompt, the best of a whole answer; 0: all
 
     def reply(self, origin: Origin, request: Request, headers: Headers) -> Reply:
         if self.stream:
@@ -90,8 +91,8 @@ class WholeReply:
 
     def response(self) -> web.StreamResponse:
         told = [
-            self._choices.voice(index).choice(pieces, self._ends[index])
-            for index, pieces in enumerate(self._pieces)
+            self._choices.voice(index).choice(self._pieces[place], self._ends[place])
+            for index, place in enumerate(self._kept())
         ]
         usage = _usage(self._ends, self._choices.num_per_prompt)
         envelope = _envelope(self._origin, self._choices.whole_object, told, usage)
@@ -99,6 +100,21 @@ class WholeReply:
 
     def failed(self, why: Refusal) -> web.StreamResponse:
         return why.response(self._headers)
+
+    def _kept(self) -> Iterator[int]:
+        """Which are told, of each prompt the best first."""
+        num = self._choices.num_per_prompt
+        for first in range(0, self._choices.num, num):
+            places: Sequence[int] = range(first, first + num)
+            if self._choices.num_kept not in (0, num):
+                places = sorted(places, key=self._likelihood, reverse=True)
+                places = places[: self._choices.num_kept]
+            yield from places
+
+    def _likelihood(self, place: int) -> float:
+        """The mean log-probability of its tokens."""
+        tokens = [token for piece in self._pieces[place] for token in piece.tokens]
+        return sum(token.logprob or 0.0 for token in tokens) / max(len(tokens), 1)
 
 
 class StreamedReply:
