@@ -167,3 +167,15 @@ async def test_a_change_is_told_once() -> None:
 def test_a_node_is_not_dead_before_it_is_silent() -> None:
     with pytest.raises(ValidationError, match="must not be less than --silent-s"):
         RouterConfig(model="m", silent_s=5.0, dead_s=4.0)
+
+
+async def test_an_engine_that_beats_is_alive_for_longer_than_any_limit() -> None:
+    """Seen failing where a beat leaves the silence before it standing."""
+    pulse = EnginePulse(Patience(silent_s=0.4, dead_s=0.8), lambda: None)
+    watching = asyncio.create_task(pulse.until_dead())
+    for _ in range(100):  # each beat after about one look
+        pulse.beat()
+        await asyncio.sleep(0.02)
+        assert pulse.moves and not pulse.dead
+    await watching
+    assert pulse.dead and not pulse.moves
