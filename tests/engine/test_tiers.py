@@ -187,12 +187,16 @@ def test_who_ends_while_its_prefix_is_brought_leaves_it_to_the_tree():
     rig.assert_at_rest()
 
 
-def test_a_host_page_held_for_a_copy_that_nobody_knows_of_is_found():
+@pytest.mark.parametrize(
+    "holder, sentence",
+    [(Holder.COPY, r"host pages .* have COPY holds"), (Holder.CACHE, "are found by their keys")],
+)
+def test_a_host_page_that_nobody_knows_of_is_found(holder, sentence):
     rig = Rig(num_pages=16, tier_pages=100)
     ask(rig, drawn(1, 160))
     rig.check()
-    rig.tiers.host.pages.allocate(1, Holder.COPY)
-    with pytest.raises(EngineFault, match=r"host pages .* have COPY holds that nobody knows of"):
+    rig.tiers.host.pages.allocate(1, holder)
+    with pytest.raises(EngineFault, match=sentence):
         rig.check()
 
 

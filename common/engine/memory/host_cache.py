@@ -8,6 +8,7 @@ longest ago. Knows nothing of copies but that some are under way.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -137,8 +138,12 @@ class HostCache:
     def check(self) -> None:
         """Raises EngineFault where keys and page counts disagree. O(pages)."""
         self.pages.check()
-        cached = sorted(page for kept in self._kept.values() for page in kept.present())
-        if cached != np.flatnonzero(self.pages.holds(Holder.CACHE)).tolist():
+        pages = np.fromiter(
+            chain.from_iterable(each.pages for each in self._kept.values()), np.int32
+        )
+        cached = pages[pages != NO_PAGE]
+        counts = np.bincount(cached, minlength=self.pages.num_pages)
+        if not np.array_equal(counts, self.pages.holds(Holder.CACHE)):
             raise EngineFault(f"host pages: {len(cached)} are found by their keys, others are held")
 
     def _evict(self, num_pages: int) -> None:
