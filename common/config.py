@@ -188,6 +188,27 @@ ModelBackend = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "off"]
 
 
+class SpeculationConfig(Record):
+    """Tokens that are guessed, and verified several at a time, on decode nodes."""
+
+    drafter: Literal["none", "ngram"] = Field(
+        "none",
+        description="who guesses an answer's next tokens; ngram: they follow where the newest ones "
+        "stood before. Answers are the same, and sooner there where they repeat their prompt",
+    )
+    max_drafts: int = Field(
+        5, ge=1, le=15, description="tokens guessed for a request and step, at most"
+    )
+    min_match: Positive = Field(
+        3, description="newest tokens that must have stood before, for ngram to go on from there"
+    )
+    adaptive: bool = Field(
+        True,
+        description="guess as many as pay, by what became of those before and what a step costs; "
+        "off: always as many as there are",
+    )
+
+
 class EngineConfig(Record):
     """The model and the device it runs on."""
 
@@ -237,6 +258,7 @@ class EngineConfig(Record):
     tiers: TiersConfig = TiersConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
 
 class TransferConfig(Record):

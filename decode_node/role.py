@@ -294,7 +294,7 @@ class DecodeRole:
         return {**self._scheduler.counters(), **own, **self._sharing.counters()}
 
     def distributions(self) -> Mapping[str, Counted]:
-        return self._counts.distributions()
+        return {**self._counts.distributions(), **self._scheduler.distributions()}
 
     @property
     def num_host_pages_used(self) -> int:

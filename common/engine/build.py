@@ -53,6 +53,7 @@ from common.engine.sizing import (
     resolve_device,
     resolve_shape,
 )
+from common.engine.speculate.speculator import Speculator, check_speculation
 from common.engine.update import WeightsUpdate
 from common.errors import ConfigError
 from common.logs import kv
@@ -86,6 +87,7 @@ class Engine:
     weights: WeightsUpdate
     fingerprint: dict[str, str]
     tokenizer_hash: str
+    speculator: Speculator | None = None
 
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, Holding], None]
@@ -102,6 +104,7 @@ class Engine:
             cache=self.cache,
             tiers=self.tiers,
             on_admit=on_admit,
+            speculator=self.speculator,
         )
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
@@ -123,6 +126,7 @@ def build(config: EngineConfig) -> Engine:
         use_gpu(device)  # in this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend)
+    check_speculation(config.speculation, servable.spec)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
     model = _load(servable, device, precision.dtype, config)
     rounding = rounding_of(device, config.quantize, int8_stored=model.spec.int8_stored)
@@ -209,6 +213,7 @@ def build(config: EngineConfig) -> Engine:
             "kv_token_bytes": str(shape.layout.token_bytes),
         },
         tokenizer_hash=tokenizer_hash(directory),
+        speculator=Speculator.of(config.speculation, config.scheduler.num_slots),
     )
 
 

@@ -34,7 +34,7 @@ QUEUES = (
     *("unpaired", "prealloc", "transfer", "leaving"),  # of a decode node alone
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "copy", "cache")
-MODES = ("extend", "decode", "mixed")
+MODES = ("extend", "decode", "mixed", "verify")
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
 # Of the front ------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ BATCH_REQUESTS = Declared(
 BATCH_TOKENS = Declared(
     "baton_batch_tokens",
     "histogram",
-    "Tokens computed in a step that has prompts.",
-    {"mode": ("extend", "mixed")},
+    "Tokens computed in a step that has prompts, or drafts.",
+    {"mode": ("extend", "mixed", "verify")},
     bounds.BATCH_TOKENS,
 )
 WAITED = Declared(
@@ -181,6 +181,20 @@ PAUSES = Declared(
 )
 WEIGHT_UPDATES = Declared(
     "baton_weight_updates", "counter", "Times that other weights were put in place."
+)
+DRAFT_TOKENS = Declared(
+    "baton_draft_tokens",
+    "counter",
+    "Tokens that were guessed and computed with the newest one; accepted: they were right, and one "
+    "step less each.",
+    {"outcome": ("accepted", "rejected")},
+)
+VERIFIED_TOKENS = Declared(
+    "baton_verified_tokens",
+    "histogram",
+    "Tokens that a step gave a request of which some were guessed: those that were right, and one.",
+    {},
+    bounds.RUN_TOKENS,
 )
 POOLED = Declared(
     "baton_pooled_prompts", "counter", "Prompts that were computed for their vectors or scores."
@@ -342,7 +356,7 @@ BOTH = (
 )
 DECODE = (
     *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
-    *(LINK_CHANGES, MOVES),
+    *(LINK_CHANGES, MOVES, DRAFT_TOKENS, VERIFIED_TOKENS),
 )
 PREFILL = (POOLED,)
 DECLARED: Mapping[Role, tuple[Declared, ...]] = {
@@ -353,6 +367,7 @@ DECLARED: Mapping[Role, tuple[Declared, ...]] = {
 # What an engine counts, under its own names; some with a label's value behind a slash.
 _TOTALS = {
     "refused": REJECTED,
+    "draft_tokens": DRAFT_TOKENS,
     "prompt_tokens": PROMPT_TOKENS,
     "cached_tokens": CACHED_TOKENS,
     "generated_tokens": SAMPLED_TOKENS,
@@ -401,6 +416,7 @@ _DISTRIBUTIONS = {
     "batch_requests": BATCH_REQUESTS,
     "batch_tokens": BATCH_TOKENS,
     "handoff_seconds": HANDOFF_SECONDS,
+    "verified_tokens": VERIFIED_TOKENS,
     "read_seconds": READ_SECONDS,
 }
 _HANDOFFS = "handoffs_"  # of any other such counter the rest of the name is the outcome

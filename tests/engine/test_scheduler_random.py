@@ -4,13 +4,17 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from common.config import SchedulerConfig
 from common.engine.rows.request import FinishReason, Request
+from common.engine.speculate.speculator import Speculator
 from common.requests.namespace import namespace_of
+from tests.support.drafters import KINDS, speculator
 from tests.support.engine_rig import VOCABULARY, Rig
+from tests.support.fake_runner import foretold
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +22,14 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 MAX_STEPS = 20000
 
 
-def make_rig(rng: random.Random, *, pressure: bool, urgent: bool, tier_pages: int) -> Rig:
+def make_rig(
+    rng: random.Random,
+    *,
+    pressure: bool,
+    urgent: bool,
+    tier_pages: int,
+    speculator: Speculator | None,
+) -> Rig:
     """Under pressure the pool is small, growth is hardly reserved and few requests stop early."""
     page_size = rng.choice((16, 16, 16, 64))
     num_pages = rng.choice((4, 6, 10, 16) if pressure else (16, 40, 120))
@@ -45,6 +56,7 @@ def make_rig(rng: random.Random, *, pressure: bool, urgent: bool, tier_pages: in
             preempt_by=rng.choice((1, 5)) if urgent else 0,
             max_preempted=rng.choice((1, 3, 16)) if urgent else 1,
         ),
+        speculator=speculator,
     )
 
 
@@ -132,10 +144,19 @@ class Traffic:
         return [*stem, *(rng.randrange(VOCABULARY) for _ in range(length))][: self.longest]
 
 
-def run_workload(seed: int, *, pressure: bool, urgent: bool = False, tier_pages: int = 0) -> Rig:
+def run_workload(
+    seed: int,
+    *,
+    pressure: bool,
+    urgent: bool = False,
+    tier_pages: int = 0,
+    speculator: Speculator | None = None,
+) -> Rig:
     """urgent: some requests are, and take the places of others."""
     rng = random.Random(seed)
-    rig = make_rig(rng, pressure=pressure, urgent=urgent, tier_pages=tier_pages)
+    rig = make_rig(
+        rng, pressure=pressure, urgent=urgent, tier_pages=tier_pages, speculator=speculator
+    )
     rig.copier.delays.extend(random.Random(seed).choices((0, 0, 1, 2, 7), k=1000))
     traffic = Traffic(
         rig,
@@ -185,6 +206,20 @@ def test_every_request_gets_the_oracles_tokens_when_the_urgent_take_places(seed)
 @pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
 def test_every_request_gets_the_oracles_tokens_with_a_tier_below(seed, tier_pages):
     run_workload(seed, pressure=True, urgent=seed % 2 > 0, tier_pages=tier_pages)
+
+
+MORE_GUESSED = [pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60)]
+
+
+@pytest.mark.parametrize("seed", [*range(3), *MORE_GUESSED])
+def test_every_request_gets_the_oracles_tokens_when_some_are_guessed(seed):
+    kind = KINDS[seed % 3]
+    foretell = partial(foretold, vocabulary_size=VOCABULARY)
+    drafts = speculator(kind, foretell, VOCABULARY, max_drafts=1 + seed % 7, seed=seed)
+    urgent, tier_pages = seed % 4 > 2, (0, 6, 300)[seed // 3 % 3]
+    run_workload(
+        seed, pressure=seed % 2 > 0, urgent=urgent, tier_pages=tier_pages, speculator=drafts
+    )
 
 
 def test_the_workloads_reach_what_they_are_for():

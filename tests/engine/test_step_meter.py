@@ -28,7 +28,7 @@ def test_every_step_is_counted_whenever_one_asks():
 
 def test_a_step_with_prompts_is_of_its_own_mode():
     meter = StepMeter()
-    meter.prefilled(ForwardMode.EXTEND, 2, 500, 0.01)
+    meter.computed(ForwardMode.EXTEND, 2, 500, 0.01)
     counted = meter.distributions()
     assert counted["batch_tokens/extend"].total == 500
     assert sum(counted["batch_tokens/mixed"].counts) == 0

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(steps: Steps, num_steps: int) -> None:
     """An engine's start, as `build` has it, and traffic."""
     prepare(steps.runner, 64 + NUM_SLOTS)
-    traffic = Traffic(steps, 1, vocabulary_size=VOCABULARY_SIZE)
+    traffic = Traffic(steps, 1, vocabulary_size=VOCABULARY_SIZE, drafts=True)
     for _ in range(num_steps):
         traffic.step()
     steps.settle()

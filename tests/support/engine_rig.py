@@ -22,6 +22,7 @@ from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
+from common.engine.speculate.speculator import Speculator
 from common.page_tables import num_pages_of
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
@@ -57,6 +58,7 @@ class Rig:
     vandal: bool = True
     poison: int | None = None
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculator: Speculator | None = None
 
     def __post_init__(self) -> None:
         self.pages = PageAllocator(self.num_pages, lifo=self.lifo)
@@ -91,6 +93,7 @@ class Rig:
             cache=self.cache,
             tiers=self.tiers,
             on_admit=self._on_admit,
+            speculator=self.speculator,
         )
         self.coming: dict[int, Request] = {}  # by key
         self.role = RigRole(self)

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.engine.rows.batch import NOT_FINITE, NOT_SAMPLED, BatchResult, Ints, ScheduleBatch
+from common.engine.rows.batch import (
+    NOT_FINITE,
+    NOT_SAMPLED,
+    BatchResult,
+    ForwardMode,
+    Ints,
+    Runs,
+    ScheduleBatch,
+)
 from common.engine.rows.table import RequestTable
 
 DEADLINE_S = 60.0
@@ -25,6 +33,14 @@ def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
     weights = np.arange(1, len(values) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = int((values * weights + (weights >> np.uint64(17))).sum())
     return (mixed >> 23) % vocabulary_size
+
+
+def foretold(tokens: Sequence[int], count: int, vocabulary_size: int) -> list[int]:
+    """The next so many after these."""
+    new: list[int] = []
+    for _ in range(count):
+        new.append(next_token([*tokens, *new], vocabulary_size))
+    return new
 
 
 def state_of(tokens: Sequence[int] | Ints) -> Ints:
@@ -40,8 +56,10 @@ class FakeLaunched:
     runner: "FakeRunner"
     page_tables: Ints
     states: Ints  # own pages, by row
-    token_ids: list[Ints]  # per row; -1 where the CPU does not know it yet
+    token_ids: Ints  # of the rows' requests, all that the table has; `known` are known
+    known: Ints
     tokens: Ints | None = None
+    runs: Runs | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
     def sample(self) -> None:
@@ -50,7 +68,7 @@ class FakeLaunched:
     def result(self) -> BatchResult:
         self.runner.wait_for(self)
         assert self.tokens is not None
-        return BatchResult(self.tokens)
+        return BatchResult(self.tokens, runs=self.runs)
 
 
 class FakeRunner:
@@ -74,6 +92,7 @@ class FakeRunner:
         self._vocabulary_size = vocabulary_size
         self._poison = poison
         self._future = np.zeros(table.num_slots, np.int32)
+        self._rejected = np.zeros(table.num_slots, np.int32)
         self._queue: deque[FakeLaunched] = deque()
         self.kv = np.full((num_pages, table.page_size), -1, np.int32)
         self.host_kv = np.full((host_pages, table.page_size), -1, np.int32)
@@ -83,17 +102,13 @@ class FakeRunner:
         self.done_at_launch: list[int] = []  # num_done, per launch
 
     def launch(self, batch: ScheduleBatch) -> FakeLaunched:
-        rows = []
-        for slot, start, end in zip(batch.slots, batch.starts, batch.ends, strict=True):
-            tokens = self._table.tokens[slot, start:end].copy()
-            tokens[np.arange(start, end) >= self._table.known[slot]] = -1
-            rows.append(tokens)
         launched = FakeLaunched(
             batch,
             self,
             self._table.page_table[batch.slots].copy(),
             self._table.state[batch.slots].copy(),
-            rows,
+            self._table.tokens[batch.slots].copy(),
+            self._table.known[batch.slots].copy(),
         )
         self.batches.append(batch)
         self.done_at_launch.append(self.num_done)
@@ -106,44 +121,61 @@ class FakeRunner:
 
     def run_oldest(self) -> None:
         launched = self._queue.popleft()
-        launched.tokens = self._forward(launched)
+        launched.tokens, launched.runs = self._forward(launched)
         self.num_done += 1
         launched.done.set()
 
-    def _forward(self, launched: FakeLaunched) -> Ints:
+    def _forward(self, launched: FakeLaunched) -> tuple[Ints, Runs | None]:
         batch, size = launched.batch, self._table.page_size
         if batch.swap_out is not None:
             self.host_kv[batch.swap_out.host_pages] = self.kv[batch.swap_out.device_pages]
         if batch.swap_in is not None:
             self.kv[batch.swap_in.device_pages] = self.host_kv[batch.swap_in.host_pages]
-        for i, (slot, start, end) in enumerate(
-            zip(batch.slots, batch.starts, batch.ends, strict=True)
-        ):
-            tokens = launched.token_ids[i]
+        early = np.zeros_like(batch.starts)
+        if batch.early is not None:
+            early = np.minimum(self._rejected[batch.slots], batch.early)
+        starts, ends = batch.starts - early, batch.ends - early
+        for i, (slot, start, end) in enumerate(zip(batch.slots, starts, ends, strict=True)):
             at = np.arange(start, end)
+            tokens = launched.token_ids[i, at]
+            if start >= launched.known[i]:
+                tokens[0] = self._future[slot]
             for pages in launched.page_tables[i]:
-                self.kv[pages[at // size], at % size] = np.where(
-                    tokens < 0, self._future[slot], tokens
-                )
+                self.kv[pages[at // size], at % size] = tokens
         reads, kept = launched.states.copy(), {state.row: state for state in batch.kept}
         for state in batch.resumed:
             reads[state.row] = state.pages
+        longest = max(ends - starts, default=0)
         sampled = np.full(len(batch.slots), NOT_SAMPLED, np.int32)
-        for i, (slot, end) in enumerate(zip(batch.slots, batch.ends, strict=True)):
-            self.num_tokens += int(end - batch.starts[i])
-            start = int(batch.starts[i])
-            seen = self._seen(launched.page_tables[i], start, int(end))
+        runs = Runs(np.full((len(starts), longest), NOT_SAMPLED, np.int32), np.zeros_like(ends))
+        for i, (slot, start, end) in enumerate(zip(batch.slots, starts, ends, strict=True)):
+            self.num_tokens += int(end - start)
+            seen = self._seen(launched.page_tables[i], int(start), int(end))
             if start and (self.kv[reads[i], :2] != state_of(seen[:start])).any():
                 seen = np.full_like(seen, -1)
             if i in kept:
                 self.kv[kept[i].pages, :2] = state_of(seen[: start + kept[i].num_tokens])
             self.kv[launched.states[i], :2] = state_of(seen)
-            token = self._sample(seen)
+            if batch.mode is ForwardMode.VERIFY:
+                run = self._run(seen, int(start))
+                runs.tokens[i, : len(run)] = run
+                runs.counts[i] = len(run)
+                self._rejected[slot] = end - start - len(run)
+                token = run[-1]
+            else:
+                token = self._sample(seen)
             if batch.samples[i] or token == NOT_FINITE:
                 sampled[i] = token
             if batch.samples[i]:
                 self._future[slot] = max(0, token)
-        return sampled
+        return sampled, runs if batch.mode is ForwardMode.VERIFY else None
+
+    def _run(self, seen: Ints, start: int) -> list[int]:
+        """Tokens after the one at `start` and after the drafts behind it, as far as those stand."""
+        run = [self._sample(seen[: start + 1])]
+        while start + len(run) < len(seen) and seen[start + len(run)] == run[-1]:
+            run.append(self._sample(seen[: start + len(run) + 1]))
+        return run
 
     def _seen(self, page_tables: Ints, start: int, end: int) -> Ints:
         """KV of all tokens before `end`, as a full table has it; of no token at all where what the

@@ -45,6 +45,7 @@ from common.engine.run.copier import PageCopier
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream
 from common.engine.sizing import resolve_shape
+from common.engine.speculate.speculator import Speculator
 from common.engine.update import WeightsUpdate
 from common.node.desk import Desk
 from common.node.ipc import FrameSocket
@@ -114,6 +115,7 @@ class Size:
     kept_in: str = "auto"  # CacheConfig.dtype
     lora: LoraConfig = field(default_factory=LoraConfig)
     weights_directory: Path | None = None
+    speculator: Speculator | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,6 +513,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         ),
         fingerprint={"model": str(common.loaded.directory)},
         tokenizer_hash="",
+        speculator=size.speculator,
     )
     return engine, config
 

@@ -79,7 +79,7 @@ def main(checkpoint: str, dtype: str, graphs: str, seed: str) -> None:
         memory = StagedMemory(pool, DeviceTwin())
         rehearsed = set(launches)
         launches.clear()
-        traffic = Traffic(steps, int(seed), vocabulary_size=model.spec.vocabulary_size)
+        traffic = Traffic(steps, int(seed), vocabulary_size=model.spec.vocabulary_size, drafts=True)
         for _ in range(NUM_STEPS):
             traffic.step()
         steps.settle()

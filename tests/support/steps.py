@@ -19,7 +19,8 @@ from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.run.graphs import Recorder
-from common.engine.run.runner import LaunchedStep, ModelRunner
+from common.engine.run.launched import LaunchedStep
+from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import open_stream
 from common.requests.sampling import SamplingParams
 
@@ -114,22 +115,30 @@ class Steps:
         samples: Sequence[bool] | None = None,
         swap_out: PageCopies | None = None,
         swap_in: PageCopies | None = None,
+        verify: bool = False,
     ) -> None:
-        """One step over (slot, start, end) rows; takes the result of the step before."""
+        """One step over (slot, start, end) rows; takes the result of the step before.
+
+        Args:
+            verify: what a row has behind its first token are drafts, which the table has.
+        """
         slots, starts, ends = np.array(rows, np.int32).T
+        early = np.maximum(starts - self.table.known[slots], 0)
+        mode = ForwardMode.MIXED if samples is not None else _mode(starts, ends)
         batch = ScheduleBatch(
             step=next(self._numbers),
-            mode=ForwardMode.MIXED if samples is not None else _mode(starts, ends),
+            mode=ForwardMode.VERIFY if verify else mode,
             slots=slots.copy(),
             starts=starts.copy(),
             ends=ends.copy(),
             samples=np.ones(len(rows), np.bool_) if samples is None else np.array(samples),
             swap_out=swap_out,
             swap_in=swap_in,
+            early=early if early.any() else None,
         )
         self.table.hold(batch.slots, batch.step)
         launched = self.runner.launch(batch)
-        self.table.length[batch.slots[batch.samples]] += 1
+        self.table.length[batch.slots[batch.samples]] += ends - starts if verify else 1
         before, self.in_flight = self.in_flight, launched
         if before is not None:
             self._finish(before)
@@ -161,8 +170,17 @@ class Steps:
         self.stream.close()
 
     def _finish(self, launched: LaunchedStep) -> None:
-        tokens = launched.result().tokens
-        batch = launched.batch
+        result, batch = launched.result(), launched.batch
+        tokens = result.tokens
+        if result.runs is not None:
+            self.table.length[batch.slots] -= batch.ends - batch.starts - result.runs.counts
+            for row, slot in enumerate(batch.slots):
+                run = result.runs.tokens[row, : result.runs.counts[row]]
+                known = int(self.table.known[slot])
+                self.table.tokens[slot, known : known + len(run)] = run
+                self.table.known[slot] += len(run)
+            self.table.drop_step(batch.step)
+            return
         slots = batch.slots[batch.samples]
         self.table.tokens[slots, self.table.known[slots]] = tokens[batch.samples]
         self.table.known[slots] += 1

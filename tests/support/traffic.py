@@ -28,14 +28,21 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 class Traffic:
-    """What a scheduler could ask of `steps` next, at random."""
+    """What a scheduler could ask of `steps` next, at random.
 
-    def __init__(self, steps: Steps, seed: int, *, vocabulary_size: int) -> None:
+    Args:
+        drafts: some rows have some, and nearly all of those are rejected.
+    """
+
+    def __init__(
+        self, steps: Steps, seed: int, *, vocabulary_size: int, drafts: bool = False
+    ) -> None:
         self._steps = steps
         self._rng = random.Random(seed)
         self._vocabulary_size = vocabulary_size
         self._waiting: dict[int, int] = {}  # tokens of the slot that are prefilled
         self._running: list[int] = []
+        self._drafts = drafts
 
     def step(self) -> None:
         """One launch, of prompts, of decode rows, or of both; requests may come and go before."""
@@ -75,8 +82,22 @@ class Traffic:
         # The pages of a slot that is in no step may move at any time; here they come back at once.
         idle = [slot for slot in self._running if slot not in decodes and slot not in prompts]
         swap = self._copies(rng.choice(idle)) if idle and rng.random() < 0.2 else None
+        if self._drafts and not prompts and rng.random() < 0.5:
+            self._steps.launch(self._guessed(rows), swap_out=swap, swap_in=swap, verify=True)
+            return
         only_decodes = None if not prompts else samples
         self._steps.launch(rows, samples=only_decodes, swap_out=swap, swap_in=swap)
+
+    def _guessed(self, rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """The same rows, those first that have drafts: no more tokens than there are slots."""
+        table, rng = self._steps.table, self._rng
+        left, guessed = table.num_slots - len(rows), []
+        for slot, start, end in rows:
+            count = rng.randint(0, left) if table.plain[slot] else 0
+            table.tokens[slot, end : end + count] = rng.randrange(self._vocabulary_size)
+            left -= count
+            guessed.append((slot, start, end + count))
+        return sorted(guessed, key=lambda row: row[1] - row[2])
 
     def _copies(self, slot: int) -> PageCopies:
         pages = self._steps.table.pages_of(slot)

@@ -1,7 +1,7 @@
 """All row features together: which of them a step needs, and from its logits to its tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -64,13 +64,17 @@ class StepWork:
             tensors += work.tensors()
         return tensors
 
-    def choose(self, logits: Tensor, sent: Sequence[Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def choose(
+        self, logits: Tensor, sent: Sequence[Tensor], early: Tensor | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The rows' tokens, int32 [n], as `sample` gives them, and what is told of them. On the
         forward stream.
 
         Args:
-            logits: [n, vocabulary], may be overwritten.
+            logits: [n, vocabulary], may be overwritten; the rows' own first, then those before
+                drafts, of which nothing is told.
             sent: `tensors()`, on the device.
+            early: int32 [n], by how many places each token comes earlier; None: none does.
         """
         columns, taken = None, 0 if self.prompt is None else 1
         if self.pooling is not None:
@@ -78,6 +82,8 @@ class StepWork:
         if self.columns is not None:
             columns = SamplingColumns(*sent[taken : taken + len(_COLUMNS)])
             taken += len(_COLUMNS)
+            if early is not None:
+                columns = replace(columns, positions=columns.positions - early)
         if not self.works:
             return sample(logits, columns), {}
         logits = logits.float()
@@ -125,7 +131,7 @@ class RowFeatures:
         if not np.count_nonzero(wanted):
             return _NOTHING
         anybody = int(np.bitwise_or.reduce(wanted))
-        columns = self._sampling.build(slots, batch.ends) if anybody & _SAMPLED else None
+        columns = self._columns(batch, slots) if anybody & _SAMPLED else None
         if anybody == _SAMPLED:
             return StepWork(columns)
         wanted = self._of_those_that_sample(batch, wanted)
@@ -135,6 +141,14 @@ class RowFeatures:
         if anybody & _POOLED:
             pooling = self._pooled.build(batch, 0 if prompt is None else len(prompt.places))
         return StepWork(columns, self._works(batch, wanted, ~late), late, prompt, pooling)
+
+    def _columns(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> SamplingColumns:
+        if batch.mode is not ForwardMode.VERIFY:
+            return self._sampling.build(slots, batch.ends)
+        rows, indices = batch.before_last()
+        return self._sampling.build(
+            np.concatenate((slots, slots[rows])), np.concatenate((batch.ends, indices + 1))
+        )
 
     def build_late(self, batch: ScheduleBatch, late: int) -> tuple[Work, ...]:
         """The rest of a step, whose rows' tokens are all known now.
@@ -182,7 +196,7 @@ class RowFeatures:
     def _of_those_that_sample(
         self, batch: ScheduleBatch, wanted: NDArray[np.uint32]
     ) -> NDArray[np.uint32]:
-        if batch.mode is ForwardMode.DECODE:
+        if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY):
             return wanted
         return np.where(batch.samples, wanted, np.uint32(0))
 
@@ -202,6 +216,7 @@ class RowFeatures:
             wanted |= _PROMPT
         if self._pooled.acquire(slot, request):
             wanted = _POOLED
+        self._table.plain[slot] = not wanted & ~_SAMPLED
         self._wanted[slot] = wanted | (_WAITING if waits else 0)
         self._waits[slot] = waits
 

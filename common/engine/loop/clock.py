@@ -37,7 +37,7 @@ class StepReading(NamedTuple):
 
 
 class StepClock:
-    """Durations are averaged per token of forwards with prompts, and per step of pure decodes:
+    """Durations are averaged per token of forwards with prompts, and per step of those without:
     a decode step's time hardly depends on its rows."""
 
     def __init__(
@@ -62,7 +62,9 @@ class StepClock:
         self._finished = 0
         self._turns = 0
         self._per_token: float | None = None
-        self._per_decode: float | None = None
+        self._per_step: dict[ForwardMode, float | None] = dict.fromkeys(
+            (ForwardMode.DECODE, ForwardMode.VERIFY)
+        )
         self.meter = StepMeter()
         self._read(now())
 
@@ -93,16 +95,22 @@ class StepClock:
         if not len(batch.slots):
             pass  # copies say nothing of what a forward takes
         elif batch.mode is ForwardMode.DECODE:
-            self._per_decode = _average(self._per_decode, elapsed)
+            self._note_step(batch.mode, elapsed)
             self.meter.decoded(len(batch.slots), elapsed)
         else:
             num_tokens = batch.num_tokens
-            self._per_token = _average(self._per_token, elapsed / num_tokens)
-            self.meter.prefilled(batch.mode, len(batch.slots), num_tokens, elapsed)
+            if batch.mode is ForwardMode.VERIFY:
+                self._note_step(batch.mode, elapsed)
+            else:
+                self._per_token = _average(self._per_token, elapsed / num_tokens)
+            self.meter.computed(batch.mode, len(batch.slots), num_tokens, elapsed)
         self._step = batch.step
         self._finished += 1
         self._started_at = now if self._launched else None
         self._read(now)
+
+    def _note_step(self, mode: ForwardMode, elapsed: float) -> None:
+        self._per_step[mode] = _average(self._per_step[mode], elapsed)
 
     def _read(self, now: float) -> None:
         under_way = self._launched[0] if self._launched else None
@@ -124,8 +132,8 @@ class StepClock:
 
     def _expected(self, batch: ScheduleBatch) -> float | None:
         """None: nothing of its kind has been seen."""
-        if batch.mode is ForwardMode.DECODE:
-            return self._per_decode
+        if batch.mode in self._per_step:
+            return self._per_step[batch.mode]
         return None if self._per_token is None else self._per_token * batch.num_tokens
 
 

@@ -11,6 +11,8 @@ from typing import Protocol
 from common.engine.loop.clock import StepClock
 from common.engine.rows.batch import BatchResult, ForwardMode, Launched, Runner, ScheduleBatch
 
+_PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
 
 class Role(Protocol):
     """What makes a node a prefill or a decode node. All calls come from the engine thread."""
@@ -96,7 +98,7 @@ class EventLoop:
         return None
 
     def _may_overlap(self, before: ScheduleBatch, batch: ScheduleBatch) -> bool:
-        return self._overlap_prefills or ForwardMode.DECODE in (before.mode, batch.mode)
+        return self._overlap_prefills or not (before.mode in _PROMPTS and batch.mode in _PROMPTS)
 
     def _finish(self, launched: Launched) -> None:
         asked = time.monotonic()

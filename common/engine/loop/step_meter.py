@@ -41,10 +41,10 @@ class StepMeter:
         if len(self._decode_seconds) >= _UNCOUNTED:
             self._count_decodes()
 
-    def prefilled(
+    def computed(
         self, mode: ForwardMode, num_requests: int, num_tokens: int, seconds: float
     ) -> None:
-        """A step with prompts."""
+        """A step of another mode: with prompts, or with drafts."""
         of_mode = self._modes[mode]
         of_mode.seconds.add(seconds)
         of_mode.requests.add(num_requests)

@@ -17,6 +17,7 @@ class ForwardMode(IntEnum):
     EXTEND = 1  # prompts, or chunks of prompts
     DECODE = 2  # one token per row
     MIXED = 3  # a chunk of a prompt, and decode rows in the same forward
+    VERIFY = 4  # decode rows, the first of which have drafts behind their newest token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,11 @@ class ScheduleBatch:
     for its copies alone.
     Nobody changes a batch, or an array of one, after it is made.
 
+    In VERIFY batches a row's tokens but the first are drafts, which the request table has behind
+    its known tokens; each is sampled after. `early`: row i may begin earlier, by early[i] tokens at
+    most and with all that it computes: by as many as are rejected of the drafts of the step before,
+    which only the device knows yet. None: no row may.
+
     A row that starts at token 0 begins with an empty state; any other goes on from the one in its
     request's own pages, unless it is among `resumed` (after 0 of its tokens). Each leaves its state
     in those own pages. `kept`: states on the way, or at the end, that are wanted in other pages
@@ -63,10 +69,19 @@ class ScheduleBatch:
     swap_in: PageCopies | None = None  # before the forward, after swap_out: host -> pool
     resumed: tuple[StateAt, ...] = ()
     kept: tuple[StateAt, ...] = ()
+    early: Ints | None = None
 
     @property
     def num_tokens(self) -> int:
         return int((self.ends - self.starts).sum())
+
+    def before_last(self) -> tuple[NDArray[np.intp], Ints]:
+        """All tokens but each row's last, row after row: the row and the index of each."""
+        counts = self.ends - self.starts - 1
+        rows = np.repeat(np.arange(len(counts)), counts)
+        firsts = np.cumsum(counts) - counts
+        indices = np.arange(len(rows), dtype=np.int32) - (firsts - self.starts)[rows]
+        return rows, indices.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +106,20 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """What the rows of a VERIFY step gave: row i the first counts[i] of tokens[i], at least one."""
+
+    tokens: Ints  # [rows, most tokens of a row]
+    counts: Ints  # [rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchResult:
     """What one step gave, on the host. tokens[i] belongs to row i; -1 where the row sampled
     nothing; -2 where its logits were not finite, whether it samples or not: then nothing of its KV
     is to be trusted.
+
+    runs: of a VERIFY step, and only of one; tokens has the last of each.
 
     logprobs: of the tokens, for the rows that ask for them; prompt_logprobs: of the prompt's tokens
     that follow those which the step has computed. pooled: by row, what the step adds to the vectors
@@ -105,6 +130,7 @@ class BatchResult:
     logprobs: RowLogprobs | None = None
     prompt_logprobs: RowLogprobs | None = None
     pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    runs: Runs | None = None
 
 
 NOT_SAMPLED = -1

@@ -150,7 +150,8 @@ class BatchBuilder:
         """O(tokens + pages of all rows)."""
         slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
         num_rows = len(slots)
-        page_ids, page_starts = self._pages(slots, starts, ends)
+        earliest = starts if batch.early is None else starts - batch.early
+        page_ids, page_starts = self._pages(slots, earliest, ends)
         lengths = torch.from_numpy(ends)
         states = self._states(batch, slots)
         if batch.mode is ForwardMode.DECODE:
@@ -174,7 +175,13 @@ class BatchBuilder:
         rows = np.repeat(self._places[:num_rows], counts)
         first_places = query_starts[:-1]
         positions = np.arange(len(rows), dtype=np.int32) - (first_places - starts)[rows]
-        token_ids, locations = self._tokens(slots[rows], positions)
+        sampled = query_starts[1:].astype(np.int64) - 1
+        guessed = None
+        if batch.mode is ForwardMode.VERIFY:
+            guessed = positions > starts[rows]
+            others, indices = batch.before_last()
+            sampled = np.concatenate((sampled, query_starts[others] + (indices - starts[others])))
+        token_ids, locations = self._tokens(slots[rows], positions, guessed)
         long_rows = (counts != 1).nonzero()[0]
         return ForwardBatch(
             token_ids=token_ids,
@@ -183,7 +190,7 @@ class BatchBuilder:
             lengths=lengths,
             page_starts=page_starts,
             query_starts=torch.from_numpy(query_starts),
-            sampled=torch.from_numpy(query_starts[1:].astype(np.int64) - 1),
+            sampled=torch.from_numpy(sampled),
             **states,
             page_ids=page_ids,
             slots=torch.from_numpy(slots),
@@ -255,12 +262,18 @@ class BatchBuilder:
         return self._table.by_table[table][slots[rows], columns], starts
 
     def _tokens(
-        self, slots: NDArray[np.intp], positions: Ints
+        self,
+        slots: NDArray[np.intp],
+        positions: Ints,
+        guessed: NDArray[np.bool_] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Ids and locations of tokens, each given by its slot and its index."""
+        """Ids and locations of tokens, each given by its slot and its index; `guessed` are those
+        that the table has though nobody knows them."""
         table = self._table
         token_ids = table.tokens[slots, positions]
         unknown = positions >= table.known[slots]
+        if guessed is not None:
+            unknown &= ~guessed
         if np.count_nonzero(unknown):
             token_ids = np.where(unknown, (-1 - slots).astype(np.int32), token_ids)
         pages, offsets = np.divmod(positions.astype(np.intp), self._page_size)

@@ -29,11 +29,13 @@ class RequestTable:
     launched in the order of their numbers (`hold`), and finished in that order (`drop_step`).
 
     Columns, [num_slots] unless said otherwise:
-        tokens [num_slots, context_length]: prompt, then what was generated; `known` are valid.
+        tokens [num_slots, context_length]: prompt, then what was generated; `known` are valid, and
+            behind them may be what a drafter has guessed.
         page_table [num_slots, tables, max_pages]: pages of the request in order, by table;
             `num_pages` are valid, and none of them is a page behind a window.
         known: tokens that the CPU knows.
-        length: `known` and those in flight. A decode row computes token index length - 1.
+        length: `known` and those in flight, with drafts that may yet be rejected. A decode row
+            computes token index length - 1.
         max_length: the request has its last token when it has so many.
         capacity: tokens that its pages have room for, num_pages * page_size.
         by_table: page_table's columns of each table, [num_slots, max_pages] views.
@@ -41,6 +43,7 @@ class RequestTable:
         state [num_slots, state pages]: of the request's own state, for as long as it has pages.
         stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them unless ignored.
         live: the slot has a request that has not ended.
+        plain: nothing is asked of its logits but a token each.
         deadline: time.monotonic().
         priority: of the request.
     """
@@ -75,6 +78,7 @@ class RequestTable:
         self.capacity = np.zeros(num_slots, np.int32)
         self.stop_ids = np.full((num_slots, 1), -1, np.int32)
         self.live = np.zeros(num_slots, np.bool_)
+        self.plain = np.ones(num_slots, np.bool_)
         self.deadline = np.zeros(num_slots, np.float64)
         self.priority = np.zeros(num_slots, np.int32)
         self.origin_stream = np.zeros(num_slots, np.uint64)
@@ -114,7 +118,7 @@ class RequestTable:
         self.num_prompt[slot] = request.num_prompt
         self.max_length[slot] = min(request.num_prompt + sampling.max_tokens, self.context_length)
         self.num_pages[slot] = self.capacity[slot] = 0
-        self.live[slot] = True
+        self.live[slot] = self.plain[slot] = True
         self.deadline[slot] = request.deadline
         self.priority[slot] = request.priority
         self.origin_stream[slot], self.origin_request[slot] = request.origin

@@ -1,6 +1,7 @@
 """Tensors of one step, from host memory to the device in one copy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -47,6 +48,12 @@ def upload(
         packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=True)
     ]
+
+
+def divided(sent: Sequence[Tensor], parts: Iterable[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """What was uploaded of each of these, which were uploaded one after the other."""
+    rest = iter(sent)
+    return [[*islice(rest, len(part))] for part in parts]
 
 
 def _aligned(num_bytes: int) -> int:

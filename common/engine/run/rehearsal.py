@@ -3,8 +3,10 @@
 They write no page. What they read of the pool may be anything, and so are their results.
 """
 
+import numpy as np
 import torch
 
+from common.engine.rows.batch import ForwardMode, ScheduleBatch
 from common.engine.rows.forward import ForwardBatch
 
 
@@ -51,6 +53,25 @@ def mixed_rehearsal(
         slots=torch.arange(num_rows),
         num_decodes=num_decodes,
     )
+
+
+def verify_rehearsal(
+    num_tables: int, page_size: int, state_pages: int = 0
+) -> tuple[ForwardBatch, ScheduleBatch]:
+    """A row with one draft, behind a step with drafts, as a forward and as its scheduler tells it:
+    whatever was rejected there, it begins where it says."""
+    num_tokens = 2
+    forward = mixed_rehearsal(num_tokens, 1, num_tables, page_size, state_pages)
+    told = ScheduleBatch(
+        step=0,
+        mode=ForwardMode.VERIFY,
+        slots=np.zeros(1, np.int32),
+        starts=np.ones(1, np.int32),
+        ends=np.full(1, 1 + num_tokens, np.int32),
+        samples=np.ones(1, np.bool_),
+        early=np.zeros(1, np.int32),
+    )
+    return forward.wanting(torch.arange(num_tokens - 1)), told
 
 
 def _no_states(num_rows: int, state_pages: int) -> dict[str, torch.Tensor]:

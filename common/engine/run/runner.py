@@ -4,102 +4,38 @@ Knows nothing of requests' lives: it reads the request table at launch, and the 
 does not know yet from the future map.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.engine.adapters.adapters import Adapters, AdapterWork
 from common.engine.adapters.bank import AdaptedStep
 from common.engine.features.composition import RowFeatures, StepWork
-from common.engine.features.pooling import Pooled, nothing_sampled, of_rows
+from common.engine.features.pooling import nothing_sampled
 from common.engine.memory.kv import HostPool, KVPool, swap_in, swap_out
 from common.engine.models import Model
-from common.engine.rows.batch import (
-    NOT_FINITE,
-    NOT_SAMPLED,
-    BatchResult,
-    RowLogprobs,
-    ScheduleBatch,
-)
+from common.engine.rows.batch import ScheduleBatch
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
-from common.engine.rows.upload import packed_bytes, upload
+from common.engine.rows.upload import divided, packed_bytes, upload
 from common.engine.run.future_map import FutureMap
 from common.engine.run.graphs import DecodeGraphs, Recorder
-from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal
+from common.engine.run.launched import LaunchedStep, Output
+from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
+from common.engine.run.speculated import NOTHING, Settled, Speculated
 from common.engine.run.stream import Event, Stream, made_on
-
-_NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class _Output:
-    """Written by the forward stream, read once its event is done. In host memory.
-
-    told, prompt: columns of RowLogprobs, of the tokens and of prompts.
-    pooled: of the rows that want no token.
-    """
-
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    told: Mapping[str, Tensor] = field(default_factory=dict)
-    prompt: Mapping[str, Tensor] = field(default_factory=dict)
-    pooled: Pooled = ()
 
 
 @dataclass(slots=True, eq=False)
 class _Forward:
     """Of a step whose tokens are chosen later. Written and read by the forward stream."""
 
-    uploaded: ForwardBatch
+    step: Settled
     sent: Sequence[Tensor]
     hidden: Tensor
-
-
-class LaunchedStep:
-    """A forward on its way, and where its tokens will be.
-
-    Args:
-        later: enqueues the choice of the tokens, where some rows could not be sampled at launch.
-    """
-
-    def __init__(
-        self,
-        batch: ScheduleBatch,
-        output: _Output,
-        event: Event,
-        later: Callable[[], Event] | None = None,
-    ) -> None:
-        self._batch = batch
-        self._output = output
-        self._events = [event]
-        self._later = later
-
-    @property
-    def batch(self) -> ScheduleBatch:
-        return self._batch
-
-    def sample(self) -> None:
-        if self._later is not None:
-            self._events.append(self._later())
-            self._later = None
-
-    def result(self) -> BatchResult:
-        for event in self._events:
-            event.wait()
-        tokens, samples = self._output.tokens.numpy(), self._batch.samples
-        if np.count_nonzero(samples) != len(samples):
-            tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
-        told, prompt = _columns(self._output.told), _columns(self._output.prompt)
-        return BatchResult(tokens, told, prompt, of_rows(self._output.pooled))
-
-
-def _columns(told: Mapping[str, Tensor]) -> RowLogprobs | None:
-    if not told:
-        return None
-    return RowLogprobs(**{name: tensor.numpy() for name, tensor in told.items()})
 
 
 class ModelRunner:
@@ -125,6 +61,7 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._host_pool = host_pool
+        self._table = table
         self._builder = BatchBuilder(table)
         self._stream = stream
         self._future = made_on(stream, lambda: FutureMap(table.num_slots, model.device))
@@ -170,32 +107,36 @@ class ModelRunner:
         num_tables, state_pages = tables.num_tables, tables.state_pages
         mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)
         decode = decode_rehearsal(num_slots, num_tables, state_pages=state_pages)
-        asked = [(mixed, num_tokens), (decode, 0)]
+        steps = [(mixed, NOTHING, num_slots, num_tokens), (decode, NOTHING, num_slots, 0)]
+        if num_slots > 1:  # else there is no room for a draft
+            verify, told = verify_rehearsal(num_tables, tables.page_size, state_pages)
+            steps.append((verify, Speculated.of(told, self._table), told.num_tokens, 0))
         adapters = self._adapters.rehearsal(num_tokens)
 
         def work() -> None:
-            for inputs, num_asked in asked:
-                for each in self._features.rehearsals(num_slots, num_asked, self._model.spec):
-                    self._run(inputs, each, self._adapters.nothing, _Output())
+            for inputs, speculated, num_sampled, num_asked in steps:
+                for each in self._features.rehearsals(num_sampled, num_asked, self._model.spec):
+                    self._run(inputs, speculated, each, self._adapters.nothing, Output())
             if adapters.tokens is not None:
-                self._forward(mixed, StepWork(), adapters)
+                self._forward(mixed, NOTHING, StepWork(), adapters)
 
         self._enqueue(work).wait()
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Copies what the step needs of the table and enqueues: swap out, swap in, adapters,
         forward, sampling, the copy of the tokens to host memory; without rows, the first two."""
-        output = _Output()
+        output = Output()
         if not len(batch.slots):
             return LaunchedStep(batch, output, self._enqueue(lambda: self._swap(batch)))
         inputs, asked = self._builder.build(batch), self._features.build(batch)
         adapters = self._adapters.build(batch)
+        speculated = Speculated.of(batch, self._table)
         if asked.late:
-            return self._launch_forward(batch, inputs, asked, adapters, output)
+            return self._launch_forward(batch, inputs, speculated, asked, adapters, output)
 
         def work() -> None:
             self._swap(batch)
-            self._run(inputs, asked, adapters, output)
+            self._run(inputs, speculated, asked, adapters, output)
 
         return LaunchedStep(batch, output, self._enqueue(work))
 
@@ -203,16 +144,17 @@ class ModelRunner:
         self,
         batch: ScheduleBatch,
         inputs: ForwardBatch,
+        speculated: Speculated,
         asked: StepWork,
         adapters: AdapterWork,
-        output: _Output,
+        output: Output,
     ) -> LaunchedStep:
         """The forward alone: what its rows ask of the logits depends on the step before."""
         done: list[_Forward] = []
 
         def work() -> None:
             self._swap(batch)
-            done.append(self._forward(inputs, asked, adapters))
+            done.append(self._forward(inputs, speculated, asked, adapters))
 
         def sample() -> Event:
             late = StepWork(works=self._features.build_late(batch, asked.late))
@@ -241,30 +183,49 @@ class ModelRunner:
             swap_in(self._pool, self._host_pool, batch.swap_in)
 
     def _run(
-        self, inputs: ForwardBatch, asked: StepWork, adapters: AdapterWork, output: _Output
+        self,
+        inputs: ForwardBatch,
+        speculated: Speculated,
+        asked: StepWork,
+        adapters: AdapterWork,
+        output: Output,
     ) -> None:
-        self._choose(self._forward(inputs, asked, adapters), asked, output)
+        self._choose(self._forward(inputs, speculated, asked, adapters), asked, output)
 
-    def _choose(self, forward: _Forward, asked: StepWork, output: _Output) -> None:
-        uploaded, sent, to_logits = forward.uploaded, forward.sent, self._model.logits
-        num_rows = len(uploaded.slots)
-        last = forward.hidden[:num_rows]
+    def _choose(self, forward: _Forward, asked: StepWork, output: Output) -> None:
+        step, sent, to_logits = forward.step, forward.sent, self._model.logits
+        chosen = forward.hidden[: step.num_chosen]
         if asked.pooling is not None and asked.pooling.only:
-            output.tokens = _to_host(nothing_sampled(last))
+            output.tokens = _to_host(nothing_sampled(chosen))
         else:
-            tokens, told = asked.choose(to_logits(last), sent)
-            self._future.store(uploaded.slots, tokens)
-            output.tokens = _to_host(tokens)
+            tokens, told = asked.choose(to_logits(chosen), sent, step.early_chosen)
+            self._keep(step, tokens, output)
             output.told = {name: _to_host(tensor) for name, tensor in told.items()}
         if asked.prompt is not None:
-            of_prompt = forward.hidden[num_rows:][: len(asked.prompt.places)]
+            of_prompt = forward.hidden[step.num_chosen :][: len(asked.prompt.places)]
             told, sent = asked.prompt.run(to_logits, of_prompt, sent[0]), sent[1:]
             output.prompt = {name: _to_host(tensor) for name, tensor in told.items()}
         if asked.pooling is not None:
             parts = asked.pooling.run(self._model, forward.hidden, sent)
             output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
-    def _forward(self, inputs: ForwardBatch, asked: StepWork, adapters: AdapterWork) -> _Forward:
+    def _keep(self, step: Settled, tokens: Tensor, output: Output) -> None:
+        """For the next step, and for the host."""
+        rejected = None
+        if step.verified is not None:
+            verified = step.verified.judge(step.batch.token_ids, tokens)
+            tokens, rejected = verified.newest, verified.rejected
+            output.runs = _to_host(verified.tokens), _to_host(verified.counts)
+        self._future.store(step.batch.slots, tokens, rejected)
+        output.tokens = _to_host(tokens)
+
+    def _forward(
+        self,
+        inputs: ForwardBatch,
+        speculated: Speculated,
+        asked: StepWork,
+        adapters: AdapterWork,
+    ) -> _Forward:
         """Runs it, over what goes to the device beside it."""
         adapters.fill()
         beside = asked.tensors()
@@ -272,13 +233,19 @@ class ModelRunner:
             inputs = inputs.wanting(torch.cat(asked.places))
         elif (
             self._graphs is not None
+            and not speculated
             and adapters.tokens is None
             and (size := self._graphs.size_for(inputs))
         ):
-            return _Forward(*self._graphs.run(inputs, size, beside))
-        uploaded, sent = inputs.to(self._model.device, beside=[*beside, *adapters.tensors()])
-        adapted = adapters.adapted(sent[len(beside) :])
-        return _Forward(uploaded, sent[: len(beside)], self._eager(uploaded, adapted))
+            uploaded, sent, hidden = self._graphs.run(inputs, size, beside)
+            return _Forward(Settled(uploaded), sent, hidden)
+        parts = beside, speculated.tensors(), adapters.tensors()
+        uploaded, sent = inputs.to(self._model.device, beside=[*chain(*parts)])
+        of_rows, of_drafts, of_adapters = divided(sent, parts)
+        page_size = self._pool.layout.page_size
+        step = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
+        adapted = adapters.adapted(of_adapters)
+        return _Forward(step, of_rows, self._eager(step.batch, adapted))
 
     def _eager(self, uploaded: ForwardBatch, adapted: AdaptedStep | None = None) -> Tensor:
         return self._model.forward(uploaded, self._pool, self._future.tokens, adapted)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch, StateAt
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import ExtendRow
 from common.engine.schedule.retracted import Swaps
+from common.engine.schedule.speculation import DecodeRows
 
 
 @dataclass(slots=True, eq=False)
@@ -49,15 +51,19 @@ class StepAssembler:
     def assemble(
         self,
         extends: Sequence[ExtendRow],
-        decodes: NDArray[np.intp],
+        rows: DecodeRows,
         swaps: Swaps,
     ) -> Step:
-        """Prompt rows first, then a token each for the slots in `decodes`."""
-        table = self._table
+        """Prompt rows first, then those that decode."""
+        table, decodes, early = self._table, rows.slots, rows.early
         ends = table.length[decodes]
         starts = ends - self._one
-        places = starts >> self._shift
-        by_table = [pages[decodes, places].astype(np.intp) for pages in table.by_table]
+        if rows.drafts is not None:
+            ends = ends + rows.drafts
+        if rows.drafts is None and early is None:
+            by_table = self._written(decodes, starts >> self._shift)
+        else:
+            by_table = self._written(*self._spans(decodes, starts, ends, early))
         if table.tables.state_pages:
             by_table.append(table.state[decodes].ravel().astype(np.intp))
         written: Pages = by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
@@ -67,15 +73,18 @@ class StepAssembler:
                 self._decodes, self._decodes_in_batch = decodes, decodes.astype(np.int32)
             batch = ScheduleBatch(
                 self.num_steps,
-                ForwardMode.DECODE,
+                ForwardMode.DECODE if rows.drafts is None else ForwardMode.VERIFY,
                 self._decodes_in_batch,
                 starts,
                 ends,
                 self._all[: len(decodes)],
                 swaps.swap_out,
                 swaps.swap_in,
+                early=early,
             )
             return Step(batch, (), decodes, written, swaps)
+        if early is not None:
+            early = np.concatenate([np.zeros(len(extends), np.int32), early])
         slots = np.concatenate([np.array([row.slot for row in extends], np.intp), decodes])
         batch = ScheduleBatch(
             self.num_steps,
@@ -96,10 +105,26 @@ class StepAssembler:
                 for place, row in enumerate(extends)
                 if len(row.kept)
             ),
+            early=early,
         )
         prompts = [self._pages_of(row) for row in extends]
         written = np.concatenate([written, *prompts])
         return Step(batch, extends, slots, written, swaps)
+
+    def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
+        """The page at each place of each slot, table by table."""
+        return [pages[slots, places].astype(np.intp) for pages in self._table.by_table]
+
+    def _spans(
+        self, slots: NDArray[np.intp], starts: Ints, ends: Ints, early: Ints | None
+    ) -> tuple[NDArray[np.intp], NDArray[Any]]:
+        """Slots and places of all pages that rows of several tokens may write, wherever each row
+        will begin."""
+        firsts = (starts if early is None else starts - early) >> self._shift
+        counts = ((ends - self._one) >> self._shift) - firsts + self._one
+        behind = np.cumsum(counts) - counts
+        places = np.arange(int(counts.sum())) + np.repeat(firsts - behind, counts)
+        return np.repeat(slots, counts), places
 
     def _pages_of(self, row: ExtendRow) -> Ints:
         first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)

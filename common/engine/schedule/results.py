@@ -17,6 +17,7 @@ from common.engine.rows.batch import (
     BatchResult,
     Ints,
     RowLogprobs,
+    Runs,
     ScheduleBatch,
 )
 from common.engine.rows.request import Finish, FinishReason
@@ -66,16 +67,19 @@ class StepResults:
         batch = step.batch
         chunks: list[ChunkDone] = []
         finished: list[Finished] = []
-        slots, places, tokens = step.slots, batch.ends, result.tokens
+        slots, tokens = step.slots, result.tokens
         if step.extends:
             self._finish_chunks(step.extends, result, chunks, finished)
             sampled = batch.samples
-            slots, places, tokens = slots[sampled], places[sampled], tokens[sampled]
-        computed, past = slots, places
+            slots, tokens = slots[sampled], tokens[sampled]
+        computed, places = slots, self._table.known[slots]
+        before = places
+        if result.runs is not None:
+            slots, places, tokens = self._in_order(slots, places, result.runs)
         wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
         slots, tokens = self._finish_tokens(slots, places, tokens, finished)
         if self._sliding:
-            self._free_behind(computed, past)
+            self._free_behind(computed, before)
         self.num_tokens += len(tokens)
         streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
         logprobs = (
@@ -128,11 +132,12 @@ class StepResults:
                 finished.append(Finished(request, request.to_finish))
                 self._residents.end(request)
 
-    def _free_behind(self, slots: NDArray[np.intp], num_tokens: Ints) -> None:
-        """Of rows that have so many tokens finished, at the edge of a page. Launched ones do not
-        count: the step in flight may still read what they leave behind."""
-        at_edge = (num_tokens % self._table.page_size == 0) & self._table.live[slots]
-        for slot, past in zip(slots[at_edge].tolist(), num_tokens[at_edge].tolist(), strict=True):
+    def _free_behind(self, slots: NDArray[np.intp], known: Ints) -> None:
+        """Of rows that have finished the last token of a page; so many tokens were known before.
+        Launched ones do not count: the step in flight may still read what they leave behind."""
+        size, done = self._table.page_size, self._table.known[slots] - 1
+        at_edge = (done // size > (known - 1) // size) & self._table.live[slots]
+        for slot, past in zip(slots[at_edge].tolist(), done[at_edge].tolist(), strict=True):
             # Row by row: two that share a prefix may let go of the same page.
             self._pages.drop(self._table.free_behind(slot, past), Holder.REQUEST)
 
@@ -146,19 +151,46 @@ class StepResults:
                 wanted[slot] = found.of(row, request.sampling.logprobs)
         return wanted
 
+    def _in_order(
+        self, slots: NDArray[np.intp], known: Ints, runs: Runs
+    ) -> tuple[NDArray[np.intp], Ints, Ints]:
+        """Slot, index and token of all tokens of rows that have several, row after row, up to the
+        one that ends its request."""
+        counts = runs.counts
+        rows, numbers = np.nonzero(np.arange(runs.tokens.shape[1]) < counts[:, None])
+        slots, tokens = slots[rows], runs.tokens[rows, numbers]
+        places = known[rows] + numbers.astype(np.int32)
+        stops, odd, last = self._ending(slots, places, tokens)
+        ends = stops.any(axis=1) | odd | last
+        if np.count_nonzero(ends):
+            ended: NDArray[np.intp] = np.cumsum(ends) - ends  # before each, in all rows
+            firsts = np.cumsum(counts) - counts
+            kept: NDArray[np.bool_] = ended == ended[firsts][rows]
+            slots, places, tokens = slots[kept], places[kept], tokens[kept]
+        return slots, places, tokens
+
+    def _ending(
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Why tokens may end their requests: each by what it is (a column for each stop token), as
+        none that there is, and as the last one allowed."""
+        table = self._table
+        stops = table.stop_ids[slots] == tokens[:, None]
+        odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
+        return stops, odd, places + _ONE >= table.max_length[slots]
+
     def _finish_tokens(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
     ) -> tuple[NDArray[np.intp], Ints]:
         """Gives each row its token, which has token index places[row]; returns the rows and
-        tokens that there are to tell."""
+        tokens that there are to tell. A row may have several, in their order; only its last may
+        end its request."""
         table = self._table
         live = table.live[slots]
         if np.count_nonzero(live) < len(slots):
             slots, places, tokens = slots[live], places[live], tokens[live]
         known = places + _ONE
-        stops = table.stop_ids[slots] == tokens[:, None]
-        odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
-        last = known >= table.max_length[slots]
+        stops, odd, last = self._ending(slots, places, tokens)
         if not (np.count_nonzero(stops) or np.count_nonzero(odd) or np.count_nonzero(last)):
             table.tokens[slots, places] = tokens
             table.known[slots] = known

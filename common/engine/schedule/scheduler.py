@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from common.config import SchedulerConfig
+from common.distribution import Counted
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
 from common.engine.memory.tiers import Tiers
@@ -39,7 +40,9 @@ from common.engine.schedule.results import StepResults
 from common.engine.schedule.retracted import RetractedRequests, Swaps
 from common.engine.schedule.retraction import Retraction
 from common.engine.schedule.running import RunningBatch
+from common.engine.schedule.speculation import DecodeRows, Speculation
 from common.engine.schedule.stopped import Stopped
+from common.engine.speculate.speculator import Speculator
 from common.errors import EngineFault, InvalidRequest, WrongState
 from common.priority import PriorityClass
 
@@ -64,6 +67,7 @@ class Scheduler:
         tiers: what is below the prefix cache; its host pages are for retracted requests too.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
             and its cached prefix is held; again if it was retracted and has to be recomputed.
+        speculator: guesses what is generated; None: nobody does.
         next_rows: what decides which rows a forward has; made of the parts of this scheduler.
     """
 
@@ -78,6 +82,7 @@ class Scheduler:
         cache: RadixCache,
         tiers: Tiers,
         on_admit: Callable[[Request, Holding], None],
+        speculator: Speculator | None = None,
         next_rows: type[NextRows] = NextRows,
     ) -> None:
         self._table = table
@@ -101,6 +106,9 @@ class Scheduler:
             on_admit=on_admit,
         )
         self._running = RunningBatch(table, cache)
+        self._speculation: Speculation | None = None
+        if speculator is not None:
+            self._speculation = Speculation(speculator, table=table, running=self._running)
         self._retraction = Retraction(
             table=table,
             pages=pages,
@@ -398,12 +406,18 @@ class Scheduler:
 
     def _launch(self, rows: Rows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
-        step = self._assembler.assemble(rows.extends, rows.decodes, swaps)
+        decodes = DecodeRows(rows.decodes)
+        if self._speculation is not None:
+            verify = not (alone or rows.extends)
+            decodes = self._speculation.rows(rows.decodes, verify=verify)
+        step = self._assembler.assemble(rows.extends, decodes, swaps)
         self._pages.hold(step.written, Holder.STEP)
         if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
             self._pages.hold(swaps.swap_in.device_pages, Holder.STEP)
         self._table.hold(step.slots, step.batch.step)
-        self._table.length[rows.decodes] += _ONE
+        self._table.length[decodes.slots] += (
+            _ONE if decodes.drafts is None else decodes.drafts + _ONE
+        )
         for row in rows.extends:
             self._residents.take(row.slot, row.request)
             if row.samples:
@@ -429,6 +443,8 @@ class Scheduler:
         if not self._launched or self._launched[0].batch is not batch:
             raise EngineFault(f"step {batch.step} is finished out of order")
         step = self._launched.popleft()
+        if self._speculation is not None:
+            self._speculation.finish(batch, result.runs)
         outcome = self._results.take(step, result)
         for pages in step.held():
             self._pages.drop(pages, Holder.STEP)
@@ -490,9 +506,13 @@ class Scheduler:
             "retractions": self._retraction.num_retractions,
             "recomputed": self._retraction.num_recomputed,
             **{f"preempted/{name}": n for name, n in self._preemption.counts.items()},
+            **(self._speculation.counters() if self._speculation is not None else {}),
             "prompt_tokens": self._admission.admitted_tokens,
             "cached_tokens": self._admission.cached_tokens,
         }
+
+    def distributions(self) -> dict[str, Counted]:
+        return {} if self._speculation is None else self._speculation.distributions()
 
     def check_idle(self, elsewhere: Mapping[Holder, Iterable[Pages]] = _NOTHING) -> None:
         """Checks that every page, host page and slot is accounted for, and each holder is known.

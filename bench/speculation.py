@@ -1,0 +1,234 @@
+"""What speculation does to tokens a second, where answers repeat their prompts and where not.
+
+    python -m bench.speculation [--batches 1,16] [--tokens 64] [--rounds 3]
+
+A dense model with the cost of its size, whose next token is one successor of the newest, and at
+times any other of the same text: how often, the temperature says. Prompts are a text, twice. So an
+answer is a copy with as many changes as a load wants: few (`copy`), many (`edits`), hardly anything
+but changes (`none`). One engine on a CPU, in this process; the same requests without drafts and
+with them, in turns, and of each way the best round. How many answers are the same is told too. Time
+is the CPU time of this process, whose engine has one thread, so that other programs on the machine
+hardly count.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.support.models import kept
+from bench.support.record import emit, table
+from common.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from common.engine.build import Engine, build
+from common.engine.loop.loop import EventLoop
+from common.engine.rows.batch import BatchResult, Launched, ScheduleBatch
+from common.engine.rows.request import Request
+from common.engine.schedule.scheduler import Scheduler
+from common.engine.speculate.speculator import Speculator
+from common.requests.sampling import SamplingParams
+
+VOCABULARY = 4096
+MODEL: dict[str, Any] = {  # 105 million parameters in its layers
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+PROMPT = 256
+ROUND = 128  # tokens of a text, whose last one has the first for its successor
+PLAIN = "plain"
+LIKELY, ALIKE = 18.35, 10.0  # logits of the successor and of the same text; others have about 0
+LOADS = {"copy": 1.0, "edits": 1.35, "none": 3.0}  # temperatures
+
+
+def _model(directory: Path) -> Path:
+    model = kept(directory, "successors-105m", torch.bfloat16, MODEL)
+    file = model / "model.safetensors"
+    if not (model / "successors").exists():
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()  # costs as much, and adds nothing
+        newest, hidden = torch.arange(VOCABULARY), MODEL["hidden_size"]
+        texts, own = torch.randn(VOCABULARY // ROUND, hidden), torch.randn(VOCABULARY, hidden)
+        texts = texts.repeat_interleave(ROUND, dim=0)
+        tensors["model.embed_tokens.weight"].copy_(own + texts)
+        successors = newest // ROUND * ROUND + (newest + 1) % ROUND
+        of_next = own * (LIKELY - ALIKE) + texts * ALIKE
+        tensors["lm_head.weight"][successors] = (of_next * (2**0.5 / hidden)).bfloat16()
+        save_file(tensors, file, {"format": "pt"})
+        (model / "successors").touch()
+    return model
+
+
+@dataclass(eq=False)
+class _Role:
+    """Notes each request's tokens."""
+
+    scheduler: Scheduler
+    told: dict[int, list[int]] = field(default_factory=dict)  # by request
+
+    def poll(self) -> None:
+        pass
+
+    def next_batch(self) -> ScheduleBatch | None:
+        return self.scheduler.next_batch()
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        outcome = self.scheduler.finish(batch, result)
+        for request, token in zip(outcome.requests.tolist(), outcome.tokens.tolist(), strict=True):
+            self.told.setdefault(request, []).append(token)
+
+    def idle(self) -> None:
+        raise AssertionError("there is work")
+
+
+def _requests(batch: int, tokens: int, temperature: float) -> Iterator[Request]:
+    rng = np.random.default_rng(0)
+    for number in range(batch):
+        first = rng.integers(VOCABULARY // ROUND) * ROUND
+        text = first + (np.arange(PROMPT) + rng.integers(ROUND)) % ROUND
+        yield Request(
+            key=number,
+            origin=(1, number),
+            request_id=str(number),
+            token_ids=text.astype(np.int32),
+            num_prompt=PROMPT,
+            sampling=SamplingParams(
+                max_tokens=tokens, seed=number, temperature=temperature, ignore_eos=True
+            ),
+            deadline=time.monotonic() + 3600,
+            arrived=time.monotonic(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    tokens_per_s: float
+    tokens_per_step: float
+    answers: dict[int, list[int]]
+    accepted: int
+    rejected: int
+
+
+def _measure(
+    engine: Engine,
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    requests: list[Request],
+) -> _Measured:
+    """From when all requests have their first token to when the last one has its last."""
+    speculator = Speculator.of(speculation, config.scheduler.num_slots)
+    scheduler = replace(engine, speculator=speculator).scheduler(config, lambda *_: None)
+    role = _Role(scheduler)
+    loop = EventLoop(role, engine.runner)
+    in_flight: Launched | None = None
+    for request in requests:
+        scheduler.add(request)
+    while len(role.told) < len(requests):
+        in_flight = loop.step(in_flight)
+    before, steps = sum(map(len, role.told.values())), scheduler.counters()["steps"]
+    began = time.process_time()
+    while scheduler.has_work or in_flight is not None:
+        in_flight = loop.step(in_flight)
+    seconds = time.process_time() - began
+    num_tokens = sum(map(len, role.told.values())) - before
+    counters = scheduler.counters()
+    return _Measured(
+        num_tokens / seconds,
+        num_tokens / (counters["steps"] - steps),
+        role.told,
+        counters.get("draft_tokens/accepted", 0),
+        counters.get("draft_tokens/rejected", 0),
+    )
+
+
+def _round(
+    engine: Engine,
+    config: EngineConfig,
+    ways: dict[str, SpeculationConfig],
+    requests: list[Request],
+) -> dict[str, _Measured]:
+    """The same requests by each way in turn."""
+    return {
+        way: _measure(engine, config, speculation, [replace(request) for request in requests])
+        for way, speculation in ways.items()
+    }
+
+
+def _same(one: _Measured, other: _Measured) -> float:
+    """Share of the answers that are the same, token for token."""
+    pairs = [one.answers[key] == other.answers[key] for key in one.answers]
+    return round(float(np.mean(pairs)), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", default="1,16")
+    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-drafts", type=int, default=SpeculationConfig().max_drafts)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--models", type=Path, default=Path("var/bench"), help="where they are kept"
+    )
+    arguments = parser.parse_args()
+    config = EngineConfig(
+        model=str(_model(arguments.models)),
+        device="cpu",
+        threads=1,
+        dtype=arguments.dtype,
+        cache=CacheConfig(num_pages=1024, host_pages=0, prefix_cache=True),
+        scheduler=SchedulerConfig(max_running=128),
+    )
+    engine = build(config)
+    ngram = SpeculationConfig(drafter="ngram", max_drafts=arguments.max_drafts)
+    ways = {
+        PLAIN: SpeculationConfig(),
+        "adaptive": ngram,
+        "always": ngram.model_copy(update={"adaptive": False}),
+    }
+    rows: list[dict[str, Any]] = []
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    for batch, load in itertools.product(batches, arguments.loads.split(",")):
+        rounds = [
+            _round(engine, config, ways, list(_requests(batch, arguments.tokens, LOADS[load])))
+            for _ in range(arguments.rounds)
+        ]
+        plain = max(one[PLAIN].tokens_per_s for one in rounds)
+        for way in list(ways)[1:]:
+            best = max((one[way] for one in rounds), key=lambda one: one.tokens_per_s)
+            drafts = best.accepted + best.rejected
+            rows.append(
+                {
+                    "batch": batch,
+                    "load": load,
+                    "way": way,
+                    "plain_tokens_per_s": round(plain, 1),
+                    "tokens_per_s": round(best.tokens_per_s, 1),
+                    "ratio": round(best.tokens_per_s / plain, 2),
+                    "drafts_per_token": round(drafts / (batch * arguments.tokens), 2),
+                    "accepted": round(best.accepted / max(1, drafts), 2),
+                    "tokens_per_step": round(best.tokens_per_step / batch, 2),
+                    "same": min(_same(one[PLAIN], one[way]) for one in rounds),
+                }
+            )
+    table(rows, {name: f"{{{name}}}" for name in rows[0]})
+    emit("speculation", vars(arguments) | {"models": str(arguments.models)}, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A step on its way through the forward stream, and what it gives."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.features.pooling import Pooled, of_rows
+from common.engine.rows.batch import (
+    NOT_FINITE,
+    NOT_SAMPLED,
+    BatchResult,
+    RowLogprobs,
+    Runs,
+    ScheduleBatch,
+)
+from common.engine.run.stream import Event
+
+_NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """Written by the forward stream, read once its event is done. In host memory.
+
+    told, prompt: columns of RowLogprobs, of the tokens and of prompts.
+    pooled: of the rows that want no token.
+    runs: of a step with drafts: tokens and counts, see Runs.
+    """
+
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    told: Mapping[str, Tensor] = field(default_factory=dict)
+    prompt: Mapping[str, Tensor] = field(default_factory=dict)
+    pooled: Pooled = ()
+    runs: tuple[Tensor, Tensor] | None = None
+
+
+class LaunchedStep:
+    """A forward on its way, and where its tokens will be.
+
+    Args:
+        later: enqueues the choice of the tokens, where some rows could not be sampled at launch.
+    """
+
+    def __init__(
+        self,
+        batch: ScheduleBatch,
+        output: Output,
+        event: Event,
+        later: Callable[[], Event] | None = None,
+    ) -> None:
+        self._batch = batch
+        self._output = output
+        self._events = [event]
+        self._later = later
+
+    @property
+    def batch(self) -> ScheduleBatch:
+        return self._batch
+
+    def sample(self) -> None:
+        if self._later is not None:
+            self._events.append(self._later())
+            self._later = None
+
+    def result(self) -> BatchResult:
+        for event in self._events:
+            event.wait()
+        tokens, samples = self._output.tokens.numpy(), self._batch.samples
+        if np.count_nonzero(samples) != len(samples):
+            tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
+        told, prompt = _columns(self._output.told), _columns(self._output.prompt)
+        runs = self._output.runs
+        return BatchResult(
+            tokens,
+            told,
+            prompt,
+            of_rows(self._output.pooled),
+            None if runs is None else Runs(*(tensor.numpy() for tensor in runs)),
+        )
+
+
+def _columns(told: Mapping[str, Tensor]) -> RowLogprobs | None:
+    if not told:
+        return None
+    return RowLogprobs(**{name: tensor.numpy() for name, tensor in told.items()})

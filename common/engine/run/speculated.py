@@ -1,0 +1,74 @@
+"""What a step needs besides where drafts are verified, or were in the step before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from common.engine.rows.batch import ScheduleBatch
+from common.engine.rows.early_rows import EarlyRows
+from common.engine.rows.forward import ForwardBatch
+from common.engine.rows.table import RequestTable
+from common.engine.rows.verified_rows import VerifiedRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Speculated:
+    """Of one step, in host memory. Of most steps there is nothing."""
+
+    early: EarlyRows | None = None
+    verified: VerifiedRows | None = None
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch, table: RequestTable) -> Self:
+        """At the launch of a step."""
+        return cls(EarlyRows.of(batch, table), VerifiedRows.of(batch))
+
+    def __bool__(self) -> bool:
+        return self.early is not None or self.verified is not None
+
+    def tensors(self) -> list[Tensor]:
+        parts = (self.early, self.verified)
+        return [tensor for part in parts if part is not None for tensor in part.tensors()]
+
+    def settled(
+        self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
+    ) -> "Settled":
+        """On the forward stream, before the forward: its rows begin where they really do.
+
+        Args:
+            batch: on the device, as `sent` is: `tensors`.
+            rejected: see FutureMap.
+        """
+        taken, early = 0, None
+        if self.early is not None:
+            taken = len(self.early.tensors())
+            batch, early = self.early.on_device(sent[:taken]).moved(batch, rejected, page_size)
+        verified = None if self.verified is None else self.verified.on_device(sent[taken:])
+        return Settled(batch, early, verified)
+
+
+NOTHING = Speculated()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """A step on the device.
+
+    early: int32 [num_tokens], by how many places each comes earlier than was said; None: none does.
+    """
+
+    batch: ForwardBatch
+    early: Tensor | None = None
+    verified: VerifiedRows | None = None
+
+    @property
+    def num_chosen(self) -> int:
+        """Of `sampled`, tokens after which one is chosen."""
+        return len(self.batch.slots if self.verified is None else self.batch.token_ids)
+
+    @property
+    def early_chosen(self) -> Tensor | None:
+        """`early` of those."""
+        return None if self.early is None else self.early[self.batch.sampled[: self.num_chosen]]

@@ -1,0 +1,153 @@
+"""Drafts for rows that decode: which of the next step's rows have some, and what became of those
+before.
+
+A row with drafts computes several tokens, and goes on behind the last draft that stands. The next
+step is launched before that is known, as if all stood: it has the row further on than it is, by
+`early` at most, and the device moves it back. What is rejected leaves nothing to undo: its KV lies
+behind the request's tokens, and is written again before it is read.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import bounds
+from common.distribution import Counted, Distribution
+from common.engine.rows.batch import ForwardMode, Ints, Runs, ScheduleBatch
+from common.engine.rows.request import Request
+from common.engine.rows.table import RequestTable
+from common.engine.schedule.running import RunningBatch
+from common.engine.speculate.speculator import Speculator
+
+_WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """Of a forward, by slot: those with drafts first. None: no row has drafts, or is early."""
+
+    slots: NDArray[np.intp]
+    drafts: Ints | None = None
+    early: Ints | None = None
+
+
+class Speculation:
+    """Engine thread only."""
+
+    def __init__(
+        self, speculator: Speculator, *, table: RequestTable, running: RunningBatch
+    ) -> None:
+        self._drafter = speculator.drafter
+        self._policy = speculator.policy
+        self._max_drafts = speculator.max_drafts
+        self._table = table
+        self._running = running
+        self._lengths = Distribution(bounds.RUN_TOKENS)
+        self._num_unsettled = 0  # launched steps with drafts
+        self._launches: deque[float] = deque()  # time.monotonic(), of steps that are not finished
+        self._finished = 0.0
+        self._num_drafted = 0
+        self._num_accepted = 0
+        table.tell_of_requests(self._acquired)
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start."""
+        return {
+            "draft_tokens/accepted": self._num_accepted,
+            "draft_tokens/rejected": self._num_drafted - self._num_accepted,
+        }
+
+    def distributions(self) -> dict[str, Counted]:
+        return {"verified_tokens": self._lengths.counted()}
+
+    # Before a step ------------------------------------------------------------------------------
+
+    def rows(self, slots: NDArray[np.intp], *, verify: bool) -> DecodeRows:
+        """The rows are launched next.
+
+        Args:
+            slots: that decode, with room for their next token.
+            verify: whether they may have drafts.
+        """
+        self._launches.append(time.monotonic())
+        drafts = self._drafts(slots) if verify else None
+        if drafts is not None:
+            order = np.argsort(drafts == 0, kind="stable")
+            slots, drafts = slots[order], drafts[order]
+        early = self._early(slots) if self._num_unsettled else None
+        self._num_unsettled += drafts is not None
+        return DecodeRows(slots, drafts, early)
+
+    def _early(self, slots: NDArray[np.intp]) -> Ints | None:
+        early = np.maximum(self._table.length[slots] - 1 - self._table.known[slots], 0)
+        return early if np.count_nonzero(early) else None
+
+    def _drafts(self, slots: NDArray[np.intp]) -> Ints | None:
+        """How many each row has; the request table has them. None: nobody has any."""
+        table = self._table
+        room = np.minimum(table.max_length[slots] - table.length[slots] - 1, self._max_drafts)
+        able = np.flatnonzero(table.plain[slots] & (room > 0))
+        if not len(able):
+            return None
+        limits = np.minimum(self._policy.limits(slots[able], len(slots)), room[able])
+        drafts = np.zeros(len(slots), np.int32)
+        left = table.num_slots - len(slots)  # as many are sampled at once as there are slots
+        for row, limit in zip(able.tolist(), limits.tolist(), strict=True):
+            if limit > 0 and left > 0:
+                drafts[row] = self._guess(int(slots[row]), min(limit, left))
+                left -= int(drafts[row])
+        self._fit(slots, drafts)
+        return drafts if np.count_nonzero(drafts) else None
+
+    def _guess(self, slot: int, count: int) -> int:
+        """Writes guesses behind what the CPU knows; returns how many are drafts of the next row.
+
+        Those for places that the step in flight computes must be the drafts that it has."""
+        table = self._table
+        known, length = int(table.known[slot]), int(table.length[slot])
+        proposed = self._drafter.propose(table.tokens[slot, :known], length - known + count)
+        past = known + len(proposed)
+        in_flight = slice(known, length - 1)
+        if past <= length or not np.array_equal(
+            proposed[: max(length - 1 - known, 0)], table.tokens[slot, in_flight]
+        ):
+            return 0
+        table.tokens[slot, known:past] = proposed
+        return past - length
+
+    def _fit(self, slots: NDArray[np.intp], drafts: Ints) -> None:
+        """Gives rows that need it the page for their drafts, or takes the drafts: they are worth
+        nobody's retraction."""
+        table = self._table
+        full = np.flatnonzero(table.length[slots] + drafts > table.capacity[slots])
+        if len(full) and not self._running.grow(slots[full]):
+            drafts[full] = table.capacity[slots[full]] - table.length[slots[full]]
+
+    # After it -----------------------------------------------------------------------------------
+
+    def finish(self, batch: ScheduleBatch, runs: Runs | None) -> None:
+        """Of each step, before its tokens are given to its rows."""
+        now, launched = time.monotonic(), self._launches.popleft()
+        if batch.mode in _WITHOUT_PROMPTS and batch.swap_out is None and batch.swap_in is None:
+            self._policy.took(batch.num_tokens, now - max(launched, self._finished))
+        self._finished = now
+        if runs is not None:
+            self._settle(batch, runs)
+
+    def _settle(self, batch: ScheduleBatch, runs: Runs) -> None:
+        slots, drafted = batch.slots.astype(np.intp), batch.ends - batch.starts - 1
+        accepted = runs.counts - 1
+        self._num_unsettled -= 1
+        live = self._table.live[slots]
+        self._table.length[slots[live]] -= (drafted - accepted)[live]
+        rows = drafted > 0
+        self._policy.verified(slots[rows], drafted[rows], accepted[rows])
+        self._num_drafted += int(drafted.sum())
+        self._num_accepted += int(accepted.sum())
+        self._lengths.add_all(runs.counts[rows].tolist())
+
+    def _acquired(self, slot: int, request: Request) -> None:
+        self._policy.acquired(slot)

@@ -1,0 +1,46 @@
+"""What a decode step costs, as a line through those that were: so much whatever is in it, and so
+much for each token. Both change with the batch's contexts, and with what else the machine does, so
+that older steps count less and less."""
+
+_NEWEST_WEIGHT = 0.05
+# Taken for true as long as all steps had as many tokens: of a step of one token a tenth is for that
+# token. Where guesses do not pay there are none, then all steps are alike, and this has them tried
+# anew.
+_FIRST_SHARE = 0.1
+_FIRST_WEIGHT = 0.5  # of that, in tokens squared
+
+
+class StepCosts:
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+        self._tokens = 0.0
+        self._variance = 0.0
+        self._covariance = 0.0
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        if self._seconds is None:
+            self._tokens, self._seconds = float(num_tokens), seconds
+            return
+        more_tokens, more_seconds = num_tokens - self._tokens, seconds - self._seconds
+        self._tokens += _NEWEST_WEIGHT * more_tokens
+        self._seconds += _NEWEST_WEIGHT * more_seconds
+        kept = 1 - _NEWEST_WEIGHT
+        self._variance = kept * (self._variance + _NEWEST_WEIGHT * more_tokens**2)
+        self._covariance = kept * (self._covariance + _NEWEST_WEIGHT * more_tokens * more_seconds)
+
+    def share(self, num_tokens: int) -> float:
+        """Of the time of a step of so many tokens, what is for its tokens; between 0 and 1."""
+        if self._seconds is None:
+            return _FIRST_SHARE * num_tokens / _first_step(num_tokens)
+        average = self._seconds / self._tokens
+        first = _FIRST_SHARE * self._seconds / _first_step(self._tokens)
+        covariance = self._covariance + _FIRST_WEIGHT * first
+        of_token = min(max(covariance / (self._variance + _FIRST_WEIGHT), 0.0), average)
+        of_tokens = of_token * num_tokens
+        of_step = self._seconds - of_token * self._tokens
+        return of_tokens / (of_step + of_tokens) if of_tokens > 0 else 0.0
+
+
+def _first_step(num_tokens: float) -> float:
+    """Of so many tokens, where one of one token takes 1."""
+    return 1 - _FIRST_SHARE + _FIRST_SHARE * num_tokens

@@ -1,0 +1,38 @@
+"""The parts of speculation as they are configured."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from common.config import SpeculationConfig
+from common.engine.models.spec import ModelSpec
+from common.engine.speculate.drafter import Drafter
+from common.engine.speculate.ngram import NgramDrafter
+from common.engine.speculate.policy import AllDrafts, DraftPolicy, PayingDrafts
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Speculator:
+    """max_drafts: for a row and step, less than a page has tokens."""
+
+    drafter: Drafter
+    policy: DraftPolicy
+    max_drafts: int
+
+    @classmethod
+    def of(cls, config: SpeculationConfig, num_slots: int) -> Self | None:
+        """None: nothing is to be guessed."""
+        if config.drafter == "none":
+            return None
+        most = config.max_drafts
+        policy = PayingDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
+        return cls(NgramDrafter(config.min_match), policy, most)
+
+
+def check_speculation(config: SpeculationConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError for a model whose state has taken in what is rejected afterwards."""
+    if config.drafter != "none" and any(layer.cells for layer in spec.layers):
+        raise ConfigError(
+            f"engine.speculation.drafter: {config.drafter} is not for {spec.architecture}: some of "
+            "its layers have a state in place of KV, and a wrong guess would stay in it"
+        )

@@ -1,0 +1,153 @@
+"""Who guesses, and how many guesses pay: arithmetic on tokens and numbers."""
+
+import random
+
+import numpy as np
+import pytest
+
+from common.config import SpeculationConfig
+from common.engine.models import open_checkpoint
+from common.engine.speculate.costs import StepCosts
+from common.engine.speculate.ngram import LONGEST_MATCH, NgramDrafter
+from common.engine.speculate.policy import PayingDrafts
+from common.engine.speculate.speculator import Speculator, check_speculation
+from common.errors import ConfigError
+from tests.support.checkpoints import HYBRID_ARCHITECTURES, make_checkpoint
+
+SLOT = np.zeros(1, np.intp)
+
+
+def propose(tokens, count=4, min_match=2):
+    return NgramDrafter(min_match).propose(np.array(tokens, np.int32), count).tolist()
+
+
+def test_what_followed_the_newest_tokens_before_is_proposed():
+    assert propose([1, 2, 3, 4, 5, 6, 9, 1, 2]) == [3, 4, 5, 6]
+
+
+def test_of_two_places_the_one_that_is_alike_for_longer_counts():
+    assert propose([7, 1, 2, 3, 8, 8, 0, 1, 2, 4, 8, 8, 7, 1, 2], 2) == [3, 8]
+
+
+def test_of_places_that_are_alike_the_last_counts():
+    assert propose([1, 2, 3, 8, 1, 2, 4, 8, 1, 2], 1) == [4]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4], [3, 2, 1, 2], [2, 2]])
+def test_where_nothing_is_alike_nothing_is_proposed(tokens):
+    assert propose(tokens) == []
+
+
+def test_what_goes_round_goes_round_once_more():
+    assert propose([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert propose([5, 5, 5], 3) == [5, 5, 5]
+
+
+def _plainly(tokens: list[int], count: int, min_match: int) -> list[int]:
+    """The same, place by place."""
+    best, place = 0, None
+    for end in range(1, len(tokens)):
+        alike = 0
+        while alike < min(end, LONGEST_MATCH) and tokens[end - 1 - alike] == tokens[-1 - alike]:
+            alike += 1
+        if alike >= max(best, min_match):
+            best, place = alike, end
+    if place is None:
+        return []
+    followed = tokens[place:]
+    return [followed[number % len(followed)] for number in range(count)]
+
+
+@pytest.mark.parametrize("min_match", [1, 2, 3, 5])
+def test_proposals_are_those_of_a_plain_search(min_match):
+    rng = random.Random(min_match)
+    for _ in range(300):
+        tokens = [rng.randrange(rng.choice((2, 3, 9))) for _ in range(rng.randrange(1, 60))]
+        assert propose(tokens, 5, min_match) == _plainly(tokens, 5, min_match)
+
+
+def test_a_steps_cost_is_told_apart_from_its_tokens_cost():
+    costs, rng = StepCosts(), random.Random(0)
+    for _ in range(500):
+        tokens = rng.choice((1, 2, 5))
+        costs.took(tokens, 0.010 + 0.002 * tokens + rng.uniform(-1e-4, 1e-4))
+    assert costs.share(1) == pytest.approx(2 / 12, abs=0.02)
+    assert costs.share(16) == pytest.approx(32 / 42, abs=0.05)
+
+
+def test_before_anything_is_known_and_while_all_steps_are_alike_a_token_is_a_tenth():
+    costs = StepCosts()
+    assert costs.share(1) == pytest.approx(0.1)
+    assert costs.share(16) == pytest.approx(1.6 / 2.5)
+    for _ in range(500):
+        costs.took(16, 0.05)
+    assert costs.share(16) == pytest.approx(1.6 / 2.5)
+
+
+def _policy(of_step: float, of_token: float) -> PayingDrafts:
+    policy, rng = PayingDrafts(1, 7), random.Random(0)
+    for _ in range(500):
+        tokens = rng.randint(1, 32)
+        policy.took(tokens, of_step + of_token * tokens)
+    policy.acquired(0)
+    return policy
+
+
+def _limit(policy: PayingDrafts, num_rows: int) -> int:
+    (limit,) = policy.limits(SLOT, num_rows).tolist()
+    return limit
+
+
+def _verified(policy: PayingDrafts, drafted: int, accepted: int, times: int = 20) -> None:
+    for _ in range(times):
+        policy.verified(SLOT, np.array([drafted], np.int32), np.array([accepted], np.int32))
+
+
+def test_who_is_right_has_as_many_drafts_as_there_may_be_and_who_is_wrong_none():
+    policy = _policy(of_step=10, of_token=1)
+    _verified(policy, 4, 4)
+    assert _limit(policy, 1) == 7
+    _verified(policy, 4, 0)
+    assert _limit(policy, 1) == 0
+
+
+def test_the_larger_the_batch_the_likelier_a_draft_must_be():
+    policy = _policy(of_step=10, of_token=1)
+    limits = [_limit(policy, rows) for rows in (1, 4, 16, 64, 256)]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[0] > 0 and limits[-1] == 0
+
+
+def test_where_a_step_takes_what_its_tokens_take_no_draft_pays():
+    policy = _policy(of_step=0, of_token=1)
+    _verified(policy, 4, 3)
+    assert _limit(policy, 1) == 0
+
+
+def test_what_does_not_pay_is_tried_again_at_times():
+    policy = _policy(of_step=10, of_token=1)
+    _verified(policy, 4, 0)
+    turns = [_limit(policy, 1) for _ in range(1000)]
+    assert turns[0] == 0 and turns[-1] > 0
+
+
+def test_a_request_that_is_new_is_expected_to_be_like_those_before():
+    policy = _policy(of_step=10, of_token=10)
+    policy.acquired(0)
+    assert _limit(policy, 1) > 0
+    _verified(policy, 4, 0, times=200)
+    policy.acquired(0)
+    assert _limit(policy, 1) == 0
+
+
+def test_nobody_guesses_unless_somebody_is_named():
+    assert Speculator.of(SpeculationConfig(), 8) is None
+    assert Speculator.of(SpeculationConfig(drafter="ngram"), 8) is not None
+
+
+@pytest.mark.parametrize("architecture", HYBRID_ARCHITECTURES[:1])
+def test_a_model_whose_state_would_keep_wrong_guesses_is_refused_by_name(tmp_path, architecture):
+    spec = open_checkpoint(make_checkpoint(tmp_path, architecture)).spec
+    check_speculation(SpeculationConfig(), spec)
+    with pytest.raises(ConfigError, match=f"ngram is not for {spec.architecture}"):
+        check_speculation(SpeculationConfig(drafter="ngram"), spec)
