@@ -1,9 +1,10 @@
 """Greedy tokens through real processes are those of transformers, token by token.
 
 One cluster per architecture. Over them data path, page size, overlap and the decode pool's size
-vary pairwise: every two values of two of these meet in some cluster. With the other value of each,
-every architecture is tested once more where it may be long. The full cross of the axes runs in one
-process over loopback, in tests of the engine.
+vary pairwise: every two values of two of these meet in some cluster. With overlap and a large pool
+decode nodes speculate. With the other value of each, every architecture is tested once more where
+it may be long. The full cross of the axes runs in one process over loopback, in tests of the
+engine.
 """
 
 import asyncio
@@ -36,6 +37,11 @@ class Axes:
     page_size: int
     overlap: bool
     small_pool: bool  # decode nodes must take running requests off the device
+
+    @property
+    def guesses(self) -> bool:
+        """Whether decode nodes speculate."""
+        return self.overlap and not self.small_pool
 
     def __str__(self) -> str:
         pool = "small" if self.small_pool else "large"
@@ -112,7 +118,12 @@ async def system(
             "--engine.scheduler.new-token-ratio=0.1",
         ),
         prefill_flags=(f"--engine.cache.num-pages={POOL_TOKENS // page}",),
-        decode_flags=(f"--engine.cache.num-pages={-(-num_decode_tokens // page)}",),
+        decode_flags=(
+            f"--engine.cache.num-pages={-(-num_decode_tokens // page)}",
+            f"--engine.speculation.drafter={'ngram' if axes.guesses else 'none'}",
+            "--engine.speculation.min-match=1",
+            "--no-engine.speculation.adaptive",
+        ),
     ) as cluster:
         known = oracle(model)
         yield System(axes, cluster, known, _prompts(lengths, known.vocabulary_size))
