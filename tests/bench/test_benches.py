@@ -15,6 +15,7 @@ SMALL = {
     "router": ["--no-peers", "--rounds=1", "--seconds=0.5", "--loads", "plain", "gRPC, 8 tokens"],
     "routing": ["--requests", "200"],
     "scheduler": ["--steps", "10"],
+    "tiers": ["--talks=3", "--turns=2", "--opening=200", "--pages=32", "--answer=4"],
 }
 
 

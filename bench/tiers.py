@@ -1,0 +1,170 @@
+"""What conversations gain by a tier of host memory below a prefix cache that is too small for them:
+time to first token, tokens that are computed, and what it costs those who are being answered.
+
+    python -m bench.tiers [--talks 6] [--turns 4] [--opening 1024] [--pages 256] [--tier-mib 1024]
+
+Two systems of a router and a colocated node each, on this machine's cores, with random weights of
+Qwen3's shape; one of them has the tier. Both hold the same conversations, in turns: a turn of each
+in the one, the same in the other, whoever was first last time last. By the time that a conversation
+goes on, the others have taken its pages. Answers are greedy, and the same in both.
+
+What is told of the first turn is left out: nobody has anything of it. The gaps are those between
+the tokens of answers, while other conversations' prompts are computed, saved and brought back.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.support import record
+from bench.support.models import QWEN3_450M
+from common.node.desk import REPORT_INTERVAL_S
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Cluster, free_ports
+from tests.support.scrapes import scraped, total
+
+_MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third of a millisecond
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+_PROMPT, _CACHED = "baton_prompt_tokens_total", "baton_cached_tokens_total"
+_BROUGHT = "baton_tier_tokens_total"
+
+
+@dataclass(slots=True)
+class _System:
+    cluster: Cluster
+    metrics_port: int
+    first_tokens: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    counted: dict[str, float] = field(default_factory=dict)  # from the second turn on
+
+    async def say(self, prompt: Sequence[int], answer: int, *, counts: bool) -> list[int]:
+        began, last, tokens = time.perf_counter(), 0.0, list[int]()
+        messages = self.cluster.stream(prompt, max_tokens=answer, ignore_eos=True)
+        async with aclosing(messages) as responses:
+            async for response in responses:
+                now = time.perf_counter()
+                if counts and response.token_ids:
+                    kept = self.gaps if last else self.first_tokens
+                    kept.append(now - (last or began))
+                last = now
+                tokens += response.token_ids
+        return tokens
+
+    async def count(self, sign: int) -> None:
+        """Adds what there is now, times the sign, once the engine has told it."""
+        await asyncio.sleep(2 * REPORT_INTERVAL_S)
+        scrape = scraped(self.metrics_port)
+        for name in (_PROMPT, _CACHED, _BROUGHT):
+            self.counted[name] = self.counted.get(name, 0.0) + sign * total(scrape, name)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, _System]:
+    draw = Random(7)
+    talks = [_drawn(draw, options.opening) for _ in range(options.talks)]
+    flags = (f"--engine.cache.num-pages={options.pages}", "--engine.threads=1")
+    own = {"tier": (f"--engine.tiers.host-bytes={options.tier_mib << 20}",), "no tier": ()}
+    with tempfile.TemporaryDirectory(prefix="baton-tiers-") as directory:
+        model = make_checkpoint(Path(directory) / "model", **_MODEL)
+        async with AsyncExitStack() as stack:
+            systems = {}
+            for name, ports in zip(own, free_ports(len(own)), strict=True):
+                cluster = Cluster(
+                    model,
+                    Path(directory) / name,
+                    num_prefill=0,
+                    decode_flags=("--mode=colocated", f"--metrics-port={ports}"),
+                    node_flags=(*flags, *own[name]),
+                )
+                systems[name] = _System(await stack.enter_async_context(cluster), ports)
+            for turn in range(options.turns):
+                if turn == 1:
+                    for system in systems.values():
+                        await system.count(-1)
+                said = [_drawn(draw, options.says) for _ in talks]
+                names = list(systems)[:: 1 if turn % 2 else -1]
+                heard = {name: await _turn(systems[name], talks, options, turn) for name in names}
+                if heard["tier"] != heard["no tier"]:
+                    raise SystemExit("the two systems answer differently")
+                talks = [
+                    [*talk, *answer, *more]
+                    for talk, answer, more in zip(talks, heard["tier"], said, strict=True)
+                ]
+            for system in systems.values():
+                await system.count(1)
+    return systems
+
+
+async def _turn(
+    system: _System, talks: Sequence[Sequence[int]], options: argparse.Namespace, turn: int
+) -> list[list[int]]:
+    """One of each conversation, so many at a time; returns the answers."""
+    gate = asyncio.Semaphore(options.at_once)
+
+    async def say(talk: Sequence[int]) -> list[int]:
+        async with gate:
+            return await system.say(talk, options.answer, counts=turn > 0)
+
+    return await asyncio.gather(*map(say, talks))
+
+
+def _drawn(draw: Random, count: int) -> list[int]:
+    return [draw.randrange(2, 250) for _ in range(count)]
+
+
+def _row(name: str, system: _System) -> dict[str, Any]:
+    first, gaps = (record.percentiles(each, 1e3) for each in (system.first_tokens, system.gaps))
+    counted = system.counted
+    shares = {
+        "device": (counted[_CACHED] - counted[_BROUGHT]) / counted[_PROMPT],
+        "host": counted[_BROUGHT] / counted[_PROMPT],
+    }
+    return {
+        "system": name,
+        **{f"first_{each}": number for each, number in first.items()},
+        **{f"gap_{each}": number for each, number in gaps.items()},
+        **{each: round(share, 3) for each, share in shares.items()},
+        "computed": int(counted[_PROMPT] - counted[_CACHED]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--talks", type=int, default=6, help="conversations")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--opening", type=int, default=1024, help="tokens of the first prompt")
+    parser.add_argument("--says", type=int, default=64, help="tokens that each turn adds")
+    parser.add_argument("--answer", type=int, default=32, help="tokens")
+    parser.add_argument("--at-once", type=int, default=2, help="conversations")
+    parser.add_argument("--pages", type=int, default=256, help="of 16 tokens, on the device")
+    parser.add_argument("--tier-mib", type=int, default=1024)
+    options = parser.parse_args()
+    systems = asyncio.run(measure(options))
+    rows = [_row(name, system) for name, system in systems.items()]
+    columns = {"": "{system}", "TTFT p50 ms": "{first_p50}", "p90": "{first_p90}"}
+    columns |= {"p99": "{first_p99}", "gap p50 ms": "{gap_p50}", "gap p99": "{gap_p99}"}
+    columns |= {"found on device": "{device:.0%}", "in host memory": "{host:.0%}"}
+    record.table(rows, columns | {"computed": "{computed}"})
+    first = {name: statistics.median(system.first_tokens) for name, system in systems.items()}
+    ratio = first["tier"] / first["no tier"]
+    record.say(f"tier / no tier: TTFT p50 {ratio:.2f}")
+    record.emit("tiers", vars(options), rows, first_token_ratio=round(ratio, 3))
+
+
+if __name__ == "__main__":
+    main()
