@@ -11,7 +11,7 @@ from pathlib import Path
 DISTRIBUTION = "baton"
 PACKAGES = (
     *("protos", "kernels", "common", "kvtransfer", "prefill_node", "decode_node", "router"),
-    *("loadtest", "cli"),
+    *("roles", "loadtest", "cli"),
 )
 _HERE = Path(__file__).resolve().parent.parent
 

@@ -131,7 +131,9 @@ class Departures:
         refusal = self._refusal(request, event)
         if request is None or refusal:
             self._refused.add(event.serial)
-            self._port.post(FailHandoff(event.serial, refusal, retryable=False))
+            # A prompt goes elsewhere: who asks has found a prefill node at this address before.
+            retryable = event.kind is Kind.PROMPT
+            self._port.post(FailHandoff(event.serial, refusal, retryable))
             return
         departure = _Departure(event.serial, request, len(event.token_ids))
         self._by_serial[event.serial] = self._by_request[request.key] = departure

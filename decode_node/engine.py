@@ -1,17 +1,18 @@
-"""The engine process of a decode node: engine, transfer thread and role, joined to a loop."""
+"""What an engine does as a decode node's: transfer thread and role, joined to a loop."""
 
 import time
+from collections.abc import Callable
 
 from common.config import DecodeConfig
 from common.engine.adapters.meter import AdapterMeter
-from common.engine.build import build
+from common.engine.build import Engine
 from common.engine.drive import drive, introduce
 from common.engine.loop.clock import StepClock
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.tier_meter import TierMeter
 from common.errors import ConfigError
 from common.node.desk import Desk
-from common.node.engine_process import EngineStart, run_engine
+from common.node.engine_process import EngineStart
 from common.node.ipc import FrameSocket
 from common.node.operations import Operations
 from common.node.outbox import Outbox
@@ -29,13 +30,19 @@ from sharing.prefixes import PrefixSharing
 TRANSFER_END_S = 3.0
 
 
-def body(start: EngineStart[DecodeConfig]) -> None:
-    config, channel = start.config, start.channel
-    engine = build(config.engine)
+def check(engine: Engine) -> None:
+    """Raises ConfigError where its model is none for decode nodes."""
     if not engine.model.spec.generates:
-        raise ConfigError(
-            f"{config.engine.model}: it has no head for tokens; prefill nodes serve what it can do"
-        )
+        raise ConfigError("the model has no head for tokens; prefill nodes serve what it can do")
+
+
+def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[str], None]) -> None:
+    """Until the front lets this process go (PeerGone), or has another role for it (RoleOver).
+
+    Args:
+        prepare: see Desk.
+    """
+    config, channel = start.config, start.channel
     steps = config.engine.scheduler
     clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
     kv = engine.pool
@@ -76,6 +83,7 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
         operations=Operations(engine.weights, profiler),
+        prepare=prepare,
     )
     sharing = PrefixSharing(
         config.sharing,
@@ -105,20 +113,11 @@ def body(start: EngineStart[DecodeConfig]) -> None:
         sharing=sharing,
         tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
-    engine.weights.tell = profiler.tell = channel.wake
+    profiler.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
         drive(role, engine, config.engine, scheduler, clock)
     finally:
         transfer.stop(TRANSFER_END_S)
-        engine.guides.close()
-        engine.loader.close()
-        engine.copier.close()
-        engine.weights.close()
         profiler.close()
-
-
-if __name__ == "__main__":
-    run_engine(DecodeConfig, body, "decode engine")

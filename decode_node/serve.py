@@ -234,6 +234,11 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._draining = True
         self._tell_status()
 
+    def resume(self) -> None:
+        """Takes every Submit again."""
+        self._draining = False
+        self._tell_status()
+
     def end(self, error: ServingError) -> None:
         """Ends every stream with `error`, after what waits to be written."""
         for stream in self._streams.values():

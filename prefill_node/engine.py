@@ -1,16 +1,17 @@
-"""The engine process of a prefill node: engine, transfer thread and role, joined to a loop."""
+"""What an engine does as a prefill node's: transfer thread and role, joined to a loop."""
 
 import time
+from collections.abc import Callable
 
 from common.config import EngineConfig, PrefillConfig
 from common.engine.adapters.meter import AdapterMeter
-from common.engine.build import build
+from common.engine.build import Engine
 from common.engine.drive import drive, introduce
 from common.engine.loop.clock import StepClock
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.tier_meter import TierMeter
 from common.node.desk import Desk
-from common.node.engine_process import EngineStart, run_engine
+from common.node.engine_process import EngineStart
 from common.node.ipc import FrameSocket
 from common.node.operations import Operations
 from kvtransfer import data_paths
@@ -34,9 +35,16 @@ def without_decode(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update={"cache": cache, "cuda_graphs": False})
 
 
-def body(start: EngineStart[PrefillConfig]) -> None:
+def serve(
+    engine: Engine, start: EngineStart[PrefillConfig], prepare: Callable[[str], None]
+) -> None:
+    """Until the front lets this process go (PeerGone), or has another role for it (RoleOver).
+
+    Args:
+        engine: built, or equipped, `without_decode`.
+        prepare: see Desk.
+    """
     config, channel = start.config, start.channel
-    engine = build(without_decode(config.engine))
     steps = config.engine.scheduler
     clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
     kv = engine.pool
@@ -76,6 +84,7 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
         operations=Operations(engine.weights, profiler),
+        prepare=prepare,
     )
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config.engine, on_admit),
@@ -100,20 +109,11 @@ def body(start: EngineStart[PrefillConfig]) -> None:
         ),
         tiers=engine.tiers,
     )
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
-    engine.weights.tell = profiler.tell = channel.wake
+    profiler.tell = channel.wake
     transfer.start()
     introduce(engine, config.engine, channel)
     try:
         drive(role, engine, config.engine, role.scheduler, clock)
     finally:
         transfer.stop(TRANSFER_END_S)
-        engine.guides.close()
-        engine.loader.close()
-        engine.copier.close()
-        engine.weights.close()
         profiler.close()
-
-
-if __name__ == "__main__":
-    run_engine(PrefillConfig, body, "prefill engine")

@@ -102,6 +102,10 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
         """Takes no new call from now on; those that wait are answered."""
         self._draining = True
 
+    def resume(self) -> None:
+        """Takes new calls again."""
+        self._draining = False
+
     def end(self, error: ServingError) -> None:
         """Ends every call with this error."""
         self._draining = True

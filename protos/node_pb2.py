@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import router_pb2 as protos_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/node.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/router.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xd4\x04\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12\x0c\n\x04pids\x18\x03 \x03(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x08 \x01(\r\x12\x34\n\x05pages\x18\t \x03(\x0b\x32%.baton.v1.DescribeResponse.PagesEntry\x12\x36\n\x06queues\x18\n \x03(\x0b\x32&.baton.v1.DescribeResponse.QueuesEntry\x12\"\n\x05links\x18\x0b \x03(\x0b\x32\x13.baton.v1.LinkState\x12\r\n\x05steps\x18\x0c \x01(\x04\x12:\n\x08\x63ounters\x18\r \x03(\x0b\x32(.baton.v1.DescribeResponse.CountersEntry\x12\x0c\n\x04mode\x18\x0e \x01(\t\x12\"\n\x07prompts\x18\x0f \x01(\x0b\x32\x11.baton.v1.Backlog\x12\x0f\n\x07weights\x18\x10 \x01(\x0c\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11WatchCacheRequest\"%\n\x15PrepareWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"$\n\x16PrepareWeightsResponse\x12\n\n\x02id\x18\x01 \x01(\x0c\"\x1f\n\x11PutWeightsRequest\x12\n\n\x02id\x18\x01 \x01(\x0c\"\x14\n\x12PutWeightsResponse\"\x1f\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"R\n\x0b\x43\x61\x63heEvents\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x06\x12\x0f\n\x07removed\x18\x04 \x03(\x06\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"(\n\x12\x45xplainHereRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"F\n\x13\x45xplainHereResponse\x12!\n\x07\x66lights\x18\x01 \x03(\x0b\x32\x10.baton.v1.Flight\x12\x0c\n\x04kept\x18\x02 \x01(\r\"E\n\x06\x46light\x12\x13\n\x0b\x62\x65gan_ago_s\x18\x01 \x01(\x01\x12&\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x16.baton.v1.RequestEvent2\xdd\x07\n\x04Node\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12G\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x1c.baton.v1.FlushCacheResponse\x12\x42\n\nWatchCache\x12\x1b.baton.v1.WatchCacheRequest\x1a\x15.baton.v1.CacheEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponse\x12\x38\n\x05Pause\x12\x16.baton.v1.PauseRequest\x1a\x17.baton.v1.PauseResponse\x12\x41\n\x08\x43ontinue\x12\x19.baton.v1.ContinueRequest\x1a\x1a.baton.v1.ContinueResponse\x12S\n\x0ePrepareWeights\x12\x1f.baton.v1.PrepareWeightsRequest\x1a .baton.v1.PrepareWeightsResponse\x12G\n\nPutWeights\x12\x1b.baton.v1.PutWeightsRequest\x1a\x1c.baton.v1.PutWeightsResponse\x12H\n\x0cStartProfile\x12\x1d.baton.v1.StartProfileRequest\x1a\x19.baton.v1.ProfileResponse\x12\x46\n\x0bStopProfile\x12\x1c.baton.v1.StopProfileRequest\x1a\x19.baton.v1.ProfileResponse\x12\x46\n\x07\x45xplain\x12\x1c.baton.v1.ExplainHereRequest\x1a\x1d.baton.v1.ExplainHereResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/node.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/router.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xd4\x04\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12\x0c\n\x04pids\x18\x03 \x03(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x08 \x01(\r\x12\x34\n\x05pages\x18\t \x03(\x0b\x32%.baton.v1.DescribeResponse.PagesEntry\x12\x36\n\x06queues\x18\n \x03(\x0b\x32&.baton.v1.DescribeResponse.QueuesEntry\x12\"\n\x05links\x18\x0b \x03(\x0b\x32\x13.baton.v1.LinkState\x12\r\n\x05steps\x18\x0c \x01(\x04\x12:\n\x08\x63ounters\x18\r \x03(\x0b\x32(.baton.v1.DescribeResponse.CountersEntry\x12\x0c\n\x04mode\x18\x0e \x01(\t\x12\"\n\x07prompts\x18\x0f \x01(\x0b\x32\x11.baton.v1.Backlog\x12\x0f\n\x07weights\x18\x10 \x01(\x0c\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x1d\n\rSwitchRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"\x10\n\x0eSwitchResponse\"\x13\n\x11WatchCacheRequest\"%\n\x15PrepareWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"$\n\x16PrepareWeightsResponse\x12\n\n\x02id\x18\x01 \x01(\x0c\"\x1f\n\x11PutWeightsRequest\x12\n\n\x02id\x18\x01 \x01(\x0c\"\x14\n\x12PutWeightsResponse\"\x1f\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"R\n\x0b\x43\x61\x63heEvents\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x06\x12\x0f\n\x07removed\x18\x04 \x03(\x06\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"(\n\x12\x45xplainHereRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"F\n\x13\x45xplainHereResponse\x12!\n\x07\x66lights\x18\x01 \x03(\x0b\x32\x10.baton.v1.Flight\x12\x0c\n\x04kept\x18\x02 \x01(\r\"E\n\x06\x46light\x12\x13\n\x0b\x62\x65gan_ago_s\x18\x01 \x01(\x01\x12&\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x16.baton.v1.RequestEvent2\x9a\x08\n\x04Node\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12;\n\x06Switch\x12\x17.baton.v1.SwitchRequest\x1a\x18.baton.v1.SwitchResponse\x12G\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x1c.baton.v1.FlushCacheResponse\x12\x42\n\nWatchCache\x12\x1b.baton.v1.WatchCacheRequest\x1a\x15.baton.v1.CacheEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponse\x12\x38\n\x05Pause\x12\x16.baton.v1.PauseRequest\x1a\x17.baton.v1.PauseResponse\x12\x41\n\x08\x43ontinue\x12\x19.baton.v1.ContinueRequest\x1a\x1a.baton.v1.ContinueResponse\x12S\n\x0ePrepareWeights\x12\x1f.baton.v1.PrepareWeightsRequest\x1a .baton.v1.PrepareWeightsResponse\x12G\n\nPutWeights\x12\x1b.baton.v1.PutWeightsRequest\x1a\x1c.baton.v1.PutWeightsResponse\x12H\n\x0cStartProfile\x12\x1d.baton.v1.StartProfileRequest\x1a\x19.baton.v1.ProfileResponse\x12\x46\n\x0bStopProfile\x12\x1c.baton.v1.StopProfileRequest\x1a\x19.baton.v1.ProfileResponse\x12\x46\n\x07\x45xplain\x12\x1c.baton.v1.ExplainHereRequest\x1a\x1d.baton.v1.ExplainHereResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,30 +52,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=684
   _globals['_DRAINRESPONSE']._serialized_start=686
   _globals['_DRAINRESPONSE']._serialized_end=701
-  _globals['_WATCHCACHEREQUEST']._serialized_start=703
-  _globals['_WATCHCACHEREQUEST']._serialized_end=722
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=724
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=761
-  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_start=763
-  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_end=799
-  _globals['_PUTWEIGHTSREQUEST']._serialized_start=801
-  _globals['_PUTWEIGHTSREQUEST']._serialized_end=832
-  _globals['_PUTWEIGHTSRESPONSE']._serialized_start=834
-  _globals['_PUTWEIGHTSRESPONSE']._serialized_end=854
-  _globals['_PROFILERESPONSE']._serialized_start=856
-  _globals['_PROFILERESPONSE']._serialized_end=887
-  _globals['_CACHEEVENTS']._serialized_start=889
-  _globals['_CACHEEVENTS']._serialized_end=971
-  _globals['_ABORTREQUEST']._serialized_start=973
-  _globals['_ABORTREQUEST']._serialized_end=1007
-  _globals['_ABORTRESPONSE']._serialized_start=1009
-  _globals['_ABORTRESPONSE']._serialized_end=1041
-  _globals['_EXPLAINHEREREQUEST']._serialized_start=1043
-  _globals['_EXPLAINHEREREQUEST']._serialized_end=1083
-  _globals['_EXPLAINHERERESPONSE']._serialized_start=1085
-  _globals['_EXPLAINHERERESPONSE']._serialized_end=1155
-  _globals['_FLIGHT']._serialized_start=1157
-  _globals['_FLIGHT']._serialized_end=1226
-  _globals['_NODE']._serialized_start=1229
-  _globals['_NODE']._serialized_end=2218
+  _globals['_SWITCHREQUEST']._serialized_start=703
+  _globals['_SWITCHREQUEST']._serialized_end=732
+  _globals['_SWITCHRESPONSE']._serialized_start=734
+  _globals['_SWITCHRESPONSE']._serialized_end=750
+  _globals['_WATCHCACHEREQUEST']._serialized_start=752
+  _globals['_WATCHCACHEREQUEST']._serialized_end=771
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=773
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=810
+  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_start=812
+  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_end=848
+  _globals['_PUTWEIGHTSREQUEST']._serialized_start=850
+  _globals['_PUTWEIGHTSREQUEST']._serialized_end=881
+  _globals['_PUTWEIGHTSRESPONSE']._serialized_start=883
+  _globals['_PUTWEIGHTSRESPONSE']._serialized_end=903
+  _globals['_PROFILERESPONSE']._serialized_start=905
+  _globals['_PROFILERESPONSE']._serialized_end=936
+  _globals['_CACHEEVENTS']._serialized_start=938
+  _globals['_CACHEEVENTS']._serialized_end=1020
+  _globals['_ABORTREQUEST']._serialized_start=1022
+  _globals['_ABORTREQUEST']._serialized_end=1056
+  _globals['_ABORTRESPONSE']._serialized_start=1058
+  _globals['_ABORTRESPONSE']._serialized_end=1090
+  _globals['_EXPLAINHEREREQUEST']._serialized_start=1092
+  _globals['_EXPLAINHEREREQUEST']._serialized_end=1132
+  _globals['_EXPLAINHERERESPONSE']._serialized_start=1134
+  _globals['_EXPLAINHERERESPONSE']._serialized_end=1204
+  _globals['_FLIGHT']._serialized_start=1206
+  _globals['_FLIGHT']._serialized_end=1275
+  _globals['_NODE']._serialized_start=1278
+  _globals['_NODE']._serialized_end=2328
 # @@protoc_insertion_point(module_scope)

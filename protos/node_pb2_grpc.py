@@ -45,6 +45,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Switch = channel.unary_unary(
+                '/baton.v1.Node/Switch',
+                request_serializer=protos_dot_node__pb2.SwitchRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.SwitchResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/baton.v1.Node/FlushCache',
                 request_serializer=protos_dot_router__pb2.FlushCacheRequest.SerializeToString,
@@ -118,6 +123,15 @@ class NodeServicer:
 
     def Drain(self, request, context):
         """Takes no new work, finishes what runs, then exits 0. Returns once draining has begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Switch(self, request, context):
+        """Takes another role, with its weights and what it has cached, under a new instance id. Takes no
+        new work, has what is here finish or go on elsewhere, and returns when the other role is about to
+        begin. FAILED_PRECONDITION, or DEADLINE_EXCEEDED, with the reason, where the node goes on as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,6 +238,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_node__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_node__pb2.DrainResponse.SerializeToString,
+            ),
+            'Switch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Switch,
+                    request_deserializer=protos_dot_node__pb2.SwitchRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.SwitchResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -340,6 +359,33 @@ class Node:
             '/baton.v1.Node/Drain',
             protos_dot_node__pb2.DrainRequest.SerializeToString,
             protos_dot_node__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Switch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Switch',
+            protos_dot_node__pb2.SwitchRequest.SerializeToString,
+            protos_dot_node__pb2.SwitchResponse.FromString,
             options,
             channel_credentials,
             insecure,

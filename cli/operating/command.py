@@ -14,6 +14,7 @@ from common.identity.secret import operator_keys
 from common.process.standard_output import say
 
 EXIT_UNDONE = 1
+LONGEST_S = 900.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +24,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="whatever speaks against it")
     parser.add_argument(
         "--timeout",
-        type=_seconds,
-        default=900.0,
+        type=positive,
+        default=LONGEST_S,
         metavar="S",
-        help="for each program to end, and to be back (900)",
+        help="for each program to end, and to be back (%(default)g)",
     )
     add_identity_flags(parser)
 
@@ -60,19 +61,21 @@ async def tell(
     return await fleet.tell_router(options.router, method, request, longest_s)
 
 
-def heed(objections: Iterable[str], options: argparse.Namespace) -> None:
+def heed(
+    objections: Iterable[str], options: argparse.Namespace, undone: str = "nothing is drained"
+) -> None:
     """Says what speaks against it. Raises Undone where anything does, but for --force."""
     found = list(objections)
     for sentence in found:
         say(f"but: {sentence}")
     if found and not options.force:
-        raise Undone("nothing is drained; --force does it all the same")
+        raise Undone(f"{undone}; --force does it all the same")
 
 
 def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> int:
     """The exit code."""
     try:
-        asyncio.run(_with_fleet(options, work))
+        asyncio.run(with_fleet(options, work))
     except ConfigError as error:
         settings.wrong(program, str(error))
     except Undone as undone:
@@ -84,10 +87,9 @@ def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Await
     return 0
 
 
-async def _with_fleet(
-    options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]
-) -> None:
-    """Routers are shown the API key that is given, else the operators' key of the secret."""
+async def with_fleet(options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> None:
+    """Routers are shown the API key that is given, else the operators' key of the secret. Raises
+    ConfigError."""
     identity = client.identity(options)
     metadata = client.credentials(options)
     if not metadata and identity is not None:
@@ -96,8 +98,9 @@ async def _with_fleet(
     await work(Fleet(metadata, client.certificates(options), identity))
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"a time is above 0 s, got {text!r}")
-    return seconds
+def positive(text: str) -> float:
+    """For argparse."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+    return number

@@ -13,7 +13,7 @@ from cli import client
 from common import tls
 from common.identity.identity import Identity
 from common.rpc import make_channel, raise_if_cancelled
-from protos.node_pb2 import DrainRequest
+from protos.node_pb2 import DrainRequest, SwitchRequest
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import (
     ClusterNode,
@@ -79,6 +79,34 @@ class Fleet:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
             return await _answer(address, getattr(stub, method)(request, timeout=longest_s))
 
+    async def switch_node(self, address: str, role: str, longest_s: float) -> None:
+        """Returns when the node is about to take that role. Raises Undone where it does not answer,
+        or goes on as it is."""
+        async with make_channel(address, self._certificates, self._identity) as channel:
+            stub = NodeStub(channel)  # type: ignore[no-untyped-call]
+            await _answer(address, stub.Switch(SwitchRequest(role=role), timeout=longest_s))
+
+    async def until_has_role(
+        self, router: str, node: ClusterNode, role: str, longest_s: float
+    ) -> None:
+        """Waits until the router finds it ready in that role, and paired, if there are others to
+        pair with.
+
+        Raises:
+            Undone: not after `longest_s`.
+        """
+
+        async def has() -> bool:
+            cluster = await self.look(router)
+            now = of_address(cluster, node.address)
+            if now is None or (now.role, now.state) != (role, "ready"):
+                return False
+            alone = all(each.role == role for each in cluster.nodes)
+            return alone or any(node.address in pair for pair in paired(cluster))
+
+        sentence = f"{node.address} takes the role, and is not ready and paired"
+        await until(has, longest_s, sentence)
+
     async def until_ended(self, router: str, node: ClusterNode, longest_s: float) -> None:
         """Waits until nobody by this instance id answers at the node's address.
 
@@ -125,7 +153,8 @@ class Fleet:
                 now = of_address(cluster, node.address)
                 if now is None or now.state != "ready" or now.instance_id == node.instance_id:
                     return False
-                if not pairs <= paired(cluster):
+                # One that had taken another role begins in its first one again.
+                if now.role == node.role and not pairs <= paired(cluster):
                     return False
             return True
 

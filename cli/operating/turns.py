@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
 
-ROLES = ("prefill", "decode", "router")  # in this order
+NODES = ("prefill", "decode")
+ROLES = (*NODES, "router")  # in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,15 @@ def objections(
         alike = [turn for turn in all_turns if turn.role == role]
         if len(alike) == 1 and alike[0].processes == 1:
             yield f"{role} {alike[0].address} is the only one: requests fail while it is away"
+
+
+def objections_to_switch(nodes: list[Turn], turn: Turn) -> Iterator[str]:
+    """Why requests would fail if that node took another role, one sentence each."""
+    for each in nodes:
+        if each.node is not None and each.node.state != "ready":
+            yield f"{each.role} {each.address} is {each.node.state or 'silent'}"
+    if not any(each.role == turn.role and each is not turn for each in nodes):
+        yield f"{turn.role} {turn.address} is the only one: no {turn.role} node would be left"
 
 
 def _of_node(node: ClusterNode, cluster: GetClusterResponse) -> str:

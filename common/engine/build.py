@@ -4,8 +4,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from common.engine.adapters.bank import AdapterBank
 from common.engine.adapters.library import Library
 from common.engine.adapters.loader import AdapterLoader
 from common.engine.adapters.making import bank_of, load_all, shelf_of
-from common.engine.features.composition import every_feature
+from common.engine.features.composition import RowFeatures, every_feature
 from common.engine.features.guides import Guides
 from common.engine.features.prover import Beside
 from common.engine.footprint import largest_forward, measure_footprint
@@ -48,8 +49,10 @@ from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream, open_stream
 from common.engine.schedule.scheduler import Scheduler
 from common.engine.sizing import (
+    CUDA_CONTEXT_BYTES,
     EngineShape,
     free_bytes,
+    host_pages_of,
     resolve_device,
     resolve_shape,
 )
@@ -65,6 +68,14 @@ PROGRESS_S = 1.0  # between two lines about captured graphs
 log = logging.getLogger(__name__)
 
 
+class _Host(NamedTuple):
+    """Pages beside the device: for retracted requests, and a tier below the prefix cache."""
+
+    pool: HostPool
+    tiers: Tiers
+    copier: PageCopier
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """All that a role and a loop are built on. fingerprint: what a peer must agree on, field by
@@ -77,8 +88,10 @@ class Engine:
     pages: PageAllocator
     cache: RadixCache
     stream: Stream
+    features: RowFeatures
     runner: ModelRunner
     limits: RequestLimits
+    host_pool: HostPool
     tiers: Tiers
     copier: PageCopier
     adapters: Adapters
@@ -112,6 +125,60 @@ class Engine:
         name, device = f"baton-{role}", self.model.device
         return Profiler(config.profile_directory, name, self.stream, device, num_steps)
 
+    def equipped(self, config: EngineConfig) -> "Engine":
+        """This engine with the host pages and the decode graphs that another role wants, and
+        without those that it has. The rest, with what is cached, is the same objects: no two may
+        be used at a time, and this one must be idle. Host memory that is a tier stays as it is:
+        retracted requests may have its pages, and what is kept in the others is not lost.
+
+        Args:
+            config: as this engine's, but for those two.
+        Raises:
+            ConfigError: there is no memory for them.
+        """
+        device = self.shape.device
+        shape, host = self.shape, _Host(self.host_pool, self.tiers, self.copier)
+        if not shape.tier_pages:
+            shape = replace(shape, host_pages=_affordable_host_pages(config, shape))
+            host = _host(shape, self.pool, self.cache, self.pages)
+        try:
+            runner = _runner(
+                config,
+                shape,
+                self.model,
+                self.pool,
+                host.pool,
+                self.table,
+                self.features,
+                self.adapters,
+                self.stream,
+            )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"there is no room for decode graphs on {device}") from error
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if free < CUDA_CONTEXT_BYTES:
+                raise ConfigError(
+                    f"decode graphs leave {free >> 20} MiB of {device}, where "
+                    f"{CUDA_CONTEXT_BYTES >> 20} MiB are needed beside them"
+                )
+        return replace(
+            self,
+            shape=shape,
+            host_pool=host.pool,
+            tiers=host.tiers,
+            copier=host.copier,
+            runner=runner,
+        )
+
+    def close(self) -> None:
+        """Ends its threads, and those of what it has."""
+        self.stream.close()
+        self.guides.close()
+        self.loader.close()
+        self.copier.close()
+        self.weights.close()
+
 
 def build(config: EngineConfig) -> Engine:
     """Loads the model and sizes everything else by what is left.
@@ -133,8 +200,6 @@ def build(config: EngineConfig) -> Engine:
     bank = bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction))
     shape = _shape(config, model, bank)
     pool = KVPool(shape.layout, shape.num_pages, device)
-    num_host_pages = shape.host_pages + shape.tier_pages
-    host_pool = HostPool(shape.layout, num_host_pages, device)
     page_size, windows = shape.layout.page_size, shape.layout.windows
     state_pages = shape.layout.state_pages
     table = RequestTable(
@@ -142,24 +207,13 @@ def build(config: EngineConfig) -> Engine:
     )
     pages = PageAllocator(shape.num_pages)
     cache = RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
-    copier = PageCopier(pool, host_pool)
-    tiers = Tiers(
-        HostCache(num_host_pages),
-        enabled=shape.tier_pages > 0,
-        cache=cache,
-        pages=pages,
-        tables=shape.layout.tables,
-        copier=copier,
-    )
+    host = _host(shape, pool, cache, pages)
     stream = open_stream(device)
-    recorder = CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
     features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
     adapters = Adapters(Library(config.lora.max_loaded, config.lora.max_bytes), bank, table)
     shelf = shelf_of(config.lora, model)
     load_all(config.lora, shelf, adapters.library)
-    runner = ModelRunner(model, pool, host_pool, table, features, adapters, stream, recorder)
-    if device.type == "cuda":
-        prepare(runner, largest_forward(shape, config.scheduler.num_slots))
+    runner = _runner(config, shape, model, pool, host.pool, table, features, adapters, stream)
     log.info(
         "engine built %s",
         kv(
@@ -171,7 +225,7 @@ def build(config: EngineConfig) -> Engine:
             quantize=rounding,
             stored=model.spec.stored,
             pages=shape.num_pages,
-            host_pages=num_host_pages,
+            host_pages=shape.host_pages + shape.tier_pages,
             page_size=page_size,
             pool_mib=pool.num_bytes >> 20,
             chunk_tokens=shape.chunk_tokens,
@@ -188,9 +242,11 @@ def build(config: EngineConfig) -> Engine:
         pages=pages,
         cache=cache,
         stream=stream,
+        features=features,
         runner=runner,
-        tiers=tiers,
-        copier=copier,
+        host_pool=host.pool,
+        tiers=host.tiers,
+        copier=host.copier,
         adapters=adapters,
         loader=AdapterLoader(shelf, adapters.library),
         guides=_guides(directory, model),
@@ -220,6 +276,54 @@ def build(config: EngineConfig) -> Engine:
 def _guides(directory: Path, model: Model) -> Guides:
     told = directory, model.spec.vocabulary_size, model.spec.eos_token_ids
     return Guides(*told, Beside(*told))
+
+
+def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
+    """Raises ConfigError where the host has not so much memory."""
+    layout = shape.layout
+    num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
+    wanted, left = num_pages * layout.page_bytes, free_bytes(torch.device("cpu"), 1.0)
+    if wanted > left:
+        raise ConfigError(
+            f"engine.cache.host_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "
+            f"{left / 2**30:.1f} GiB are left"
+        )
+    return num_pages
+
+
+def _host(shape: EngineShape, pool: KVPool, cache: RadixCache, pages: PageAllocator) -> _Host:
+    num_pages = shape.host_pages + shape.tier_pages
+    host_pool = HostPool(shape.layout, num_pages, shape.device)
+    copier = PageCopier(pool, host_pool)
+    tiers = Tiers(
+        HostCache(num_pages),
+        enabled=shape.tier_pages > 0,
+        cache=cache,
+        pages=pages,
+        tables=shape.layout.tables,
+        copier=copier,
+    )
+    return _Host(host_pool, tiers, copier)
+
+
+def _runner(
+    config: EngineConfig,
+    shape: EngineShape,
+    model: Model,
+    pool: KVPool,
+    host_pool: HostPool,
+    table: RequestTable,
+    features: RowFeatures,
+    adapters: Adapters,
+    stream: Stream,
+) -> ModelRunner:
+    """With all made that would otherwise hold up its first steps."""
+    on_cuda = model.device.type == "cuda"
+    recorder = CudaRecorder() if on_cuda and config.cuda_graphs else None
+    runner = ModelRunner(model, pool, host_pool, table, features, adapters, stream, recorder)
+    if on_cuda:
+        prepare(runner, largest_forward(shape, config.scheduler.num_slots))
+    return runner
 
 
 def _load(

@@ -36,8 +36,8 @@ def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
 def drive(
     role: DrivenRole, engine: Engine, config: EngineConfig, scheduler: Scheduler, clock: StepClock
 ) -> None:
-    """Turns the loop until the front lets this process go (PeerGone), or a part fails. If it stands
-    still for too long, the process ends."""
+    """Turns the loop until the front lets this process go (PeerGone) or has another role for it
+    (RoleOver), or a part fails. If it stands still for too long, the process ends."""
     loop = EventLoop(
         role,
         engine.runner,
@@ -66,5 +66,4 @@ def drive(
         loop.run()
     finally:
         watchdog.stop()
-        engine.stream.close()
         gc.unfreeze()  # or the libraries' own leak checks complain of what is frozen, at exit

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import EngineConfig, Quantize
+from common.config import CacheConfig, EngineConfig, Quantize
 from common.engine.memory.layout import KVLayout
 from common.engine.models import ModelSpec
 from common.engine.models.linear import form_of, rounding_of
@@ -161,18 +161,19 @@ def resolve_shape(
         layout=layout,
         context_length=context_length,
         num_pages=num_pages,
-        host_pages=_host_pages(config, layout, device, num_pages),
+        host_pages=host_pages_of(config.cache, layout, device, num_pages),
         tier_pages=config.tiers.host_bytes // layout.page_bytes if config.cache.prefix_cache else 0,
         chunk_tokens=chunk_tokens,
         prefill_tokens=whole_prompts if chunk_tokens is None else chunk_tokens,
     )
 
 
-def _host_pages(
-    config: EngineConfig, layout: KVLayout, device: torch.device, num_pages: int
+def host_pages_of(
+    cache: CacheConfig, layout: KVLayout, device: torch.device, num_pages: int
 ) -> int:
-    if config.cache.host_pages >= 0:
-        return config.cache.host_pages
+    """For retracted requests of a pool of so many pages."""
+    if cache.host_pages >= 0:
+        return cache.host_pages
     if device.type == "cpu":
         return num_pages
     room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION))

@@ -23,6 +23,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "/baton.v1.Node/LoadAdapter": _ROUTER_TOO,
     "/baton.v1.Node/UnloadAdapter": _ROUTER_TOO,
     "/baton.v1.Node/Drain": _OPERATOR,
+    "/baton.v1.Node/Switch": _OPERATOR,
     "/baton.v1.Node/Pause": _ROUTER_TOO,
     "/baton.v1.Node/Continue": _ROUTER_TOO,
     "/baton.v1.Node/StartProfile": _ROUTER_TOO,

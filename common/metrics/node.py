@@ -427,7 +427,7 @@ class NodeMetrics:
     scrapes."""
 
     def __init__(self, role: Role) -> None:
-        self._declared = (*BOTH, *(DECODE if role == "decode" else PREFILL))
+        self._role = role
         self.trust = TrustMetrics()
         self._streams = STREAMS.numbers()
         self._stream_ends = STREAM_ENDS.numbers()
@@ -436,7 +436,12 @@ class NodeMetrics:
         self._refused = REJECTED.numbers()
         self._liveness: Callable[[], tuple[str, float]] = lambda: ("starting", 0.0)
         self._moving = Moving(steps=0, gauges={}, state="ready", links=())
-        self.registry = registry_of(role, self._families)
+        self.registry = registry_of(lambda: self._role, self._families)
+
+    def begin(self, role: Role) -> None:
+        """What the engine counts begins anew."""
+        self._role = role
+        self._moving = Moving(steps=0, gauges={}, state="ready", links=())
 
     def liveness_from(self, liveness: Callable[[], tuple[str, float]]) -> None:
         """Names whoever knows the node's state and the seconds of its engine's silence. Called on
@@ -475,7 +480,7 @@ class NodeMetrics:
             by_engine = rejected.get(values, 0.0)
             assert not isinstance(by_engine, Counted)
             rejected[values] = by_engine + number
-        for declared in self._declared:
+        for declared in (*BOTH, *(DECODE if self._role == "decode" else PREFILL)):
             yield declared.family(series.get(declared.name, {}))
         yield from self.trust.families()
 

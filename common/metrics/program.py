@@ -48,17 +48,19 @@ class Families(Collector):
         return self._make()
 
 
-def registry_of(role: str, families: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+def registry_of(
+    role: Callable[[], str], families: Callable[[], Iterable[Metric]]
+) -> CollectorRegistry:
     """What a program serves: `families`, and what there is to say of any program.
 
     Args:
-        role: one of ROLES.
+        role: gives one of ROLES, at each scrape.
         families: called at each scrape, on the thread that scrapes.
     """
     # No second series for each one, with the time of its making.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(Families(lambda: [INFO.family({(version("baton"), role): 1.0})]))
+    registry.register(Families(lambda: [INFO.family({(version("baton"), role()): 1.0})]))
     registry.register(Families(families))
     return registry

@@ -197,7 +197,7 @@ class RouterMetrics:
         self._http_connections = HTTP_CONNECTIONS.numbers()
         self._http_answers = HTTP_ANSWERS.numbers()
         self.trust = TrustMetrics()
-        self.registry = registry_of("router", self._families)
+        self.registry = registry_of(lambda: "router", self._families)
 
     def _families(self) -> Iterable[Metric]:
         yield REQUESTS.family(self._ended)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from common.distribution import Counted
-from common.errors import ServingError, WrongState
+from common.errors import ConfigError, ServingError, WrongState
 from common.logs import kv
 from common.node.cache_reports import CacheReports, CacheSource
 from common.node.messages import (
@@ -20,6 +20,7 @@ from common.node.messages import (
     EngineMessage,
     FrontMessage,
     Moving,
+    Start,
     WatchCache,
 )
 from common.node.operations import Operations
@@ -34,6 +35,14 @@ log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
 SELF_CHECK_INTERVAL_S = 1.0
+
+
+class RoleOver(Exception):
+    """The front has another role for this engine, and nothing of the one that it has is left."""
+
+    def __init__(self, successor: Start) -> None:
+        super().__init__(f"this engine goes on as {successor.role}")
+        self.successor = successor
 
 
 class Channel(Protocol):
@@ -101,11 +110,17 @@ class Inside(Renewable, Protocol):
     def explain(self, request_id: str) -> Flights: ...
 
 
+def _prepares_nothing(role: str) -> None:
+    raise WrongState("this engine has one role")
+
+
 class Desk:
     """Engine thread only.
 
     Args:
         steps_finished: since the start.
+        prepare: makes what another role needs besides what is here. Called while nothing is under
+            way; raises ConfigError or WrongState where this engine cannot have that role.
     """
 
     def __init__(
@@ -118,11 +133,14 @@ class Desk:
         adapters: AdapterShelf,
         operations: Operations,
         meters: Sequence[Meter] = (),
+        prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:
         self._channel = channel
         self._pages_by_holder = pages_by_holder
         self._steps_finished = steps_finished
         self._meters = meters
+        self._prepare = prepare
+        self._successor: Start | None = None  # of this role
         self._rested_s = 0.0
         self._num_self_checks = 0
         self._cache = CacheReports(cache, channel.post)
@@ -150,6 +168,8 @@ class Desk:
                     self._tell(self._answers(message, inside))
                 case WatchCache():
                     self._cache.watch(message)
+                case Start():
+                    self._successor = message
                 case _ if requests is not None:
                     requests(message)
                 case _:
@@ -172,7 +192,12 @@ class Desk:
         Args:
             self_check: raises where something has leaked. It looks at every page, which takes
                 milliseconds: called while no request is here only, and once a second at most.
+        Raises:
+            RoleOver: with nothing left of this role, as a last self-check has seen.
         """
+        if self._successor is not None and not inside.busy:
+            self_check()
+            raise RoleOver(self._successor)
         now = time.monotonic()
         if not inside.busy and now >= self._check_at:
             self._check_at = now + SELF_CHECK_INTERVAL_S
@@ -267,10 +292,17 @@ class Desk:
                     "counters": inside.counters(),
                 }
                 yield Answer(ask.number, description=description)
-            case "drain":
-                self.draining = True
+            case "drain" | "serve":
+                self.draining = ask.what == "drain"
+                self._told_drained = False
                 self._report_at = 0.0
                 yield Answer(ask.number)
+            case "prepare":
+                try:
+                    self._prepare(ask.argument)
+                    yield Answer(ask.number)
+                except (ConfigError, WrongState) as error:
+                    yield Answer(ask.number, error=str(error))
             case "flush_cache":
                 try:
                     yield Answer(ask.number, integer=inside.flush_cache())

@@ -3,14 +3,18 @@
 wanted (SIGTERM, SIGINT, Drain) -> drained | drain time over | second signal: exit code 0
 A signal after a Drain call is the first one: Kubernetes' preStop calls, then it sends SIGTERM.
 fault at any time: exit code 1, or 2 where the user must mend the configuration
+
+A role may be over before, and the node goes on in another: whoever has asked for the end is heard
+all the same.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from common.errors import EngineFault
 from common.logs import kv
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,7 @@ class Ending:
 
     def __init__(self) -> None:
         self._wanted = asyncio.Event()
+        self._role_over = asyncio.Event()
         self._signalled = False
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
@@ -45,8 +50,18 @@ class Ending:
             log.info("draining %s", kv(because=who))
             self._wanted.set()
 
+    @property
+    def wanted(self) -> bool:
+        return self._wanted.is_set()
+
     def drained(self) -> None:
-        self._decide(Verdict("drained", in_order=True))
+        """Nothing is left to do; a node that was not asked to end stays."""
+        if self.wanted:
+            self._decide(Verdict("drained", in_order=True))
+
+    def role_over(self) -> None:
+        """The node has done with its role, and goes on in another one."""
+        self._role_over.set()
 
     def now(self, reason: str) -> None:
         """Ends the node as it was asked to, without waiting for anything."""
@@ -58,17 +73,42 @@ class Ending:
     def engine_died(self, reason: str) -> None:
         self._decide(Verdict(reason, 1, engine_died=True))
 
-    async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> Verdict:
-        """Waits for the end. `begin_drain` is called once a drain is wanted; from then on it may
-        take `drain_s`."""
+    async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> Verdict | None:
+        """Waits for the end of the node, or of its role: None. `begin_drain` is called once a drain
+        is wanted; from then on it may take `drain_s`."""
         wanted = asyncio.ensure_future(self._wanted.wait())
-        either: set[asyncio.Future[Any]] = {wanted, self._verdict}
+        over = asyncio.ensure_future(self._role_over.wait())
+        either: set[asyncio.Future[Any]] = {wanted, over, self._verdict}
         await asyncio.wait(either, return_when="FIRST_COMPLETED")
         wanted.cancel()
+        over.cancel()
         if not self._verdict.done():
+            if self._role_over.is_set():
+                self._role_over.clear()
+                return None
             begin_drain()
             await asyncio.wait({self._verdict}, timeout=drain_s)
             self.now(f"requests were still running after {drain_s:g} s")
+        return self._verdict.result()
+
+    async def guarding(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a part of the front. A fault in it is the end of the node."""
+        try:
+            await work
+        except EngineFault as error:
+            self.engine_died(str(error))
+        except Exception as error:
+            log.exception("the front failed")
+            self.fault(f"the front failed: {type(error).__name__}: {error}")
+
+    async def before(self, done: asyncio.Future[Any], timeout_s: float) -> Verdict | None:
+        """Waits for what must not take longer, or else is the end; None: it is done."""
+        either: set[asyncio.Future[Any]] = {done, self._verdict}
+        await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")
+        if done.done() and not self._verdict.done():
+            return None
+        done.cancel()
+        self.fault(f"the engine has not begun another role within {timeout_s:g} s")
         return self._verdict.result()
 
     def _decide(self, verdict: Verdict) -> None:

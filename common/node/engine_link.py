@@ -65,6 +65,7 @@ class EngineLink:
         )
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Answer]] = {}
+        self._restarted: asyncio.Future[EngineReady] | None = None  # once another role begins
         self._ready = False
         self._ended = False
 
@@ -72,6 +73,14 @@ class EngineLink:
         """Takes the socket over and sends the first frame."""
         await self._connection.open(sock)
         self._connection.send(start)
+
+    async def restart(self, start: Start) -> EngineReady:
+        """Another role begins. Returns when it has: what the engine says from then on is of it,
+        and all notices before were of the one before. Without an engine it never returns."""
+        self._ready = False
+        self._restarted = asyncio.get_running_loop().create_future()
+        self.send(start)
+        return await self._restarted
 
     def check_ready(self) -> None:
         """Raises NodeUnavailable until the engine has loaded its model, and after its end."""
@@ -151,7 +160,10 @@ class EngineLink:
                     question.set_result(message)
             case EngineReady():
                 self._ready = True
-                self._on_notice(message)
+                if self._restarted is None:
+                    self._on_notice(message)
+                elif not self._restarted.done():
+                    self._restarted.set_result(message)
             case _:
                 self._on_notice(message)
 

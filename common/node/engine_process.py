@@ -1,6 +1,6 @@
 """The engine process's side of its front: start, the channel of the engine thread, the end.
 
-An engine program is `run_engine(SomeConfig, body)` and nothing else. It is started by a front
+An engine program is `run_engine(CONFIGS, body, "name")` and nothing else. It is started by a front
 and never by hand; it obeys that front alone, and dies with it (common/process/leash.py).
 """
 
@@ -13,9 +13,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from common import logs
 from common.config import NodeConfig
@@ -32,10 +32,15 @@ _FLUSH_S = 2.0  # for the last words
 
 
 class EngineChannel:
-    """The engine thread's socket to its front. All calls but `wake` are the engine thread's."""
+    """The engine thread's socket to its front. All calls but `wake` are the engine thread's.
 
-    def __init__(self, frames: FrameSocket[FrontMessage]) -> None:
+    Args:
+        handed_over: over which the front gives a socket to its pair streams, with each Start.
+    """
+
+    def __init__(self, frames: FrameSocket[FrontMessage], handed_over: socket.socket) -> None:
         self._frames = frames
+        self._handed_over = handed_over
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
@@ -78,23 +83,43 @@ class EngineChannel:
         while self._frames.wants_write and time.monotonic() < deadline:
             self.wait(deadline - time.monotonic())
 
+    def transfer_socket(self) -> socket.socket:
+        """The one that came with the last Start, once.
+
+        Raises:
+            PeerGone: there is none.
+        """
+        _, fds, _, _ = socket.recv_fds(self._handed_over, 1, 1)
+        if not fds:
+            raise PeerGone("the front has handed over no socket")
+        os.set_inheritable(fds[0], False)
+        return socket.socket(fileno=fds[0])
+
     def close(self) -> None:
         self._frames.close()
+        self._handed_over.close()
         os.close(self._wakeup)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStart(Generic[C]):
-    """What an engine program gets from its front."""
+    """What an engine program gets from its front for one role."""
 
+    role: str
     config: C
-    instance: int  # this node's instance id
+    instance: int  # this node's instance id, as long as it has the role
     address: str  # of the front's gRPC server
     channel: EngineChannel
     transfer_socket: socket.socket  # to the front's pair streams; the body owns it
 
 
-def run_engine(config_type: type[C], body: Callable[[EngineStart[C]], None], name: str) -> NoReturn:
+# What a Start says, for its role; the log is that role's from then on.
+Begin: TypeAlias = Callable[[Start], EngineStart[Any]]
+
+
+def run_engine(
+    configs: Mapping[str, type[NodeConfig]], body: Callable[[Begin, Start], None], name: str
+) -> NoReturn:
     """Runs an engine program to the end of the process.
 
     `body` runs on the main thread. It posts EngineReady itself, and returns after Drained or
@@ -103,34 +128,29 @@ def run_engine(config_type: type[C], body: Callable[[EngineStart[C]], None], nam
     exit code 1, whatever its other threads do.
 
     Args:
-        config_type: the program's config record.
-        name: for the log.
+        configs: the config record of each role.
+        name: for the log, after that of the role.
     """
     # Both may be sent to the whole process group; the front alone decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
-    engine_fd, transfer_fd = (int(argument) for argument in sys.argv[1:3])
-    for fd in (engine_fd, transfer_fd):
+    engine_fd, handed_over_fd = (int(argument) for argument in sys.argv[1:3])
+    for fd in (engine_fd, handed_over_fd):
         os.set_inheritable(fd, False)
-    frames: FrameSocket[Start | FrontMessage] = FrameSocket(
-        socket.socket(fileno=engine_fd), Start | FrontMessage
-    )
-    transfer_socket = socket.socket(fileno=transfer_fd)
-    start = _await_start(frames)
-    config = config_type.model_validate_json(start.config)
-    logs.setup(name, config.front.log_level, config.front.log_format)
-    # After Start only FrontMessages come.
-    channel = EngineChannel(frames)  # type: ignore[arg-type]
-    _run(channel, lambda: body(_start(config, start, channel, transfer_socket)))
+    frames: FrameSocket[FrontMessage] = FrameSocket(socket.socket(fileno=engine_fd), FrontMessage)
+    first = _await_start(frames)
+    channel = EngineChannel(frames, socket.socket(fileno=handed_over_fd))
+
+    def begin(start: Start) -> EngineStart[Any]:
+        config = configs[start.role].model_validate_json(start.config)
+        logs.setup(f"{start.role} {name}", config.front.log_level, config.front.log_format)
+        pairs = channel.transfer_socket()
+        return EngineStart(start.role, config, start.instance, start.address, channel, pairs)
+
+    _run(channel, lambda: body(begin, first))
     _leave(0)
-
-
-def _start(
-    config: C, start: Start, channel: EngineChannel, transfer_socket: socket.socket
-) -> EngineStart[C]:
-    return EngineStart(config, start.instance, start.address, channel, transfer_socket)
 
 
 def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
@@ -162,7 +182,7 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _await_start(frames: FrameSocket[Start | FrontMessage]) -> Start:
+def _await_start(frames: FrameSocket[FrontMessage]) -> Start:
     readable, _, _ = select.select([frames], [], [], _START_S)
     try:
         messages = frames.receive() if readable else []

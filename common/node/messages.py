@@ -27,10 +27,12 @@ from common.tracing.context import UNTRACED, Trace
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Sent once, first; taken by `run_engine`, the engine thread never sees it."""
+    """A role begins: sent first, and once more for each other role that the node takes. What comes
+    after it is of that role, as is what the engine says from its EngineReady on."""
 
-    config: str  # the program's config record as JSON
-    instance: int  # random 64 bit, drawn at each start of the node
+    role: str  # "prefill" | "decode"
+    config: str  # the role's config record as JSON
+    instance: int  # random 64 bit, drawn for each role that begins
     address: str  # of the front's gRPC server, for logs and peers
 
 
@@ -77,9 +79,10 @@ class StreamEnded(msgspec.Struct, frozen=True, tag=True):
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """A question of `Node`; answered by one Answer with the same number.
 
-    what: "describe" | "drain" | "flush_cache" | "abort" | "explain" (argument = request_id of both)
-        | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode) | "continue"
-        | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
+    what: "describe" | "drain" | "serve" (what was to drain goes on) | "prepare" (argument = the
+        role of which the needs are) | "flush_cache" | "abort" | "explain" (argument = request_id of
+        both) | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode)
+        | "continue" | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
         | "start_profile" (steps) | "stop_profile"
     """
 
@@ -115,14 +118,21 @@ class CancelPooling(msgspec.Struct, frozen=True, tag=True):
 
 
 FrontMessage: TypeAlias = (
-    SubmitRequest | CancelSubmitted | StreamEnded | Ask | WatchCache | PoolPrompts | CancelPooling
+    Start
+    | SubmitRequest
+    | CancelSubmitted
+    | StreamEnded
+    | Ask
+    | WatchCache
+    | PoolPrompts
+    | CancelPooling
 )
 
 # Engine to front --------------------------------------------------------------------------------
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded and the pool is sized. Sent once, first.
+    """The model is loaded and the pool is sized, and the role has begun. Sent for each, first.
 
     Shown by Describe; `reader` and `owner` Hellos are made of it too.
     """

@@ -1,8 +1,10 @@
 """The engine process, as its front has it: started by exec, watched, and never left behind."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -17,7 +19,11 @@ _POLICY = "OMP_WAIT_POLICY"
 
 
 class EngineProcess:
-    """A running `python -m MODULE` and the front's ends of its two sockets.
+    """A running `python -m MODULE` and the front's ends of its sockets.
+
+    Attributes:
+        transfer_socket: to its transfer thread, of the role that begins next; whoever opens it owns
+            it.
 
     Made on the event loop, on the front's main thread: the engine dies with the thread that made
     it.
@@ -25,8 +31,9 @@ class EngineProcess:
 
     def __init__(self, module: str) -> None:
         self.engine_socket, engine_end = socket_pair()
-        self.transfer_socket, transfer_end = socket_pair()
-        ends = (engine_end.fileno(), transfer_end.fileno())
+        # Each message takes one socket along.
+        self._hand_over, handed_over = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ends = (engine_end.fileno(), handed_over.fileno())
         # End of file ends an engine that looks; the leash ends one that imports, or is stuck.
         command = [sys.executable, "-m", module, *map(str, ends)]
         # Until the engine ignores them, Ctrl-C and SIGTERM to the group would kill it. A blocked
@@ -43,7 +50,8 @@ class EngineProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             engine_end.close()
-            transfer_end.close()
+            handed_over.close()
+        self.renew_transfer_socket()
         self._pidfd = os.pidfd_open(self._process.pid)
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -52,6 +60,12 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def renew_transfer_socket(self) -> None:
+        """For the role whose Start is sent after this."""
+        self.transfer_socket, theirs = socket_pair()
+        with theirs, contextlib.suppress(OSError):  # an engine that is gone is told of elsewhere
+            socket.send_fds(self._hand_over, [b"s"], [theirs.fileno()])
 
     async def ended(self, timeout_s: float | None = None) -> int | None:
         """Waits for the end and returns the exit code, negative for a signal; None if the
@@ -88,7 +102,7 @@ class EngineProcess:
         os.close(self._pidfd)
         self._pidfd = -1
         self.engine_socket.close()
-        self.transfer_socket.close()
+        self._hand_over.close()
 
 
 def exit_sentence(code: int) -> str:

@@ -3,13 +3,13 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from common.config import NodeConfig, check_adapter_name
-from common.errors import InvalidRequest, NodeUnavailable
+from common.errors import InvalidRequest, NodeUnavailable, cut
 from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
 from common.node.supervision import Supervision
@@ -25,6 +25,7 @@ WEIGHTS_S = 600.0  # for weights to be read
 PROFILE_S = 60.0  # for a trace to be written
 PROFILE_STEPS, MAX_PROFILE_STEPS = 20, 1000
 PAUSE_S = 60.0  # for what is launched to end, and to be read by others
+ROLES = ("prefill", "decode")
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
@@ -33,6 +34,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     Args:
         mode: of a decode node, else empty.
         drain: begins the drain; called with who wants it.
+        switch: to the role of that name; returns when it is about to begin.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         supervision: Supervision,
         cache_feed: CacheFeed,
         drain: Callable[[str], None],
+        switch: Callable[[str], Awaitable[None]],
     ) -> None:
         self._role = role
         self._mode = mode
@@ -57,6 +60,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._supervision = supervision
         self._cache_feed = cache_feed
         self._drain = drain
+        self._switch = switch
 
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: Any
@@ -101,6 +105,16 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Returns once draining has begun; the node exits by itself when it has finished."""
         self._drain("a Drain call")
         return node_pb2.DrainResponse()
+
+    async def Switch(
+        self, request: node_pb2.SwitchRequest, context: Any
+    ) -> node_pb2.SwitchResponse:
+        """FAILED_PRECONDITION or DEADLINE_EXCEEDED with why the node goes on as it is. A call that
+        is given up changes nothing of what it has begun."""
+        if request.role not in ROLES:
+            raise InvalidRequest(f"role: {cut(request.role)!r} is none of {', '.join(ROLES)}")
+        await self._switch(request.role)
+        return node_pb2.SwitchResponse()
 
     async def FlushCache(
         self, request: router_pb2.FlushCacheRequest, context: Any

@@ -78,6 +78,10 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         """Takes no new stream from now on; hand-offs on open ones finish."""
         self._draining = True
 
+    def resume(self) -> None:
+        """Takes new streams again."""
+        self._draining = False
+
     async def _take(self, stream: PairStream, message: kvtransfer_pb2.FromReader) -> None:
         """An Open of more than can be served is answered here: its tokens are never touched."""
         if message.HasField("open"):

@@ -221,13 +221,13 @@ class Cluster:
         second, and has a link to every prefill node."""
         status = client.status
         taking = status is not None and status.state == "ready" and client.moves
-        if status is None or not taking or not self._survey.fit(client.address):
+        if status is None or not taking or not self._survey.fit(client.address, "decode"):
             self._readable.pop(client.address, None)
             return
         self._readable[client.address] = tuple(
             PrefillChoice(link.peer, link.path, link.gib_per_s)
             for link in status.links
-            if self._survey.fit(link.peer)
+            if self._survey.fit(link.peer, "prefill")
         )
 
     def _use(self) -> None:

@@ -2,7 +2,8 @@
 
 A joiner gets a connection and a place in the survey; decode nodes are told of a new prefill node
 at once. A leaver gets no new request from that moment on, and its live ones finish: only then
-does its connection close, or do decode nodes let go of it.
+does its connection close, or do decode nodes let go of it. A node that has another role than it was
+found in leaves in the one, and joins in the other.
 """
 
 import asyncio
@@ -65,6 +66,7 @@ class Membership:
         self._patience = patience
         self._on_stream_lost = on_stream_lost
         self._left: dict[tuple[Role, str], asyncio.Event] = {}  # of each member: whether it has
+        self._roles: dict[str, Role] = {}  # as nodes say themselves, where it was not so expected
         self._prefill: list[str] = []  # members and leavers
         self._clients: list[DecodeClient] = []  # likewise
         self._shapes: dict[DecodeClient, tuple[str, ...]] = {}  # of their last Status
@@ -82,9 +84,18 @@ class Membership:
                 # Before the streams end: no request is to look for another node.
                 self._cluster.close()
 
+    def has_role(self, address: str, role: Role) -> None:
+        """A member says that it has another role than it has joined with."""
+        log.info("node has another role %s", kv(role=role, node=address))
+        self._roles[address] = role
+        self._update(self._discovery.members)
+
     def _update(self, members: Members) -> None:
-        now: list[tuple[Role, str]] = [("prefill", address) for address in members.prefill]
-        now += [("decode", address) for address in members.decode]
+        expected: dict[str, Role] = dict.fromkeys(members.prefill, "prefill")
+        expected |= dict.fromkeys(members.decode, "decode")
+        now = [(self._roles.get(address, role), address) for address, role in expected.items()]
+        for gone in self._roles.keys() - expected.keys():
+            del self._roles[gone]
         for member in self._left.keys() - set(now):
             log.info("node leaves %s", kv(role=member[0], node=member[1]))
             self._left.pop(member).set()
@@ -113,7 +124,8 @@ class Membership:
             async with self._pooling.member(address):
                 await left.wait()
             watching.cancel()
-            await asyncio.sleep(HANDOFFS_S)
+            if address not in self._roles:  # else nothing is left of what it was
+                await asyncio.sleep(HANDOFFS_S)
             self._prefill.remove(address)
             self._tell_peers()
 

@@ -27,6 +27,7 @@ from common.errors import (
     cut,
 )
 from protos import pooling_pb2, pooling_pb2_grpc
+from router.cluster.sources import Role
 from router.policy import DecodeChoice, PlacementKey, Policy, PrefillChoice
 from router.policy.backlogs import Backlogs, Due
 from router.policy.load import Charge, Load
@@ -112,17 +113,17 @@ class PoolingNodes:
     def __init__(
         self,
         make_channel: Callable[[str], grpc.aio.Channel],
-        fit: Callable[[str], bool],
+        fit: Callable[[str, Role], bool],
         policy: Policy,
         load: Load,
         backlogs: Backlogs,
     ) -> None:
         """
         Args:
-            fit: whether the node at an address may have requests now.
+            fit: whether the node at an address has a role, and may have requests now.
         """
         self._make_channel = make_channel
-        self._fit = fit
+        self._fit: Callable[[str], bool] = lambda address: fit(address, "prefill")
         self._policy = policy
         self._load = load
         self._backlogs = backlogs

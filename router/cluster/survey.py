@@ -1,6 +1,7 @@
 """Asks every node to describe itself: for operators, and to keep misfits from requests.
 
-A node whose tokenizer differs from the router's would answer with other words: it gets nothing.
+A node whose tokenizer differs from the router's would answer with other words: it gets nothing. A
+node has the role that it says itself, wherever it was found.
 """
 
 import asyncio
@@ -8,13 +9,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import grpc.aio
 
 from common import rpc
 from common.logs import kv
 from protos import node_pb2, node_pb2_grpc
+from router.cluster.sources import Role
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 class NodeReport:
     """One node as it described itself just now."""
 
-    role: str  # "prefill" | "decode", as configured
+    role: str  # "prefill" | "decode", as it was known until now
     address: str
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
@@ -74,13 +76,17 @@ class Survey:
         tokenizer_hash: str,
         on_change: Callable[[], None],
         on_reports: Callable[[Sequence[NodeReport]], None] = lambda _: None,
+        on_role: Callable[[str, Role], None] = lambda address, role: None,
     ) -> None:
         """
         Args:
             on_change: called when `fit` of some node may have changed.
             on_reports: called with every node's report, whenever all have been asked.
+            on_role: called with the address of a node that has another role than it has joined
+                with. It gets nothing until it joins with that one.
         """
         self._on_reports = on_reports
+        self._on_role = on_role
         self._tokenizer_hash = tokenizer_hash
         self._on_change = on_change
         self._known: dict[str, _Known] = {}
@@ -104,10 +110,11 @@ class Survey:
     def members(self) -> Sequence[Member]:
         return tuple(self._known.values())
 
-    def fit(self, address: str) -> bool:
-        """Whether the node's last description lets it have requests; False before the first."""
+    def fit(self, address: str, role: Role) -> bool:
+        """Whether the node has that role, and its last description lets it have requests; False
+        before the first."""
         known = self._known.get(address)
-        return known is not None and known.state not in _NOT_FOR_REQUESTS
+        return known is not None and known.role == role and known.state not in _NOT_FOR_REQUESTS
 
     def silent(self, address: str) -> bool:
         """Whether the node has last said of itself that its engine is, and nothing else is wrong
@@ -160,6 +167,10 @@ class Survey:
         if told and known.state != report.state:
             known.state, known.engine_silent = report.state, report.engine_silent
             self._on_change()
+        if report.description is not None and self._known.get(known.address) is known:
+            for role in get_args(Role):
+                if report.description.role == role != known.role:
+                    self._on_role(known.address, role)
         return report
 
     async def _report(self, known: _Known) -> NodeReport:
@@ -182,7 +193,7 @@ class Survey:
         misfit = self._misfit(known, description)
         if misfit and known.state != "unhealthy":
             log.warning("%s and gets no requests %s", misfit, kv(node=known.address))
-        if misfit:
+        if misfit or description.role != known.role:
             return NodeReport(known.role, known.address, "unhealthy", description)
         state = description.state
         return NodeReport(known.role, known.address, state, description, state == "unhealthy")
@@ -198,6 +209,6 @@ class Survey:
             return "a node has another tokenizer"
         if description.state not in _STATES:
             return "a node is in no state that there is"
-        if description.role != known.role:
-            return f"a node is no {known.role} node"
+        if description.role not in get_args(Role):
+            return "a node has no role that there is"
         return ""

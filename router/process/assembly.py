@@ -350,6 +350,7 @@ async def _make_cluster(
         tokenizer_hash=tokenizer_hash,
         on_change=lambda: cluster.refresh(),
         on_reports=reported,
+        on_role=lambda address, role: membership.has_role(address, role),
     )
     policy = make_policy(config.policy, load, prefixes)
     cluster = Cluster(survey, policy, load, PrefixHints(prefixes), on_change=changed.set)

@@ -71,3 +71,4 @@ def test_an_engine_that_stands_still_with_work_waiting_is_ended(
     scheduler.add(Rig().request([1, 2, 3]))
     with pytest.raises(_Found):
         drive(_StandsStill(ended), engine, config, scheduler, clock)
+    engine.close()

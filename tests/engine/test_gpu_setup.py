@@ -15,7 +15,7 @@ from common.engine.models import read_spec
 from common.engine.run.gpu import use_gpu
 from common.engine.sizing import resolve_device, resolve_shape
 from common.errors import ConfigError
-from prefill_node import engine as prefill_engine
+from roles import engine as node_engine
 from tests.support.checkpoints import make_checkpoint
 
 CUDA = torch.device("cuda", 0)
@@ -170,8 +170,8 @@ def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):
         assert config.cache.num_pages == 77
         raise BuiltError
 
-    monkeypatch.setattr(prefill_engine, "build", build)
+    monkeypatch.setattr(node_engine, "build", build)
     asked = EngineConfig(model="m", cache=CacheConfig(num_pages=77, host_pages=9))
-    start = SimpleNamespace(config=PrefillConfig(engine=asked), channel=None)
+    start = SimpleNamespace(role="prefill", config=PrefillConfig(engine=asked), channel=None)
     with pytest.raises(BuiltError):
-        prefill_engine.body(start)
+        node_engine.body(lambda first: start, None)

@@ -62,12 +62,15 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
         program.close()
 
 
-def _programs(pid: int) -> dict[str, int]:
-    """Pids of the programs that a process has started, and of those that they have started."""
+def _programs(pid: int, parent: str = "") -> dict[str, int]:
+    """Pids of the programs that a process has started, and of those that they have started; an
+    engine goes by its front's name too."""
     found = {}
     for child in children_of(pid):
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        found |= {command[command.index("-m") + 1]: child} | _programs(child)
+        module = command[command.index("-m") + 1]
+        name = module.replace("roles", parent)
+        found |= {name: child} | _programs(child, module)
     return found
 
 
@@ -217,7 +220,7 @@ def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_ask
     os.kill(children["decode_node"], signal.SIGKILL)
     assert up.exit_code() == 1
     assert "decode-0 has ended with code -9" in up.output
-    assert "common.node.front: ready" in up.output  # a line of that log
+    assert "common.node.tenure: ready" in up.output  # a line of that log
     assert not [pid for pid in children.values() if runs(pid)]
 
 

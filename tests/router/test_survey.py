@@ -81,9 +81,9 @@ async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_ba
         asking.forget(node.address)
         node.answering.set()
         await look
-        assert not asking.fit(node.address)
+        assert not asking.fit(node.address, "prefill")
         await asking.look()
-        assert asking.fit(node.address)
+        assert asking.fit(node.address, "prefill")
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie: A
         asking.join("prefill", node.address, channel)
         (report,) = await asking.look()
         assert report.state in ("unhealthy", "unreachable")
-        assert not asking.fit(node.address)
+        assert not asking.fit(node.address, "prefill")

@@ -38,6 +38,7 @@ from protos.node_pb2 import (
     DescribeRequest,
     DescribeResponse,
     DrainRequest,
+    SwitchRequest,
 )
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import (
@@ -358,6 +359,25 @@ class Cluster:
         await node.stub.Drain(DrainRequest(), timeout=RPC_S)
         async with asyncio.timeout(STOP_S):
             assert await node.child.ended() == 0
+
+    async def switch(self, node: Node, role: str) -> None:
+        """It takes the role; returns when the router knows it in that, and nodes have paired."""
+        await node.stub.Switch(SwitchRequest(role=role), timeout=RPC_S)
+        await self.until_has_role(node, role)
+
+    async def until_has_role(self, node: Node, role: str) -> None:
+        """The router knows it in that role, and nodes have paired."""
+        for nodes in (self.prefill, self.decode):
+            if node in nodes:
+                nodes.remove(node)
+        (self.prefill if role == "prefill" else self.decode).append(node)
+
+        async def known() -> bool:
+            nodes = (await self.describe()).nodes
+            found = {each.address: (each.role, each.state) for each in nodes}
+            return found[node.address] == (role, "ready") and await self._paired()
+
+        await self.wait_until(known, f"{node.address} is a {role} node, ready and paired")
 
     async def stop_with(self, number: signal.Signals) -> None:
         """Sends a signal to every process of every live program at once; each must exit with 0."""

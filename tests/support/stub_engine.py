@@ -2,8 +2,8 @@
 
 Speaks to its front as a real engine does. `engine.model` chooses how it behaves:
 echo | bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never
-ready) | loading (hears nothing) | stuck-at-end (does not end when let go). What may not wait at all
-is refused for its queue.
+ready) | loading (hears nothing) | stuck-at-end (does not end when let go) | one-role (has no room
+for what another role needs). What may not wait at all is refused for its queue.
 """
 
 import time
@@ -18,7 +18,7 @@ from common.engine.memory.radix import RadixCache
 from common.engine.rows.holding import Holding
 from common.errors import ConfigError
 from common.node.cache_reports import CacheReports
-from common.node.engine_process import EngineChannel, EngineStart, run_engine
+from common.node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from common.node.ipc import FrameSocket, PeerGone
 from common.node.messages import (
     Answer,
@@ -29,6 +29,7 @@ from common.node.messages import (
     EngineReady,
     Moving,
     OnTrial,
+    Start,
     StepTokens,
     StreamEnded,
     SubmitRequest,
@@ -61,12 +62,14 @@ class EchoEngine:
         self._drained = False
         self._steps = 0
         self._report_at = 0.0
+        self._successor: Start | None = None
         self._pages = PageAllocator(64)
         self._cache = RadixCache(PAGE_SIZE, self._pages)
         self._cache_reports = CacheReports(CacheEvents(self._cache), channel.post)
 
-    def run(self) -> None:
-        while True:
+    def run(self) -> Start:
+        """Returns when another role begins."""
+        while self._successor is None:
             for message in self._channel.take():
                 self._take(message)
             self._step()
@@ -76,6 +79,7 @@ class EchoEngine:
                 self._drained = True
                 self._channel.post(Drained())
             self._channel.wait(STEP_S if self._live else 0.2)
+        return self._successor
 
     def _take(self, message: object) -> None:
         match message:
@@ -101,9 +105,14 @@ class EchoEngine:
                 queues = {"running": len(self._live)}
                 described = {"queues": queues, "pages": {"free": 8}, "counters": {"steps": 7}}
                 self._channel.post(Answer(number, description=described))
-            case Ask(number=number, what="drain"):
-                self._draining = True
+            case Start():
+                self._successor = message
+            case Ask(number=number, what="drain" | "serve" as what):
+                self._draining, self._drained = what == "drain", False
                 self._channel.post(Answer(number))
+            case Ask(number=number, what="prepare"):
+                no_room = "there is no room" if self._model == "one-role" else ""
+                self._channel.post(Answer(number, error=no_room))
             case Ask(number=number, what="flush_cache"):
                 busy = "1 request is running" if self._live else ""
                 if not busy:
@@ -165,20 +174,24 @@ class EchoEngine:
         self._channel.post(Moving(self._steps, gauges, state, links, pages_free=5))
 
 
-def body(start: EngineStart[DecodeConfig]) -> None:
+def body(begin: Begin, first: Start) -> None:
+    start: EngineStart[DecodeConfig] = begin(first)
     model = start.config.engine.model
     if model == "bad-config":
         raise ConfigError("engine.model: no such checkpoint")
     if model == "loading":
         time.sleep(600)
-    if model != "hang":
-        ready = EngineReady(
-            "stub", {"model": "0"}, "1", start.config.engine.context_length or 1 << 20, 8, 16
-        )
-        start.channel.post(ready)
+    ready = EngineReady(
+        "stub", {"model": "0"}, "1", start.config.engine.context_length or 1 << 20, 8, 16
+    )
     try:
-        pairs: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
-        EchoEngine(start.channel, pairs, model).run()
+        while True:
+            if model != "hang":
+                start.channel.post(ready)
+            pairs: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+            successor = EchoEngine(start.channel, pairs, model).run()
+            pairs.close()
+            start = begin(successor)
     except PeerGone:
         if model == "stuck-at-end":
             time.sleep(600)
@@ -186,4 +199,4 @@ def body(start: EngineStart[DecodeConfig]) -> None:
 
 
 if __name__ == "__main__":
-    run_engine(DecodeConfig, body, "stub/engine")
+    run_engine(dict.fromkeys(("prefill", "decode"), DecodeConfig), body, "stub")

@@ -1,10 +1,13 @@
-"""A decode node's front over the stub engine. Its only argument is a DecodeConfig as JSON."""
+"""A decode node's front over the stub engine. Its only argument is a DecodeConfig as JSON. As a
+prefill node it has no services but those of every node.
+"""
 
 import sys
 import time
 
 from common.config import DecodeConfig
-from common.node.front import Front, NodeParts, run_node
+from common.node.front import run_node
+from common.node.parts import Front, NodeParts, RoleProgram
 from decode_node.serve import ServeService
 from kvtransfer.pairs.streams import PairStreams
 
@@ -33,18 +36,28 @@ def parts(front: Front) -> NodeParts:
         on_trial=serve.on_trial,
         moved=serve.moved,
         drain=serve.drain,
+        resume=serve.resume,
         end=serve.end,
     )
+
+
+def other(role: str) -> RoleProgram:
+    if role == "decode":
+        return RoleProgram("decode", config, parts, "colocated")
+    return RoleProgram("prefill", config, bare)
+
+
+def bare(front: Front) -> NodeParts:
+    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=lambda: None)
+    return NodeParts(services=[], background=[streams.run], end=streams.close_all)
 
 
 if __name__ == "__main__":
     config = DecodeConfig.model_validate_json(sys.argv[1])
     sys.exit(
         run_node(
-            config,
-            role="decode",
-            mode="colocated",
+            RoleProgram("decode", config, parts, "colocated"),
             engine_module="tests.support.stub_engine",
-            parts=parts,
+            other=other,
         )
     )

@@ -19,7 +19,7 @@ from tests.support.otlp_collector import collecting
 from tests.support.programs import ROOT
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-PROGRAMS = "router.__main__, prefill_node.__main__, decode_node.__main__, decode_node.engine"
+PROGRAMS = "router.__main__, prefill_node.__main__, decode_node.__main__, roles.engine"
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ class RequestTable:
         self.origin_request = np.zeros(num_slots, np.uint64)
         self._free = list(range(num_slots - 1, -1, -1))
         self._last_step = np.zeros(num_slots, np.int64)  # the newest step that has the slot
-        self._finished_step = 0
+        self.finished_step = 0  # no step up to this one is under way
         self._leaving: list[int] = []  # released, but in a launched step
         self._told: list[Callable[[int, Request], None]] = []
 
@@ -147,7 +147,7 @@ class RequestTable:
 
     def drop_step(self, step: int) -> None:
         """That step, and all before it, are finished."""
-        self._finished_step = step
+        self.finished_step = step
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             for slot in leaving:
@@ -155,7 +155,7 @@ class RequestTable:
 
     def in_flight(self, slot: int) -> bool:
         """Has a launched step, not finished yet, this slot?"""
-        return bool(self._last_step[slot] > self._finished_step)
+        return bool(self._last_step[slot] > self.finished_step)
 
     def set_pages(self, slot: int, holding: Holding) -> None:
         """These are all pages of the request."""
@@ -216,7 +216,7 @@ class RequestTable:
         free[self._free] = True
         if len(self._free) != np.count_nonzero(free):
             raise EngineFault("slots: one is on the free list twice")
-        in_steps = self._last_step > self._finished_step
+        in_steps = self._last_step > self.finished_step
         if not np.array_equal(free, ~self.live & ~in_steps):
             raise EngineFault(
                 f"slots: {len(self._free)} free, {np.count_nonzero(self.live)} live and "

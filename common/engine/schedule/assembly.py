@@ -46,7 +46,9 @@ class StepAssembler:
         self._all.flags.writeable = False  # shared by all batches
         self._decodes = np.empty(0, np.intp)  # of the step before, and as its batch has them
         self._decodes_in_batch = np.empty(0, np.int32)
-        self.num_steps = 0
+        # Slots are told apart from those of steps that are over by these numbers: they go on from
+        # who had the table before.
+        self.num_steps = table.finished_step
 
     def assemble(
         self,

@@ -1,0 +1,66 @@
+"""What a node's front does as a decode node's."""
+
+import time
+from functools import partial
+
+from common.config import DecodeConfig
+from common.errors import ServingError
+from common.node.parts import Front, NodeParts, RoleProgram
+from decode_node.serve import ServeService
+from kvtransfer.pairs.dialer import PairDialer
+from kvtransfer.pairs.service import PairService
+from kvtransfer.pairs.streams import PairStreams
+
+
+def program(config: DecodeConfig) -> RoleProgram:
+    colocated = config.mode == "colocated"
+    parts = partial(
+        _parts,
+        colocated=colocated,
+        falls_back=config.local_fallback,
+        fetches=config.sharing.enabled and (colocated or config.local_prefill_tokens > 0),
+    )
+    return RoleProgram("decode", config, parts, config.mode)
+
+
+def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) -> NodeParts:
+    """Routers call here, and decode nodes that a request of this one goes to; this node calls the
+    prefill nodes that routers name, and decode nodes that a request, or a prefix, comes from."""
+
+    def beat() -> None:
+        front.supervision.beat(time.monotonic())
+        serve.beat()
+
+    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
+    dialer = PairDialer(streams, front.metrics, front.make_channel)
+
+    pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
+
+    def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
+        dialer.dial(decode if colocated else prefill | decode)
+
+    serve = ServeService(
+        front.engine,
+        front.metrics,
+        front.supervision,
+        front.tracer,
+        serves_alone=colocated,
+        falls_back=falls_back,
+        fetches=fetches,
+        on_peers=pair,
+    )
+
+    def end(error: ServingError) -> None:
+        serve.end(error)
+        streams.close_all(error)
+
+    return NodeParts(
+        services=(serve.register, pairs.register),
+        background=(streams.run, dialer.run),
+        step=serve.step,
+        on_trial=serve.on_trial,
+        moved=serve.moved,
+        drain=serve.drain,  # whoever its requests go to still pairs with it
+        resume=serve.resume,
+        end=end,
+    )

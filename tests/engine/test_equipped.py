@@ -1,0 +1,53 @@
+"""An engine that another role is to have: the same memory, and what that role alone needs."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config import CacheConfig, EngineConfig, TiersConfig
+from common.engine.build import build
+from common.errors import ConfigError
+from tests.support.checkpoints import make_checkpoint
+
+
+def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(make_checkpoint(tmp_path)),
+        device="cpu",
+        cpu_kernels="off",
+        threads=1,
+        cache=CacheConfig(num_pages=16, host_pages=0),
+    )
+
+    def wanting(host_pages: int) -> EngineConfig:
+        return config.model_copy(update={"cache": CacheConfig(num_pages=16, host_pages=host_pages)})
+
+    engine = build(config)
+    try:
+        other = engine.equipped(wanting(5))
+        assert (engine.shape.host_pages, other.shape.host_pages) == (0, 5)
+        assert (other.pool, other.cache, other.pages) == (engine.pool, engine.cache, engine.pages)
+        assert other.host_pool.num_pages == 5
+        assert other.equipped(config).shape == engine.shape
+        with pytest.raises(ConfigError, match="host_pages: 1000000000000 pages take"):
+            engine.equipped(wanting(10**12))
+    finally:
+        engine.close()
+
+
+def test_host_memory_with_what_the_cache_has_forgotten_stays_as_it_is(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(make_checkpoint(tmp_path)),
+        device="cpu",
+        cpu_kernels="off",
+        threads=1,
+        cache=CacheConfig(num_pages=16, host_pages=3),
+        tiers=TiersConfig(host_bytes=1 << 20),
+    )
+    engine = build(config)
+    try:
+        without = CacheConfig(num_pages=16, host_pages=0)
+        other = engine.equipped(config.model_copy(update={"cache": without}))
+        assert (other.tiers, other.host_pool) == (engine.tiers, engine.host_pool)
+    finally:
+        engine.close()

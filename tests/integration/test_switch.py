@@ -1,0 +1,144 @@
+"""Nodes that take the other role under load, as real programs: nobody can tell."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.oracle import Oracle
+from tests.support.cluster import Cluster, Node, slowed
+from tests.support.programs import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 24
+STEP_S = 0.003
+PROMPTS = [[(7 * client + 3 * n) % 250 + 1 for n in range(50 + client)] for client in range(4)]
+ROUND_ROBIN = ("--policy=round_robin",)
+
+
+@asynccontextmanager
+async def _load(cluster: Cluster, known: Oracle) -> AsyncIterator[list[int]]:
+    """Clients that ask without a pause while inside, each for its own answer. Gives the number of
+    right ones; any other, or an error, is a failure."""
+    expected = [known.tokens(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    right = [0]
+    over = asyncio.Event()
+
+    async def ask(number: int) -> None:
+        while not over.is_set():
+            how: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+            answer = await cluster.generate(PROMPTS[number], **how)
+            assert answer.token_ids == expected[number]
+            right[0] += 1
+
+    async with asyncio.TaskGroup() as clients:
+        for number in range(len(PROMPTS)):
+            clients.create_task(ask(number))
+        try:
+            yield right
+        finally:
+            over.set()
+
+
+async def _works(cluster: Cluster, node: Node) -> None:
+    """Returns when hand-offs of its role have come to something."""
+
+    async def has() -> bool:
+        return bool((await node.describe()).counters["handoffs_held"])
+
+    await cluster.wait_until(has, f"{node.address} has requests in its new role")
+
+
+def _switch(cluster: Cluster, node: Node, role: str, secret: Path) -> tuple[int, str]:
+    """What `baton switch` says, and its exit code."""
+    command = ["-m", "cli.switch", node.address, role]
+    said = subprocess.run(
+        [sys.executable, *command, f"--router={cluster.address}", f"--secret-file={secret}"],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return said.returncode, said.stdout + said.stderr
+
+
+async def test_nodes_take_the_other_role_under_load_and_every_answer_is_right(
+    make: Callable[..., Cluster], known: Oracle, tmp_path: Path
+) -> None:
+    async with make(num_decode=2, environment=slowed(STEP_S), router_flags=ROUND_ROBIN) as cluster:
+        (prefill,), (_, decode) = cluster.prefill, cluster.decode
+        assert cluster.secret_file is not None
+        stranger = tmp_path / "stranger"
+        stranger.write_text("x" * 40)
+        async with _load(cluster, known) as right:
+            for node in (prefill, decode):
+                await _works(cluster, node)
+
+            async def switch(node: Node, role: str, shown: Path) -> tuple[int, str]:
+                return await asyncio.to_thread(_switch, cluster, node, role, shown)
+
+            code, words = await switch(prefill, "decode", cluster.secret_file)
+            assert code == 1 and "is the only one: no prefill node would be left" in words
+            code, words = await switch(decode, "prefill", stranger)
+            assert code == 1 and "UNAUTHENTICATED" in words
+            before = await decode.describe()
+            code, words = await switch(decode, "prefill", cluster.secret_file)
+            assert code == 0 and f"{decode.address} is a prefill node after" in words, words
+            await cluster.until_has_role(decode, "prefill")
+            after = await decode.describe()
+            assert after.role == "prefill" and after.instance_id != before.instance_id
+            assert list(after.pids) == list(before.pids)  # which have the weights
+            assert after.pages["free"] < sum(after.pages.values())  # and the prefixes
+            await _works(cluster, decode)
+            await cluster.switch(prefill, "decode")
+            await _works(cluster, prefill)
+            asked = right[0]
+
+            async def go_on() -> bool:
+                return right[0] >= asked + len(PROMPTS)
+
+            await cluster.wait_until(go_on, "answers come as before")
+
+
+# Long: that nothing is computed again asks for a machine on which a move comes to something in two
+# seconds.
+@pytest.mark.long
+async def test_running_requests_go_on_elsewhere_while_their_node_takes_another_role(
+    make: Callable[..., Cluster],
+) -> None:
+    async with make(num_decode=2, environment=slowed(0.01), router_flags=ROUND_ROBIN) as cluster:
+        await cluster.until_all_have_had_requests()
+        how: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+        undisturbed = await asyncio.gather(*(cluster.generate(p, **how) for p in PROMPTS))
+        begun = [0] * len(PROMPTS)
+
+        async def answer(index: int) -> list[int]:
+            tokens: list[int] = []
+            async for response in cluster.stream(PROMPTS[index], **how):
+                tokens += response.token_ids
+                begun[index] = len(tokens)
+            return tokens
+
+        answers = [asyncio.create_task(answer(n)) for n in range(len(PROMPTS))]
+
+        async def all_begun() -> bool:
+            return min(begun) > 5
+
+        await cluster.wait_until(all_begun, "all answers have begun")
+        stays, goes = cluster.decode
+        before = (await stays.describe()).counters["prompt_tokens"]
+        await cluster.switch(goes, "prefill")
+        for expected, tokens in zip(undisturbed, await asyncio.gather(*answers), strict=True):
+            assert tuple(tokens) == expected.token_ids
+        left = await stays.describe()
+        assert left.counters["moves/here"] == 2
+        assert left.counters["prompt_tokens"] == before, "something was computed again"
+        assert await cluster.metric("baton_replays_total") == 0

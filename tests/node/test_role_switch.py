@@ -1,0 +1,166 @@
+"""A node that takes another role, over the stub engine: from outside a death and a birth."""
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.config import DecodeConfig, EngineConfig, FrontConfig, PrefillConfig, TlsConfig
+from common.errors import ConfigError, WrongState
+from decode_node import program as decode
+from prefill_node import program as prefill
+from protos import node_pb2, node_pb2_grpc
+from roles.program import other
+from tests.node.conftest import StartNode, describe, eventually
+from tests.node.router_end import RouterEnd, submit
+from tests.support.programs import runs
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+def switch(address: str, role: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        stub.Switch(node_pb2.SwitchRequest(role=role), timeout=60)
+
+
+def beside(work: Callable[[], None]) -> Callable[[], grpc.RpcError | None]:
+    """Does it on a thread; what it gives returns, once that is over, how it has failed."""
+    failed: list[grpc.RpcError] = []
+
+    def run() -> None:
+        try:
+            work()
+        except grpc.RpcError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def outcome() -> grpc.RpcError | None:
+        thread.join(60)
+        assert not thread.is_alive()
+        return failed[0] if failed else None
+
+    return outcome
+
+
+def test_a_node_changes_its_role_and_comes_back_as_another_with_the_same_processes(
+    start_node: StartNode,
+) -> None:
+    node = start_node()
+    address = node.address()
+    first = describe(address)
+    with RouterEnd(address) as router:
+        router.send(submit(1, [1, 2], 100))
+        router.wait_for(lambda: router.tokens)
+        switched = beside(lambda: switch(address, "prefill"))
+        router.wait_for(lambda: router.statuses[-1].state == "draining")
+        router.wait_for_end(1)  # in peace
+        assert router.tokens == {1: [1, 2] * 50}
+        assert switched() is None
+        assert router.wait_until_over() is UNAVAILABLE
+        assert "becomes a prefill node" in router.call.details()
+    eventually(lambda: node.output.count(" listening ") == 2)
+    second = describe(address)
+    assert (second.role, second.state, second.mode) == ("prefill", "ready", "")
+    with RouterEnd(address) as router:
+        assert router.wait_until_over() is grpc.StatusCode.UNIMPLEMENTED
+    switch(address, "decode")
+    eventually(lambda: node.output.count(" listening ") == 3)
+    third = describe(address)
+    assert (third.role, third.mode) == ("decode", "colocated")
+    assert list(first.pids) == list(second.pids) == list(third.pids)
+    assert len({first.instance_id, second.instance_id, third.instance_id}) == 3
+    with RouterEnd(address) as router:
+        router.send(submit(1, [3, 4], 4))
+        router.wait_for_end(1)
+        assert router.tokens == {1: [3, 4, 3, 4]}
+    node.send(signal.SIGTERM)
+    assert node.exit_code() == 0
+    assert "Traceback" not in node.output
+
+
+@pytest.mark.parametrize(
+    "model, because",
+    [("echo", "neither ended nor moved within 0.3 s"), ("one-role", "there is no room")],
+)
+def test_a_node_that_cannot_change_its_role_goes_on_as_it_was(
+    start_node: StartNode, model: str, because: str
+) -> None:
+    node = start_node(model, drain_s=0.3)
+    address = node.address()
+    before = describe(address)
+    with RouterEnd(address) as router:
+        router.wait_for(lambda: router.statuses)
+        if model == "echo":
+            router.send(submit(1, [1], 1_000_000))
+            router.wait_for(lambda: router.tokens)
+        with pytest.raises(grpc.RpcError, match=because):
+            switch(address, "prefill")
+        router.wait_for(lambda: router.statuses[-1].state == "ready")
+        states = [status.state for status in router.statuses]
+        assert states.count("draining") >= 1
+        router.send(submit(2, [7, 8], 4))
+        router.wait_for_end(2)
+        assert router.tokens[2] == [7, 8, 7, 8]
+        assert 1 not in router.ends
+    after = describe(address)
+    assert (after.role, after.state) == ("decode", "ready")
+    assert after.instance_id == before.instance_id
+    assert "not switched" in node.output
+
+
+def test_a_node_that_is_to_end_changes_its_role_no_more(start_node: StartNode) -> None:
+    node = start_node()
+    address = node.address()
+    engine = describe(address).pids[1]
+    with RouterEnd(address) as router:
+        router.send(submit(1, [1, 2], 200))
+        router.wait_for(lambda: router.tokens)
+        switched = beside(lambda: switch(address, "prefill"))
+        node.line_with("switching")
+        node.send(signal.SIGTERM)
+        router.wait_for_end(1)
+        assert router.tokens == {1: [1, 2] * 100}
+        failed = switched()
+        assert failed is not None and failed.code() is UNAVAILABLE
+    assert node.exit_code() == 0
+    assert not runs(engine)
+
+
+def test_a_role_that_it_has_or_that_there_is_not_is_refused(start_node: StartNode) -> None:
+    address = start_node().address()
+    for role, status in (
+        ("decode", grpc.StatusCode.FAILED_PRECONDITION),
+        ("king", grpc.StatusCode.INVALID_ARGUMENT),
+        ("", grpc.StatusCode.INVALID_ARGUMENT),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            switch(address, role)
+        assert caught.value.code() is status
+        assert describe(address).state == "ready"
+
+
+def test_what_roles_have_in_common_goes_along_and_the_rest_has_its_defaults() -> None:
+    engine = EngineConfig(model="m", threads=3)
+    begun = prefill.program(PrefillConfig(front=FrontConfig(port=7), engine=engine))
+    decode_config = other(begun, "decode").config
+    assert decode_config == DecodeConfig(front=FrontConfig(port=7), engine=engine)
+    assert other(begun, "prefill") is begun
+    asked = DecodeConfig(engine=engine, local_prefill_tokens=64)
+    assert other(decode.program(asked), "decode").config == asked
+
+
+def test_a_role_that_the_configuration_forbids_is_refused_with_the_reason() -> None:
+    engine = EngineConfig(model="m")
+    colocated = decode.program(DecodeConfig(engine=engine, mode="colocated"))
+    with pytest.raises(WrongState, match="this node is colocated"):
+        other(colocated, "prefill")
+    tls = TlsConfig(cert=Path("c"), key=Path("k"))
+    shown_only = prefill.program(PrefillConfig(front=FrontConfig(port=7, tls=tls), engine=engine))
+    with pytest.raises(ConfigError, match="as a decode node: with --tls-cert it needs --tls-ca"):
+        other(shown_only, "decode")
