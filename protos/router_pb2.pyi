@@ -414,7 +414,7 @@ class Profile(_message.Message):
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class ClusterNode(_message.Message):
-    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s")
+    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s", "prompts")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +451,7 @@ class ClusterNode(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SEEN_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     instance_id: int
@@ -466,7 +467,8 @@ class ClusterNode(_message.Message):
     context_length: int
     weights: bytes
     seen_s: float
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ...) -> None: ...
+    prompts: Backlog
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ..., prompts: _Optional[_Union[Backlog, _Mapping]] = ...) -> None: ...
 
 class Backlog(_message.Message):
     __slots__ = ("queued_s", "token_s")

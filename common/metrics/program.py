@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from common.metrics.declared import Declared
 
-ROLES = ("router", "prefill", "decode")
+ROLES = ("router", "prefill", "decode", "planner")
 
 INFO = Declared(
     "baton_info",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from common.metrics import node, router
+from common.metrics import node, planner, router
 from common.metrics.declared import Declared
 from common.metrics.program import INFO, PROCESS
 
@@ -67,6 +67,7 @@ def page() -> str:
         ("Prefill and decode nodes", node.BOTH),
         ("Prefill nodes alone", node.PREFILL),
         ("Decode nodes alone", node.DECODE),
+        ("Planner", [each for each in planner.DECLARED if each not in common]),
         ("Every program", common),
     ):
         parts += _table(title, declared)

@@ -102,4 +102,5 @@ def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
     node.mode = described.mode
     node.context_length = described.context_length
     node.weights = described.weights
+    node.prompts.CopyFrom(described.prompts)
     return node

@@ -497,7 +497,15 @@ class Cluster:
             request.text = prompt
         else:
             request.token_ids.CopyFrom(TokenIds(ids=prompt))
-        call = self._stub.Generate(request)
+        async with aclosing(self.ask(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def ask(
+        self, request: GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """The answer, message by message. Leaving the iteration cancels the call."""
+        call = self._stub.Generate(request, timeout=timeout_s)
         try:
             async for response in call:
                 yield response

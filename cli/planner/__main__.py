@@ -1,0 +1,212 @@
+"""baton planner: watches a cluster, and says which node should take the other role, and whether
+there should be more nodes, or fewer.
+
+It says so in its log, with reasons, and in its metrics. With --act it has nodes take other roles,
+as `baton switch` does. It starts and ends none: that is for whoever keeps them, whom the metric
+baton_planner_wanted_nodes can tell how many there should be.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cli import client
+from cli.operating import command
+from cli.operating.fleet import Fleet, Undone
+from cli.planner.decide import Add, Decision, Nothing, Remove, Rules, Switch, decide, pressures
+from cli.planner.looks import ROLES, Look, look_of
+from cli.planner.pressure import Limits
+from common import logs, settings
+from common.logs import kv
+from common.metrics import served
+from common.metrics.planner import Decided, PlannerMetrics
+
+log = logging.getLogger(__name__)
+
+_KINDS: dict[type[Decision], Decided] = {Switch: "switch", Add: "add", Remove: "remove"}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = settings.Parser(prog="baton planner", description=__doc__)
+    client.add_router_flag(parser)
+    parser.add_argument("--act", action="store_true", help="have nodes take other roles")
+    rules, limits = Rules(), Limits()
+    for flag, default, what in (
+        ("every-s", 2.0, "between two looks"),
+        ("queued-s", limits.queued_s, "prompts may wait for so long at a prefill node"),
+        ("occupied", limits.occupied, "share of a decode node's pages that requests may hold"),
+        ("spare", rules.spare, "pressure that the nodes left of a role may have, below 1"),
+        ("sustained-s", rules.sustained_s, "that counts as lately"),
+        ("settle-s", rules.settle_s, "from one change of the cluster to the next"),
+        ("idle-s", rules.idle_s, "a node must have been of no use, until it is to be removed"),
+    ):
+        parser.add_argument(
+            f"--{flag}", type=command.positive, default=default, help=f"{what} (%(default)g)"
+        )
+    parser.add_argument(
+        "--running",
+        type=_count,
+        default=limits.running,
+        help="requests that a decode node may have at once; 0: as many as it has pages for",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="for metrics (%(default)s)")
+    parser.add_argument("--metrics-port", type=int, help="Prometheus metrics (none)")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    command.add_identity_flags(parser)
+    options = parser.parse_args(arguments)
+    if options.spare >= 1:
+        parser.error("--spare: must be below 1, or nodes would go to and fro")
+    return options
+
+
+def _count(text: str) -> int:
+    """For argparse."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must not be below 0, got {text!r}")
+    return number
+
+
+def rules_of(options: argparse.Namespace) -> Rules:
+    return Rules(
+        limits=Limits(options.queued_s, options.occupied, options.running),
+        spare=options.spare,
+        sustained_s=options.sustained_s,
+        settle_s=options.settle_s,
+        idle_s=options.idle_s,
+    )
+
+
+class Planner:
+    """For one event loop.
+
+    Args:
+        router: whose view of the cluster counts.
+        act: whether nodes are told to take other roles.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: PlannerMetrics,
+        rules: Rules,
+        *,
+        router: str,
+        act: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._rules = rules
+        self._router = router
+        self._act = act
+        self._clock = clock
+        self._history: deque[Look] = deque()
+        self._told: Decision = Nothing("")
+
+    async def look(self) -> Decision:
+        """Looks once, and does what follows from that, if anything is to be done."""
+        seen = look_of(await self._fleet.look(self._router), self._clock())
+        self._history.append(seen)
+        oldest = seen.at - self._rules.idle_s - self._rules.sustained_s
+        while self._history[0].at < oldest:
+            self._history.popleft()
+        history = tuple(self._history)
+        decision = decide(history, self._rules)
+        self._metrics.seen(pressures(history, self._rules), _wanted(seen, decision))
+        self._tell(decision)
+        if self._act and isinstance(decision, Switch):
+            await self._switch(decision)
+        return decision
+
+    def _tell(self, decision: Decision) -> None:
+        """Whenever it is something else: reasons have figures, which are others each time."""
+        if _what(decision) != _what(self._told):
+            log.info("%s %s", _what(decision), kv(because=decision.because))
+            if not isinstance(decision, Nothing):
+                self._metrics.decided(_KINDS[type(decision)])
+        self._told = decision
+
+    async def _switch(self, decision: Switch) -> None:
+        began = self._clock()
+        try:
+            await self._fleet.switch_node(decision.address, decision.role, command.LONGEST_S)
+        except Undone as undone:
+            self._metrics.switched(done=False)
+            log.warning("not switched %s", kv(node=decision.address, because=undone))
+        else:
+            self._metrics.switched(done=True)
+            took_s = round(self._clock() - began, 1)
+            log.info("switched %s", kv(node=decision.address, to=decision.role, seconds=took_s))
+        self._history.clear()  # and what follows is decided of what is seen from now on
+        self._told = Nothing("")
+
+
+def _what(decision: Decision) -> str:
+    match decision:
+        case Switch(address, role):
+            return f"{address} should become a {role} node"
+        case Add(role):
+            return f"there should be one more {role} node"
+        case Remove(address, role):
+            return f"{role} node {address} is not needed"
+        case Nothing():
+            return "nothing is to be done"
+
+
+def _wanted(look: Look, decision: Decision) -> dict[str, int]:
+    wanted = {role: len(look.of(role)) for role in ROLES}
+    match decision:
+        case Switch(role=role):
+            wanted = {each: n + (1 if each == role else -1) for each, n in wanted.items()}
+        case Add(role):
+            wanted[role] += 1
+        case Remove(role=role):
+            wanted[role] -= 1
+    return wanted
+
+
+async def plan(options: argparse.Namespace, metrics: PlannerMetrics, fleet: Fleet) -> None:
+    """Until SIGTERM or SIGINT. A node that is on its way to another role gets there without it."""
+    rules = rules_of(options)
+    planner = Planner(fleet, metrics, rules, router=options.router, act=options.act)
+    log.info("watching %s", kv(router=options.router, acts=options.act))
+    watching = asyncio.ensure_future(_watch(planner, options.every_s))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, watching.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+async def _watch(planner: Planner, every_s: float) -> None:
+    """A router that does not answer is asked again."""
+    silence = ""
+    while True:
+        try:
+            await planner.look()
+            silence = ""
+        except Undone as undone:
+            if str(undone) != silence:
+                silence = str(undone)
+                log.warning("the router does not answer %s", kv(because=undone))
+        await asyncio.sleep(every_s)
+
+
+def main() -> int:
+    options = parse()
+    logs.setup("planner", "info", options.log_format)
+    metrics = PlannerMetrics()
+    work = partial(plan, options, metrics)
+    with served(metrics.registry, options.host, options.metrics_port):
+        return command.run("baton planner", options, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

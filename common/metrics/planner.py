@@ -1,0 +1,66 @@
+"""What `baton planner` counts."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from prometheus_client.core import Metric
+
+from common.metrics.declared import Declared
+from common.metrics.program import INFO, PROCESS, registry_of
+
+Decided = Literal["switch", "add", "remove"]
+
+_ROLES = {"kind": ("prefill", "decode")}
+PRESSURE = Declared(
+    "baton_planner_pressure",
+    "gauge",
+    "What the nodes of a role have to do, against what they should at most: 1.",
+    _ROLES,
+)
+WANTED = Declared(
+    "baton_planner_wanted_nodes",
+    "gauge",
+    "Nodes of a role that there should be, with what was decided last.",
+    _ROLES,
+)
+DECISIONS = Declared(
+    "baton_planner_decisions",
+    "counter",
+    "What was to be done, once for each time that it was something else than before.",
+    {"decision": ("switch", "add", "remove")},
+)
+SWITCHES = Declared(
+    "baton_planner_switches",
+    "counter",
+    "Nodes that were told to take another role, by whether they have.",
+    {"outcome": ("done", "undone")},
+)
+DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, INFO, *PROCESS)
+
+
+class PlannerMetrics:
+    """Written by the planner's event loop, told on whatever thread scrapes."""
+
+    def __init__(self) -> None:
+        self._pressure = PRESSURE.numbers()
+        self._wanted = WANTED.numbers()
+        self._decisions = DECISIONS.numbers()
+        self._switches = SWITCHES.numbers()
+        self.registry = registry_of(lambda: "planner", self._families)
+
+    def seen(self, pressures: Mapping[str, float], wanted: Mapping[str, int]) -> None:
+        """By role."""
+        for role in pressures:
+            self._pressure[role,], self._wanted[role,] = pressures[role], wanted[role]
+
+    def decided(self, decision: Decided) -> None:
+        self._decisions[decision,] += 1
+
+    def switched(self, *, done: bool) -> None:
+        self._switches["done" if done else "undone",] += 1
+
+    def _families(self) -> Iterable[Metric]:
+        yield PRESSURE.family({**self._pressure})
+        yield WANTED.family({**self._wanted})
+        yield DECISIONS.family({**self._decisions})
+        yield SWITCHES.family({**self._switches})

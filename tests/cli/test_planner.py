@@ -1,0 +1,250 @@
+"""What is decided about a cluster, as a pure function of what was seen of it."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cli.planner.__main__ import Planner, parse, rules_of
+from cli.planner.decide import Add, Decision, Nothing, Remove, Rules, Switch, decide
+from cli.planner.looks import Look, NodeFigures, look_of
+from cli.planner.pressure import Limits
+from common.metrics.planner import PlannerMetrics
+from protos.router_pb2 import Backlog, ClusterNode, GetClusterResponse
+
+RULES = Rules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
+EVERY_S = 2.0
+# However busy the machine is.
+PATIENT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def node(number: int, role: str, pressure: float = 0.0, **figures: object) -> NodeFigures:
+    told: dict[str, object] = {"address": f"{number}:1", "role": role, "instance": number}
+    if role == "decode":
+        told["running"] = 1
+    told["queued_s" if role == "prefill" else "occupied"] = pressure * (
+        1.0 if role == "prefill" else 0.9
+    )
+    return NodeFigures(**{**told, "state": "ready", **figures})  # type: ignore[arg-type]
+
+
+def seen(seconds: float, *nodes: NodeFigures, since: float = 0.0) -> list[Look]:
+    """These nodes, for so long."""
+    return [Look(since + EVERY_S * n, nodes) for n in range(int(seconds / EVERY_S) + 1)]
+
+
+def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_it() -> None:
+    nodes = (
+        node(1, "prefill", 1.5),
+        node(2, "decode", 0.3),
+        node(3, "decode", 0.2),
+        node(4, "decode", 0.1),
+    )
+    decision = decide(seen(40.0, *nodes), RULES)
+    assert isinstance(decision, Switch)
+    assert (decision.address, decision.role) == ("4:1", "prefill")  # it has the least to move
+    assert decision.because == (
+        "prefill nodes have 1.50 times what they should, decode nodes 0.30 with one fewer"
+    )
+
+
+def test_nothing_is_done_before_what_was_changed_has_shown_what_it_does() -> None:
+    nodes = node(1, "prefill", 3.0), node(2, "decode"), node(3, "decode")
+    for changed in ({"instance": 9}, {"role": "prefill"}):
+        before = replace(nodes[2], **changed)  # type: ignore[arg-type]
+        history = seen(60.0, *nodes[:2], before) + seen(28.0, *nodes, since=62.0)
+        assert isinstance(decide(history, RULES), Nothing)
+        assert isinstance(decide([*history, Look(92.0, nodes)], RULES), Switch)
+    assert isinstance(decide([], RULES), Nothing)
+    unready = (*nodes[:2], node(3, "decode", state="draining"))
+    assert decide(seen(60.0, *unready), RULES) == Nothing("decode 3:1 is draining")
+
+
+def test_what_is_there_for_a_moment_changes_nothing() -> None:
+    calm = (node(1, "prefill"), node(2, "decode", 0.1), node(3, "decode", 0.1))
+    burst = (node(1, "prefill", 50.0), *calm[1:])
+    history = [*seen(40.0, *calm), Look(42.0, burst), Look(44.0, burst)]
+    assert isinstance(decide(history, RULES), Nothing)
+
+
+@pytest.mark.parametrize("decodes", [1, 2])
+def test_where_nobody_can_be_spared_there_should_be_more(decodes: int) -> None:
+    nodes = (node(1, "prefill", 2.0), *(node(2 + n, "decode", 0.5) for n in range(decodes)))
+    decision = decide(seen(40.0, *nodes), RULES)
+    assert isinstance(decision, Add) and decision.role == "prefill"
+
+
+def test_the_role_that_has_more_to_do_is_helped_first() -> None:
+    nodes = node(1, "prefill", 1.1), node(2, "prefill", 1.1), node(3, "decode", 1.9)
+    decision = decide(seen(40.0, *nodes), RULES)
+    assert isinstance(decision, Add) and decision.role == "decode"
+
+
+def test_a_node_that_nobody_has_needed_for_long_is_to_go() -> None:
+    nodes = node(1, "prefill", 0.1), node(2, "decode", 0.3), node(3, "decode", 0.1)
+    assert isinstance(decide(seen(58.0, *nodes), RULES), Nothing)
+    decision = decide(seen(60.0, *nodes), RULES)
+    assert isinstance(decision, Remove) and decision.address == "3:1"
+
+
+def test_a_prefill_node_that_computes_without_a_pause_is_not_spared() -> None:
+    """Nothing waits, which says nothing of how much it has to do."""
+
+    def look(at: float) -> Look:
+        busy = {"token_s": 0.001, "prompt_tokens": int(at * 800)}
+        pair = (node(n, "prefill", **busy) for n in (1, 2))
+        return Look(at, (*pair, node(3, "decode", 1.5)))
+
+    decision = decide([look(EVERY_S * n) for n in range(30)], RULES)
+    assert isinstance(decision, Add) and decision.role == "decode"
+
+
+def test_requests_that_wait_for_pages_press_decode_nodes_and_so_do_too_many_at_once() -> None:
+    full = node(1, "decode", 0.5, running=4, waiting=4)
+    others = node(2, "prefill"), node(3, "prefill")
+    assert isinstance(decide(seen(40.0, *others, full), RULES), Switch)
+    many = node(1, "decode", 0.1, running=8)
+    assert isinstance(decide(seen(40.0, *others, many), RULES), Nothing)
+    few = replace(RULES, limits=Limits(running=8))
+    assert isinstance(decide(seen(40.0, *others, many), few), Switch)
+
+
+def test_what_waits_for_prefill_nodes_does_not_keep_a_decode_node_from_becoming_one() -> None:
+    waits = node(2, "decode", 0.5, running=1, coming=9, waiting=5), node(3, "decode")
+    rules = replace(RULES, limits=Limits(running=4))
+    decision = decide(seen(40.0, node(1, "prefill", 5.0), *waits), rules)
+    assert isinstance(decision, Switch) and decision.role == "prefill"
+    full = node(1, "decode", 0.5, running=4, coming=9)
+    idle = (node(n, "prefill") for n in (2, 3))
+    assert isinstance(decide(seen(40.0, full, *idle), rules), Switch)
+
+
+def test_what_a_router_says_is_read_as_it_is_meant() -> None:
+    said = ClusterNode(
+        role="decode",
+        address="a:1",
+        instance_id=7,
+        state="ready",
+        pages={"free": 50, "cache": 25, "request": 20, "read": 5},
+        queues={"on_device": 3, "transfer": 1, "prealloc": 2, "retracted": 1, "guided": 9},
+        counters={"prompt_tokens": 11},
+        prompts=Backlog(queued_s=0.5, token_s=0.25),
+    )
+    (figures,) = look_of(GetClusterResponse(nodes=[said]), 3.0).nodes
+    assert figures == NodeFigures("a:1", "decode", 7, "ready", 0.5, 0.25, 11, 0.25, 3, 1, 3)
+
+
+# A cluster whose nodes share what there is to do: pressures follow from loads, and from decisions.
+
+LOADS = st.floats(0.0, 6.0)
+
+
+def _after(nodes: dict[int, str], decision: Decision) -> dict[int, str]:
+    match decision:
+        case Switch(address, role):
+            return {**nodes, int(address.partition(":")[0]): role}
+        case Remove(address):
+            return {n: role for n, role in nodes.items() if address != f"{n}:1"}
+        case Add(role):
+            return {**nodes, max(nodes) + 1: role}
+        case Nothing():
+            return nodes
+
+
+def _lived(
+    nodes: dict[int, str], loads: Sequence[tuple[float, float]], looks_each: int
+) -> list[tuple[float, Decision]]:
+    """What is decided of a cluster under one load after the other; everything decided is done."""
+    made: list[tuple[float, Decision]] = []
+    history: list[Look] = []
+    for number in range(len(loads) * looks_each):
+        load = dict(zip(("prefill", "decode"), loads[number // looks_each], strict=True))
+        counts = {role: list(nodes.values()).count(role) for role in load}
+        told = [node(n, role, load[role] / counts[role]) for n, role in sorted(nodes.items())]
+        # A role that is taken is a new instance.
+        told = [replace(n, instance=10 * n.instance + (n.role == "prefill")) for n in told]
+        history.append(Look(EVERY_S * number, tuple(told)))
+        history = history[-40:]
+        decision = decide(history, RULES)
+        if not isinstance(decision, Nothing):
+            made.append((EVERY_S * number, decision))
+            nodes = _after(nodes, decision)
+        assert set(nodes.values()) == {"prefill", "decode"}, "the last node of a role is gone"
+    return made
+
+
+@PATIENT
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.lists(st.tuples(LOADS, LOADS), min_size=1, max_size=5),
+    st.integers(1, 30),
+)
+def test_changes_are_apart_and_never_take_the_last_of_a_role(
+    prefill: int, decode: int, loads: list[tuple[float, float]], looks_each: int
+) -> None:
+    roles = ["prefill"] * prefill + ["decode"] * decode
+    made = _lived(dict(enumerate(roles, 1)), loads, looks_each)
+    times = [at for at, _ in made]
+    assert all(b - a >= RULES.settle_s for a, b in itertools.pairwise(times))
+
+
+@PATIENT
+@given(st.integers(1, 4), st.integers(1, 4), LOADS, LOADS)
+def test_under_a_load_that_stays_no_change_is_taken_back(
+    prefill: int, decode: int, of_prefill: float, of_decode: float
+) -> None:
+    roles = ["prefill"] * prefill + ["decode"] * decode
+    made = [what for _, what in _lived(dict(enumerate(roles, 1)), [(of_prefill, of_decode)], 150)]
+    grown = {each.role for each in made if isinstance(each, Switch | Add)}
+    shrunk = {each.role for each in made if isinstance(each, Remove)}
+    given_up = {
+        role
+        for each in made
+        if isinstance(each, Switch)
+        for role in {"prefill", "decode"} - {each.role}
+    }
+    assert not grown & (shrunk | given_up)
+
+
+class _Fleet:
+    """A router's view of a cluster of one prefill node too few."""
+
+    def __init__(self) -> None:
+        self.switched: list[tuple[str, str]] = []
+
+    async def look(self, router: str) -> GetClusterResponse:
+        pages = {"free": 100}
+        return GetClusterResponse(
+            nodes=[
+                ClusterNode(
+                    role="prefill", address="p:1", state="ready", prompts=Backlog(queued_s=5.0)
+                ),
+                ClusterNode(role="decode", address="d:1", state="ready", pages=pages),
+                ClusterNode(role="decode", address="d:2", state="ready", pages=pages),
+            ]
+        )
+
+    async def switch_node(self, address: str, role: str, longest_s: float) -> None:
+        self.switched.append((address, role))
+
+
+@pytest.mark.parametrize("flags", [[], ["--act"]])
+async def test_a_planner_acts_only_if_it_is_told_to(flags: list[str]) -> None:
+    clock = partial(next, itertools.count(0.0, EVERY_S))
+    fleet, metrics, options = _Fleet(), PlannerMetrics(), parse(flags)
+    rules = rules_of(options)
+    planner = Planner(fleet, metrics, rules, router="", act=options.act, clock=clock)  # type: ignore[arg-type]
+    for _ in range(16):
+        decision = await planner.look()
+    assert isinstance(decision, Switch) and (decision.address, decision.role) == ("d:1", "prefill")
+    assert fleet.switched == ([("d:1", "prefill")] if flags else [])
+    value = metrics.registry.get_sample_value
+    assert value("baton_planner_wanted_nodes", {"kind": "prefill"}) == 2
+    assert value("baton_planner_wanted_nodes", {"kind": "decode"}) == 1
+    assert value("baton_planner_decisions_total", {"decision": "switch"}) == 1
+    assert value("baton_planner_switches_total", {"outcome": "done"}) == len(flags)
