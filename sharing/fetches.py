@@ -9,7 +9,6 @@ never fails a request. It never queues: it has its pages at once or does not beg
 time of its own, by which it is over on both sides.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +96,7 @@ class Fetches:
         self._port = port
         self._costs = ReadCosts(config.margin)
         self._owners: dict[str, OwnerUp] = {}  # by address
-        self._numbers = itertools.count(FIRST_NUMBER)
+        self._next_number = FIRST_NUMBER
         self._fetches: dict[HandoffId, _Fetch] = {}
         self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
         self._waits: dict[int, HandoffId] = {}  # by key
@@ -241,7 +240,8 @@ class Fetches:
         fresh = self._cache.allocate(num_pages, Holder.READ) if num_pages <= room else None
         if fresh is None:
             return None
-        handoff_id = HandoffId(self._instance, next(self._numbers), 1)
+        handoff_id = HandoffId(self._instance, self._next_number, 1)
+        self._next_number += 1
         self._reads[handoff_id] = fresh
         self._fetches[handoff_id] = _Fetch(way.owner, tokens, namespace, own, fresh, now)
         self._port.post(

@@ -170,7 +170,10 @@ def main() -> None:
     ]
     if options.write_budgets:
         budgets.write(budgets.counted(rows))
-    problems += budgets.exceeded(rows, budgets.read())
+    if budgets.known():
+        problems += budgets.exceeded(rows, budgets.read())
+    else:
+        say(f"no numbers of instructions are compared: there is no {budgets.FILE.name}")
     table([_for_people(row) for row in rows], _COLUMNS)
     seconds = round(time.monotonic() - began, 1)
     say(f"{len(wanted)} launches, {len(rows)} kernels, triton {triton.__version__}, {seconds} s")

@@ -1,7 +1,9 @@
 """How many instructions kernels may have, by what they had when somebody last looked.
 
-A change of a kernel, or of Triton, that makes one longer fails by its name; whoever finds the
-longer one good writes the file anew (`python -m bench.resources --write-budgets`) and says why.
+A change of a kernel that makes one longer fails by its name; whoever finds the longer one good
+writes the file anew (`python -m bench.resources --write-budgets`) and says why. Every release of
+Triton has a file of its own: the newest, and the one that torch's wheels for CUDA ask for. With
+another one nothing is compared.
 Counted for one model, one with experts, a hybrid and one with latents, on every architecture, in
 machine code, or in PTX where nothing disassembles.
 """
@@ -11,9 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import triton
+
 from bench.resources import variants
 
-FILE = Path(__file__).with_name("instructions.json")
+_RELEASE = ".".join(triton.__version__.split(".")[:2])
+FILE = Path(__file__).with_name(f"instructions-{_RELEASE}.json")
 MODELS = (
     variants.LLAMA3_8B.name,
     variants.QWEN3_30B.name,
@@ -21,7 +26,7 @@ MODELS = (
     variants.DEEPSEEK_V3,
 )
 PAGE = "bfloat16 page 16"
-SLACK = 0.03  # what another patch release of the compiler may add
+SLACK = 0.03  # what another patch of a release may add
 
 Counts: TypeAlias = dict[str, dict[str, int]]  # by language: "instructions" and "loop"
 Budgets: TypeAlias = dict[str, Counts]  # by "sm_90 kernel operation"
@@ -57,6 +62,11 @@ def exceeded(rows: Iterable[Mapping[str, Any]], budgets: Budgets) -> Iterator[st
 def read() -> Budgets:
     budgets: Budgets = json.loads(FILE.read_text())
     return budgets
+
+
+def known() -> bool:
+    """Whether somebody has looked with this release of Triton."""
+    return FILE.exists()
 
 
 def write(budgets: Budgets) -> None:
