@@ -188,7 +188,7 @@ def _flags_source(
         settings_class,
         root_parser=parser,
         cli_parse_args=flags,
-        cli_parse_none_str="none",
+        cli_parse_none_str="null",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
@@ -252,9 +252,7 @@ class _Help(argparse.HelpFormatter):
     """Leaves out defaults that say nothing: the descriptions tell what an unset value means."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help and re.sub(
-            r" \(default: (none|\(\))\)", "", action.help, flags=re.IGNORECASE
-        )
+        return action.help and re.sub(r" \(default: (null|None|\(\))\)", "", action.help)
 
     def add_argument(self, action: argparse.Action) -> None:
         if isinstance(action.metavar, str):  # str,... in place of how Python writes a list

@@ -205,6 +205,12 @@ def test_a_wrong_file_names_what_is_wrong_in_it(capsys, tmp_path, content, said)
     assert said in _complaint(capsys, DecodeConfig, "--model=m", "--config", str(file))
 
 
+def test_none_is_a_value_like_others_where_it_is_one():
+    asked = ["--model=m", "--quantize=none", "--engine.speculation.drafter", "none"]
+    engine = read(DecodeConfig, "program", asked).engine
+    assert (engine.quantize, engine.speculation.drafter) == ("none", "none")
+
+
 def test_help_lists_every_flag_with_its_description(capsys):
     with pytest.raises(SystemExit) as ended:
         read(DecodeConfig, "program", ["--help"])

@@ -20,6 +20,7 @@ from common.engine.rows.holding import Holding
 from common.engine.schedule.stopped import Stopped
 from common.page_tables import PageTables
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from decode_node.departures import Departures
 from kvtransfer.messages import HandoffId, Kind
@@ -94,6 +95,7 @@ class Running:
     request_id: str = "r"
     sampling: SamplingParams = SAMPLING
     adapter: AdapterId = NO_ADAPTER
+    namespace: Namespace = SHARED
 
     @property
     def num_pages(self) -> int:
