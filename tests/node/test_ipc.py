@@ -197,7 +197,7 @@ async def test_an_engine_that_does_not_read_is_an_error_beyond_the_bound(pair):
 def test_an_engine_thread_sleeps_until_the_front_or_another_thread_has_something(pair):
     ours, theirs = pair
     front: FrameSocket[Either] = FrameSocket(theirs, Either)
-    channel = EngineChannel(FrameSocket(ours, Either))
+    channel = EngineChannel(FrameSocket(ours, Either), socket.socket())
     begun = time.monotonic()
     channel.wait(0.05)
     assert time.monotonic() - begun > 0.04
@@ -224,7 +224,7 @@ def test_an_engine_thread_sleeps_until_the_front_or_another_thread_has_something
 def test_what_waits_for_a_slow_front_goes_out_while_the_engine_thread_sleeps(pair):
     ours, theirs = pair
     front: FrameSocket[Either] = FrameSocket(theirs, Either)
-    channel = EngineChannel(FrameSocket(ours, Either))
+    channel = EngineChannel(FrameSocket(ours, Either), socket.socket())
     sent = [Note(i, bytes(100_000)) for i in range(100)]
     for note in sent:
         channel.post(note)

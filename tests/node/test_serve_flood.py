@@ -48,7 +48,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
     await engine.open(theirs)
     ready = asyncio.Event()
     link = EngineLink(lambda _: ready.set(), ended.append)
-    await link.open(ours, Start("", 1, ""))
+    await link.open(ours, Start("decode", "", 1, ""))
     engine.send(EngineReady("m", {}, "", 1 << 20, 8, 16))
     await asyncio.wait_for(ready.wait(), 60)
     serve = ServeService(
