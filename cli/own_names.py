@@ -10,8 +10,8 @@ from pathlib import Path
 
 DISTRIBUTION = "baton"
 PACKAGES = (
-    *("protos", "kernels", "common", "kvtransfer", "prefill_node", "decode_node", "router"),
-    *("roles", "loadtest", "cli"),
+    *("protos", "kernels", "common", "kvtransfer", "sharing", "prefill_node", "decode_node"),
+    *("roles", "router", "loadtest", "cli"),
 )
 _HERE = Path(__file__).resolve().parent.parent
 

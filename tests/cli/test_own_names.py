@@ -4,6 +4,7 @@ import base64
 import hashlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -70,3 +71,9 @@ def test_a_package_that_is_found_before_ours_is_named_with_its_place(site, tmp_p
     said = _baton(other, site)
     assert said.returncode == 2
     assert f"'common' in {other}/common is not Baton's" in said.stderr
+
+
+def test_all_that_is_installed_is_looked_at():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        found = tomllib.load(file)["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {name.removesuffix("*") for name in found} == set(PACKAGES)
