@@ -28,6 +28,8 @@ class Stuck:
 
     def flights(self, num_ended):
         events = Event(0.0, "submitted"), Event(0.25, "opened", "at p0:1")
+        for number in range(400):
+            yield f"flight {number}", Flight(9.0, events)
         yield "the first", Flight(9.0, events)
 
 
@@ -55,6 +57,8 @@ def test_its_log_has_all_queues_every_handoff_and_every_stack():
         assert f'queue=transfer request_id="{name}" owner={owner}' in ended.stderr
     assert "in poll" in ended.stderr
     assert 'events="0.000 submitted; 0.250 opened"' in ended.stderr
+    assert 'request_id="the first" began_ago_s=9' in ended.stderr  # the last ones are told
+    assert 'request_id="flight 0"' not in ended.stderr
 
 
 def test_it_ends_even_if_it_cannot_say_what_it_had():

@@ -232,6 +232,30 @@ def test_a_long_step_may_take_five_times_what_its_tokens_took_before():
     assert not clock.reading.is_moving(time.now)
 
 
+def test_what_a_step_was_allowed_ends_with_it():
+    time = Time()
+    clock = StepClock(time, stall_s=10.0)
+    step = _batch(1, ForwardMode.EXTEND, 100)
+    clock.launching(step)
+    clock.launched(step)
+    time.now += 50.0
+    clock.finished()
+    assert clock.reading.allowed_s == 10.0
+
+
+def test_copies_alone_say_nothing_of_what_a_step_takes():
+    time = Time()
+    clock = StepClock(time)
+    nobody = ints([])
+    copies = ScheduleBatch(2, ForwardMode.DECODE, nobody, nobody, nobody, nobody > 0)
+    for batch, seconds in ((_batch(1), 0.1), (copies, 9.0)):
+        clock.launched(batch)
+        time.now += seconds
+        clock.finished()
+    clock.launched(_batch(3))
+    assert clock.reading.expected_s == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 @pytest.mark.parametrize("begin", ["launching", "launched"])
 def test_a_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):

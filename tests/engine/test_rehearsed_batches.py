@@ -1,0 +1,17 @@
+"""What is computed before there is traffic is as much as traffic can ask for."""
+
+from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal
+
+
+def test_a_prompt_in_rehearsal_attends_to_all_of_itself():
+    """Memory is measured by it, and kernels are chosen by lengths."""
+    batch = mixed_rehearsal(num_tokens=70, num_rows=5, num_tables=1, page_size=16)
+    assert batch.lengths.tolist() == [66, 0, 0, 0, 0]
+    assert batch.query_starts.tolist() == [0, 66, 67, 68, 69, 70]
+    assert len(batch.page_ids) == 5
+    assert len(batch.sampled) == 5
+
+
+def test_rows_in_rehearsal_write_nowhere():
+    for batch in (decode_rehearsal(4, 2), mixed_rehearsal(20, 4, 2, 16)):
+        assert all((where == -1).all() for where in batch.locations)
