@@ -1,0 +1,117 @@
+"""What an engine has beside its role, whichever that is: a transfer thread to other nodes, a desk
+for its front, prefixes that are shared; and how it runs with them until the role is over."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.config import NodeConfig
+from common.engine.adapters.meter import AdapterMeter
+from common.engine.build import Engine
+from common.engine.drive import DrivenRole, drive, introduce
+from common.engine.loop.clock import StepClock
+from common.engine.memory.cache_events import CacheEvents
+from common.engine.memory.tier_meter import TierMeter
+from common.engine.run.profiler import Profiler
+from common.engine.schedule.scheduler import Scheduler
+from common.node.desk import Desk
+from common.node.engine_process import EngineStart
+from common.node.ipc import FrameSocket
+from common.node.operations import Operations
+from kvtransfer import data_paths
+from kvtransfer.backends.base import PagePool
+from kvtransfer.front_messages import PairInput
+from kvtransfer.pairing import Hello
+from kvtransfer.ports import NodeCommand, NodeEvent
+from kvtransfer.transfer.both import both_sides
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.thread import TransferThread
+from sharing.prefixes import PrefixSharing
+
+TRANSFER_END_S = 3.0
+
+C = TypeVar("C", bound=NodeConfig)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineParts:
+    """For the time of one role. Nothing of it moves before `run`."""
+
+    clock: StepClock
+    transfer: TransferThread[NodeCommand, NodeEvent]
+    desk: Desk
+    sharing: PrefixSharing
+    profiler: Profiler
+
+    @classmethod
+    def of(
+        cls, engine: Engine, start: EngineStart[C], prepare: Callable[[str], None]
+    ) -> "EngineParts":
+        """
+        Args:
+            prepare: see Desk.
+        Raises:
+            ConfigError: no data path works here, or there is no memory for one.
+        """
+        config, channel, kv = start.config, start.channel, engine.pool
+        steps = config.engine.scheduler
+        clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
+        pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
+        paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
+        data_paths.rehearse(paths, pool)
+        reads = ReadMeter(kv.page_bytes)
+        tables = engine.shape.layout.tables
+        frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+        transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
+            frames,
+            both_sides(
+                config.transfer,
+                tables,
+                Hello.of(start.instance, start.address, engine.fingerprint, pool),
+                pool,
+                paths,
+                data_paths.serve(paths, pool, start.instance),
+                reads,
+                max_untaken_tokens=steps.max_waiting_tokens,
+            ),
+            engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
+            wake_engine=channel.wake,
+        )
+        profiler = engine.profiler(config.engine, start.role, lambda: clock.reading.finished)
+        profiler.tell = channel.wake
+        tiers = TierMeter(engine.tiers, kv.page_bytes)
+        desk = Desk(
+            channel,
+            pages_by_holder=engine.pages.by_holder,
+            steps_finished=lambda: clock.reading.finished,
+            meters=(clock.meter, reads, AdapterMeter(engine.adapters), tiers),
+            cache=CacheEvents(engine.cache),
+            adapters=engine.loader,
+            operations=Operations(engine.weights, profiler),
+            prepare=prepare,
+        )
+        sharing = PrefixSharing(
+            config.sharing,
+            instance=start.instance,
+            page_bytes=kv.page_bytes,
+            cache=engine.cache,
+            pages=engine.pages,
+            tiers=engine.tiers,
+            tables=tables,
+            port=transfer,
+        )
+        return cls(clock, transfer, desk, sharing, profiler)
+
+    def run(
+        self, role: DrivenRole, scheduler: Scheduler, engine: Engine, start: EngineStart[C]
+    ) -> None:
+        """Until the front lets this process go (PeerGone) or has another role for it (RoleOver)."""
+        config = start.config.engine
+        self.transfer.start()
+        introduce(engine, config, start.channel)
+        try:
+            drive(role, engine, config, scheduler, self.clock)
+        finally:
+            self.transfer.stop(TRANSFER_END_S)
+            self.profiler.close()
