@@ -31,6 +31,7 @@ from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import Scheduler
+from common.errors import WrongState
 from common.node.desk import Desk
 from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest
 from common.node.operations import Operations
@@ -205,23 +206,23 @@ class _Weights:
     id, whole = AS_STARTED, True
 
     def prepare(self, path: str) -> NoReturn:
-        raise NotImplementedError
+        raise WrongState("this bench asks for none")
 
     def put(self, weights: WeightsId) -> NoReturn:
-        raise NotImplementedError
+        raise WrongState("this bench asks for none")
 
 
 class _NoProfiler:
     """Begins nothing."""
 
     def start(self, num_steps: int) -> NoReturn:
-        raise NotImplementedError
+        raise WrongState("this bench asks for none")
 
     def poll(self) -> None:
         pass
 
     def stop(self) -> NoReturn:
-        raise NotImplementedError
+        raise WrongState("this bench asks for none")
 
 
 def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:

@@ -10,7 +10,8 @@ all the same.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ class Ending:
             self.now(f"requests were still running after {drain_s:g} s")
         return self._verdict.result()
 
-    async def guarding(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarding(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs a part of the front. A fault in it is the end of the node."""
         try:
             await work
@@ -100,6 +101,17 @@ class Ending:
         except Exception as error:
             log.exception("the front failed")
             self.fault(f"the front failed: {type(error).__name__}: {error}")
+
+    @asynccontextmanager
+    async def guarded(self, work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+        """Inside it these parts of the front run; then they are cancelled."""
+        tasks = [asyncio.ensure_future(self._guarding(each)) for each in work]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def before(self, done: asyncio.Future[Any], timeout_s: float) -> Verdict | None:
         """Waits for what must not take longer, or else is the end; None: it is done."""

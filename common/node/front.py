@@ -8,8 +8,8 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import uvloop
@@ -105,7 +105,7 @@ class _Node:
             )
             engine = EngineProcess(self._engine_module)
             stack.callback(engine.close)
-            async with self._background(engine):
+            async with self._ending.guarded((self._watch(engine), allocator.keep_trimming())):
                 while post is not None:
                     post = await self._serve(post, engine, metrics_port)
         return self._exit_code
@@ -150,17 +150,6 @@ class _Node:
         if self._ending.wanted:
             raise WrongState("this node is draining")
         return self._other(role)
-
-    @asynccontextmanager
-    async def _background(self, engine: EngineProcess) -> AsyncIterator[None]:
-        work = (self._watch(engine), allocator.keep_trimming())
-        tasks = [asyncio.ensure_future(self._ending.guarding(each)) for each in work]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, engine: EngineProcess) -> None:
         """Two signs of one end: of the process, and of its socket. Either is the node's end."""

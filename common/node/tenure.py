@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -267,17 +267,9 @@ class Tenure:
             names += register(self._server, guard)
         return rpc.add_health_and_reflection(self._server, names, guard)
 
-    @asynccontextmanager
-    async def _background(self) -> AsyncIterator[None]:
+    def _background(self) -> AbstractAsyncContextManager[None]:
         work = [self._tell_health(), *(part() for part in self._parts.background)]
-        guarded = [self._ending.guarding(self._until_over(each)) for each in work]
-        tasks = [asyncio.ensure_future(each) for each in guarded]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return self._ending.guarded(self._until_over(each) for each in work)
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
         """Afterwards it is no fault that the engine's transfer thread is gone."""

@@ -4,11 +4,10 @@ A name may be given to other files later; KV that was made with the old ones mus
 it. So nodes are asked for the content, and prefix caches part by it.
 """
 
-from hashlib import blake2b
 from typing import TypeAlias
 
 from common.errors import InvalidRequest
-from common.requests.namespace import NAMESPACE_BYTES, Namespace
+from common.requests.namespace import Namespace, part_of
 
 ADAPTER_BYTES = 16
 AdapterId: TypeAlias = bytes
@@ -24,8 +23,4 @@ def check_adapter(adapter: bytes) -> AdapterId:
 
 def within(namespace: Namespace, adapter: AdapterId) -> Namespace:
     """The part of a namespace in which KV is made with that adapter."""
-    if not adapter:
-        return namespace
-    digest = blake2b(adapter, digest_size=NAMESPACE_BYTES, person=b"baton adapted KV")
-    digest.update(namespace)
-    return digest.digest()
+    return part_of(namespace, adapter, person=b"baton adapted KV")

@@ -33,6 +33,20 @@ def namespace_of(salt: str, owner: str = "") -> Namespace:
     ).digest()
 
 
+def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace:
+    """The part of a namespace that is for KV made with some content besides; all of it where there
+    is none.
+
+    Args:
+        person: of blake2b: contents of different kinds have different parts.
+    """
+    if not content:
+        return namespace
+    digest = blake2b(content, digest_size=NAMESPACE_BYTES, person=person)
+    digest.update(namespace)
+    return digest.digest()
+
+
 def check_namespace(namespace: bytes) -> Namespace:
     """Raises InvalidRequest for what no router makes."""
     if len(namespace) not in (0, NAMESPACE_BYTES):

@@ -5,11 +5,10 @@ KV that was made with some weights is of no use to others. So prefix caches part
 asked for KV by the weights of who asks, and refuses where it has others.
 """
 
-from hashlib import blake2b
 from typing import TypeAlias
 
 from common.errors import InvalidRequest
-from common.requests.namespace import NAMESPACE_BYTES, Namespace
+from common.requests.namespace import Namespace, part_of
 
 WEIGHTS_BYTES = 16
 WeightsId: TypeAlias = bytes
@@ -25,8 +24,4 @@ def check_weights(weights: bytes) -> WeightsId:
 
 def made_with(namespace: Namespace, weights: WeightsId) -> Namespace:
     """The part of a namespace in which KV is made with these."""
-    if not weights:
-        return namespace
-    digest = blake2b(weights, digest_size=NAMESPACE_BYTES, person=b"baton weights KV")
-    digest.update(namespace)
-    return digest.digest()
+    return part_of(namespace, weights, person=b"baton weights KV")

@@ -18,6 +18,7 @@ from common.engine.models.borrowed.skeleton import Skeleton, skeleton
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.fields import Fields, eos_token_ids
 from common.engine.models.spec import ModelSpec
+from common.errors import EngineFault
 
 # Of a configuration: KV does not depend on these.
 _NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
@@ -53,7 +54,7 @@ class BorrowedCheckpoint:
         return loading.load(self._directory, self._skeleton, self.spec, device, dtype, quantize)
 
     def refill(self, model: object, quantize: Quantize) -> None:
-        raise NotImplementedError  # it is not refillable
+        raise EngineFault("a model that transformers computes takes no other weights")
 
     def config_hash(self) -> str:
         """Of all that the configuration says about what is computed."""
