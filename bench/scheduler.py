@@ -26,12 +26,12 @@ from common.engine.features.composition import RowFeatures, every_feature
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import no_tiers
 from common.engine.rows.batch import BatchResult, ForwardMode, ScheduleBatch
 from common.engine.rows.forward import BatchBuilder
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import Scheduler
+from common.engine.tiers.tiers import no_tiers
 from common.requests.sampling import SamplingParams
 
 BATCH_SIZES = (1, 64, 256, 1024)

@@ -24,7 +24,6 @@ from common.engine.adapters.adapters import Adapters
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.preparation.adapter_line import AdapterLine
 from common.engine.preparation.guide_line import GuideLine
 from common.engine.preparation.preparations import Preparations
@@ -38,6 +37,7 @@ from common.engine.rows.request import (
     moved,
 )
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
+from common.engine.tiers.tiers import Tiers
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
 from common.node.desk import Desk
 from common.node.messages import (

@@ -23,7 +23,6 @@ from common.distribution import Counted
 from common.engine.adapters.adapters import Adapters
 from common.engine.features.guides import Guides
 from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.tiers import Tiers
 from common.engine.preparation.adapter_line import AdapterLine
 from common.engine.preparation.guide_line import GuideLine
 from common.engine.preparation.preparations import Preparations
@@ -34,6 +33,7 @@ from common.engine.rows.holding import Holding
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
+from common.engine.tiers.tiers import Tiers
 from common.errors import (
     AdapterNotLoaded,
     InvalidRequest,

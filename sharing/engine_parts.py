@@ -12,9 +12,9 @@ from common.engine.build import Engine
 from common.engine.drive import DrivenRole, drive, introduce
 from common.engine.loop.clock import StepClock
 from common.engine.memory.cache_events import CacheEvents
-from common.engine.memory.tier_meter import TierMeter
 from common.engine.run.profiler import Profiler
 from common.engine.schedule.scheduler import Scheduler
+from common.engine.tiers.meter import TierMeter
 from common.node.desk import Desk
 from common.node.engine_process import EngineStart
 from common.node.ipc import FrameSocket

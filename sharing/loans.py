@@ -15,9 +15,9 @@ import numpy as np
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
+from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
 

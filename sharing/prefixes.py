@@ -6,8 +6,8 @@ import time
 from common.config import SharingConfig
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.rows.request import Request
+from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
 from common.requests.prefix_at import PrefixAt
 from kvtransfer.messages import Kind

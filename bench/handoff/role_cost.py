@@ -25,12 +25,12 @@ from common.engine.features.prover import Beside
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import no_tiers
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Ints, Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import Scheduler
+from common.engine.tiers.tiers import no_tiers
 from common.errors import WrongState
 from common.node.desk import Desk
 from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest

@@ -21,11 +21,9 @@ from common.engine.features.composition import RowFeatures, every_feature
 from common.engine.features.guides import Guides
 from common.engine.features.prover import Beside
 from common.engine.footprint import largest_forward, measure_footprint
-from common.engine.memory.host_cache import HostCache
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.models import (
     Model,
     Servable,
@@ -57,6 +55,8 @@ from common.engine.sizing import (
     resolve_shape,
 )
 from common.engine.speculate.speculator import Speculator, check_speculation
+from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.tiers import Tiers
 from common.engine.update import WeightsUpdate
 from common.errors import ConfigError
 from common.logs import kv

@@ -14,8 +14,8 @@ import numpy as np
 from common.config import SharingConfig, TransferConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import no_tiers
 from common.engine.rows.holding import Holding
+from common.engine.tiers.tiers import no_tiers
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 from common.requests.prefix_at import PrefixAt

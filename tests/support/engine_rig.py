@@ -13,16 +13,16 @@ import numpy as np
 
 from common.config import SchedulerConfig
 from common.engine.loop.loop import EventLoop
-from common.engine.memory.host_cache import HostCache
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import BatchResult, Ints, Launched, ScheduleBatch
 from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.engine.speculate.speculator import Speculator
+from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.tiers import Tiers
 from common.page_tables import num_pages_of
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams

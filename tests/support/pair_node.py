@@ -31,11 +31,9 @@ from common.engine.features.guides import Guides
 from common.engine.features.prover import Lane
 from common.engine.loop.loop import EventLoop
 from common.engine.memory.cache_events import CacheEvents
-from common.engine.memory.host_cache import HostCache
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.models import Model, load, open_checkpoint
 from common.engine.rows.batch import Launched
 from common.engine.rows.limits import RequestLimits
@@ -46,6 +44,8 @@ from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream
 from common.engine.sizing import resolve_shape
 from common.engine.speculate.speculator import Speculator
+from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.tiers import Tiers
 from common.engine.update import WeightsUpdate
 from common.node.desk import Desk
 from common.node.ipc import FrameSocket

@@ -23,7 +23,6 @@ from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.layout import KVLayout
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import no_tiers
 from common.engine.models import Model
 from common.engine.rows.batch import BatchResult, Launched, Runner, ScheduleBatch
 from common.engine.rows.holding import Holding
@@ -33,6 +32,7 @@ from common.engine.run.graphs import CudaRecorder, Graph, Recorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Event, Stream, open_stream
 from common.engine.schedule.scheduler import Scheduler
+from common.engine.tiers.tiers import no_tiers
 from common.requests.sampling import SamplingParams
 
 PAGE_SIZE = 16

@@ -52,8 +52,8 @@ class Node:
         # something below.
         self.names: list[int] = []
         self.keys: list[PageKey] = []  # of its pages; kept while there is something below the tree
-        # As tiers.py notes: how many of its first pages have all that they have below too, and when
-        # that was looked at.
+        # Noted by what is below: how many of its first pages have all that they have there too, and
+        # when that was looked at.
         self.num_saved, self.settled_at = 0, -math.inf
 
     @property

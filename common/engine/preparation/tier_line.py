@@ -4,9 +4,9 @@ copy does. When it is over the tree has it, or not: the request goes on as if th
 
 from collections.abc import Callable, Iterator
 
-from common.engine.memory.tier_ways import Way
-from common.engine.memory.tiers import Tiers
 from common.engine.rows.request import Ints, Request
+from common.engine.tiers.tiers import Tiers
+from common.engine.tiers.ways import Way
 
 
 class TierLine:

@@ -18,7 +18,6 @@ from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import Match, RadixCache
 from common.engine.memory.radix_states import NO_STATE
-from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
@@ -30,6 +29,7 @@ from common.engine.schedule.growth import NewTokenRatio, missing_pages_of_one
 from common.engine.schedule.policy import SchedulePolicy
 from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.waiting import PromptsUnderWay, WaitingQueue
+from common.engine.tiers.tiers import Tiers
 
 DEFAULT_CHUNK_TOKENS = 2048
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.assembly import Step
 from common.engine.schedule.residents import Residents
 from common.engine.schedule.retracted import RetractedRequests
+from common.engine.tiers.tiers import Tiers
 from common.errors import EngineFault
 
 

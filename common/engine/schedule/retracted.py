@@ -18,12 +18,12 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from common.engine.memory.host_cache import HostCache
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints, PageCopies
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
+from common.engine.tiers.host_cache import HostCache
 
 _NOTHING = np.empty(0, np.int32)
 

@@ -20,7 +20,6 @@ from common.config import SchedulerConfig
 from common.distribution import Counted
 from common.engine.memory.pages import Holder, PageAllocator, Pages
 from common.engine.memory.radix import RadixCache
-from common.engine.memory.tiers import Tiers
 from common.engine.rows.batch import BatchResult, Ints, ScheduleBatch
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
@@ -43,6 +42,7 @@ from common.engine.schedule.running import RunningBatch
 from common.engine.schedule.speculation import DecodeRows, Speculation
 from common.engine.schedule.stopped import Stopped
 from common.engine.speculate.speculator import Speculator
+from common.engine.tiers.tiers import Tiers
 from common.errors import EngineFault, InvalidRequest, WrongState
 from common.priority import PriorityClass
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.engine.memory.host_cache import HostCache, HostPages
 from common.engine.memory.page_keys import PageKey
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix_nodes import Node
-from common.engine.memory.tier_copies import Copier, Copies
 from common.engine.rows.batch import Ints, PageCopies
 from common.engine.rows.holding import NO_PAGE
+from common.engine.tiers.copies import Copier, Copies
+from common.engine.tiers.host_cache import HostCache, HostPages
 
 SAVING_SHARE = 16  # no more than this part of either memory is being saved at once,
 LEAST_SAVING = 8  # or so many pages,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from common.distribution import Counted
-from common.engine.memory.tiers import Tiers
+from common.engine.tiers.tiers import Tiers
 
 
 class TierMeter:

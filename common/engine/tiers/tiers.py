@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.engine.memory.cache_events import CacheJournal
-from common.engine.memory.host_cache import HostCache
 from common.engine.memory.page_keys import PageKey
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.memory.radix_nodes import Node
-from common.engine.memory.tier_copies import Copier, Copies, Copy
-from common.engine.memory.tier_saves import Saves
-from common.engine.memory.tier_ways import Way, Ways
 from common.engine.rows.batch import Ints, PageCopies
 from common.engine.rows.holding import Holding
+from common.engine.tiers.copies import Copier, Copies, Copy
+from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.saves import Saves
+from common.engine.tiers.ways import Way, Ways
 from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace

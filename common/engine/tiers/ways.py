@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.engine.memory.host_cache import HostCache, HostPages
 from common.engine.memory.page_keys import PageKey, page_keys
 from common.engine.memory.radix import RadixCache
 from common.engine.memory.radix_windows import last_within
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import NO_PAGE, Holding
+from common.engine.tiers.host_cache import HostCache, HostPages
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.engine.memory.host_cache import HostCache, HostPages
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints, PageCopies
+from common.engine.tiers.host_cache import HostCache, HostPages
 
 
 class Copy(Protocol):

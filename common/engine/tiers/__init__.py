@@ -1,0 +1,1 @@
+"""Below the prefix cache: what it forgets is kept in host memory, and brought back from there."""
