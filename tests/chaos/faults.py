@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 STOPS_S = (3.0, 8.0, 30.0)
+GUESTS_S = (1.0, 8.0)  # in the other role
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Fault:
         what: see KINDS.
         role: "prefill" | "decode" | "router" | "all".
         number: which of its role.
-        seconds: of a stop.
+        seconds: of a stop; in the other role.
     """
 
     what: str
@@ -47,12 +48,20 @@ KINDS = {
     "SIGSTOP of the engine": False,
     "SIGTERM": True,
     "drain": True,
+    "role switch": False,  # and back
+    "SIGTERM after a role switch": True,  # who is started again has its first role
     "SIGKILL of a process": False,  # of a router, whose keeper starts it again
     "renewal of the processes": False,
     "rolling restart": True,
 }
-_OF_NODES = tuple(KINDS)[:6]
-_OF_ROUTERS = tuple(KINDS)[6:8]
+_OF_NODES = tuple(KINDS)[:8]
+_OF_ROUTERS = tuple(KINDS)[8:10]
+_LENGTHS_S = {
+    "SIGSTOP of the front": STOPS_S,
+    "SIGSTOP of the engine": STOPS_S,
+    "role switch": GUESTS_S,
+    "SIGTERM after a role switch": GUESTS_S,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +104,5 @@ def _faults(draw: Random, num_nodes: int) -> Iterator[Fault]:
 
 def _of_a_node(draw: Random, role: str, num_nodes: int) -> Fault:
     what = draw.choice(_OF_NODES)
-    seconds = draw.choice(STOPS_S) if what.startswith("SIGSTOP") else 0.0
+    seconds = draw.choice(_LENGTHS_S.get(what, (0.0,)))
     return Fault(what, role, draw.randrange(num_nodes), seconds)

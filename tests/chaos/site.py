@@ -67,12 +67,18 @@ class Site:
                 nodes[0].child.send(signal.SIGTERM)
             case "drain":
                 await nodes[0].stub.Drain(DrainRequest(), timeout=60)
+            case "role switch":
+                await self._be_guest(nodes[0], fault)
+                await self._operate("switch", nodes[0].address, fault.role, "--force")
+            case "SIGTERM after a role switch":
+                await self._be_guest(nodes[0], fault)
+                nodes[0].child.send(signal.SIGTERM)
             case "SIGKILL of a process":
                 os.kill(children_of(self._cluster.router_pid)[0], signal.SIGKILL)
             case "renewal of the processes":
                 await self._renew()
             case "rolling restart":
-                await self._roll()
+                await self._operate("roll")
 
     async def instances(self, faults: tuple[Fault, ...]) -> dict[str, int]:
         """Of the nodes that these end, by address."""
@@ -143,11 +149,18 @@ class Site:
         await fleet.drain_router(self._cluster.address, in_turn=True)
         await fleet.until_router_back(self._cluster.address, since, _RECOVERY_S)
 
-    async def _roll(self) -> None:
-        """`baton roll`, as an operator calls it."""
+    async def _be_guest(self, node: Node, fault: Fault) -> None:
+        """The node has been in the other role for so long, whatever befalls nodes of that one."""
+        (other,) = {"prefill", "decode"} - {fault.role}
+        await self._operate("switch", node.address, other, "--force")
+        await asyncio.sleep(fault.seconds)  # this is what happens, not a wait for something
+
+    async def _operate(self, *command: str) -> None:
+        """`baton COMMAND`, as an operator calls it."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cli.roll", f"--router={self._cluster.address}"),
-            *(f"--secret-file={self._cluster.secret_file}", f"--timeout={_RECOVERY_S}"),
+            *(sys.executable, "-m", f"cli.{command[0]}", *command[1:]),
+            *(f"--router={self._cluster.address}", f"--timeout={_RECOVERY_S}"),
+            f"--secret-file={self._cluster.secret_file}",
             cwd=ROOT,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -155,7 +168,7 @@ class Site:
         )
         output, _ = await process.communicate()
         if process.returncode:
-            self.complaints.append(f"baton roll has failed: {output.decode()}")
+            self.complaints.append(f"baton {' '.join(command)} has failed: {output.decode()}")
 
     async def _look(self) -> GetClusterResponse:
         """Of a router one of whose processes may have ended just now."""
