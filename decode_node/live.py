@@ -92,7 +92,8 @@ class LiveRequests:
         """
         if ticket in self._tickets:
             raise InvalidRequest("ticket: another request has it")
-        self._tokens.take(request.key, len(request.token_ids), times=times)
+        num_predicted = 0 if request.prediction is None else len(request.prediction)
+        self._tokens.take(request.key, len(request.token_ids) + num_predicted, times=times)
         self._by_origin[request.origin] = request
         if prefix_at:
             self._prefix_at[request.key] = prefix_at

@@ -200,6 +200,8 @@ class DecodeRole:
         self._outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
         for origin, logprobs in outcome.logprobs:
             self._live.tell_logprobs(origin, logprobs)
+        for origin, predicted in outcome.predicted:
+            self._outbox.predicted(origin, predicted)
         for chunk in outcome.chunks:
             self._stamp_chunk(chunk)
             num_left = len(chunk.request.token_ids) - chunk.end
@@ -384,6 +386,7 @@ class DecodeRole:
             priority=message.priority,
             shared_in=within(message.namespace, message.adapter),
             adapter=message.adapter,
+            prediction=np.frombuffer(message.prediction, np.int32) if message.prediction else None,
         )
         request.compute_with(self._desk.weights)
         request.suspect_of(message.engine_deaths)
@@ -407,6 +410,8 @@ class DecodeRole:
                 raise Overloaded(f"{self._num_waiting} requests wait here already")
             self._limits.check(token_ids)
             self._limits.check_sampling(message.sampling)
+            if request.prediction is not None:
+                self._limits.check_prediction(request.prediction)
             self._adapters.hold(request)
             self._live.let_in(
                 request,

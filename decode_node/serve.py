@@ -207,6 +207,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             retry_after_s=[end.retry_after_s for end in ended],
             logprobs=_rows(message.logprobs),
             prompt_logprobs=_rows(message.prompt_logprobs),
+            predicted=[request for request, _ in message.predicted],
+            accepted=[predicted.accepted for _, predicted in message.predicted],
+            rejected=[predicted.rejected for _, predicted in message.predicted],
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
@@ -283,8 +286,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             try:
                 if self._draining:
                     raise NodeUnavailable("this node is draining")
-                self._check_length(len(submit.token_ids), tokens_left)
-                tokens_left -= len(submit.token_ids)
+                num_tokens = len(submit.token_ids) + len(submit.prediction)
+                self._check_lengths(submit, num_tokens, tokens_left)
+                tokens_left -= num_tokens
                 parent = checked(submit.traceparent)
                 trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
                 request = _parsed(stream, submit, trace)
@@ -307,9 +311,10 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             self._sources |= decode_nodes
             self._tell_peers()
 
-    def _check_length(self, num_tokens: int, tokens_left: int) -> None:
+    def _check_lengths(self, submit: decode_pb2.Submit, num_tokens: int, tokens_left: int) -> None:
         """Before anything is done about the tokens themselves."""
-        self._supervision.check_length(num_tokens)
+        self._supervision.check_length(len(submit.token_ids))
+        self._supervision.check_length(len(submit.prediction), "prediction")
         if num_tokens > tokens_left:
             raise InvalidRequest(
                 f"token_ids: more than {serve_protocol.MAX_TOKENS} tokens in one message"
@@ -397,14 +402,12 @@ def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
 
 
 def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
-    tokens = np.fromiter(submit.token_ids, np.int64, len(submit.token_ids))
-    if not len(tokens):
+    num_tokens = len(submit.token_ids)
+    if not num_tokens:
         raise InvalidRequest("token_ids is empty")
-    if tokens.max() > MAX_TOKEN_ID:
-        raise InvalidRequest(f"token_ids has {tokens.max()}, {MAX_TOKEN_ID} is the largest id")
-    if submit.num_generated >= len(tokens):
+    if submit.num_generated >= num_tokens:
         raise InvalidRequest(
-            f"num_generated is {submit.num_generated} of {len(tokens)} token_ids: no prompt is left"
+            f"num_generated is {submit.num_generated} of {num_tokens} token_ids: no prompt is left"
         )
     if not 0.0 < submit.budget_s <= MAX_BUDGET_S:  # nor is NaN
         raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}], got {submit.budget_s}")
@@ -417,7 +420,7 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
         stream=stream.number,
         request=submit.request,
         request_id=submit.request_id,
-        token_ids=tokens.astype("<i4").tobytes(),
+        token_ids=_tokens("token_ids", submit.token_ids),
         num_generated=submit.num_generated,
         sampling=_sampling(submit),
         prefill_addresses=_addresses(submit.prefill_addresses, serve_protocol.MAX_CANDIDATES),
@@ -433,7 +436,16 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
         prefix_at=stream.known(prefix_hints.from_proto(submit.prefix_at)),
         own_address=stream.own_address,
         adapter=check_adapter(submit.adapter),
+        prediction=_tokens("prediction", submit.prediction),
     )
+
+
+def _tokens(field: str, token_ids: Sequence[int]) -> bytes:
+    """Little-endian int32. Raises InvalidRequest for ids that are larger."""
+    tokens = np.fromiter(token_ids, np.int64, len(token_ids))
+    if (largest := tokens.max(initial=0)) > MAX_TOKEN_ID:
+        raise InvalidRequest(f"{field} has {largest}, {MAX_TOKEN_ID} is the largest id")
+    return tokens.astype("<i4").tobytes()
 
 
 def _move_from(submit: decode_pb2.Submit) -> MoveFrom | None:

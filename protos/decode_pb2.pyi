@@ -82,7 +82,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ..., own_address: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "prefix_at", "adapter")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "prefix_at", "adapter", "prediction")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -115,7 +116,8 @@ class Submit(_message.Message):
     priority: int
     prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
     adapter: bytes
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    prediction: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MoveFrom(_message.Message):
     __slots__ = ("address", "ticket")
@@ -154,7 +156,7 @@ class EngineBeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun", "retry_after_s", "logprobs", "prompt_logprobs")
+    __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun", "retry_after_s", "logprobs", "prompt_logprobs", "predicted", "accepted", "rejected")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +169,9 @@ class Step(_message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     request: _containers.RepeatedScalarFieldContainer[int]
     token: _containers.RepeatedScalarFieldContainer[int]
     ended: _containers.RepeatedScalarFieldContainer[int]
@@ -179,7 +184,10 @@ class Step(_message.Message):
     retry_after_s: _containers.RepeatedScalarFieldContainer[float]
     logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
-    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ..., retry_after_s: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ...) -> None: ...
+    predicted: _containers.RepeatedScalarFieldContainer[int]
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    rejected: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[int]] = ..., reason: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., error: _Optional[_Iterable[str]] = ..., error_code: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ..., retry_after_s: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., predicted: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., rejected: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowLogprobs(_message.Message):
     __slots__ = ("request", "logprobs")

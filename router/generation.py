@@ -136,6 +136,7 @@ class Generator:
             num_prompt_tokens=len(job.token_ids),
             min_tokens=job.sampling.min_tokens,
             tells_cached_tokens=self._tells_cached_tokens,
+            predicts=bool(job.prediction),
             **_tells(job, tokenizer.spelling),
         )
         chosen = await self._choose(job, due)
@@ -250,6 +251,7 @@ class Generator:
                 token_ids, logprobs = token_ids[num_again:], logprobs[num_again:]
                 if not token_ids and end is None:
                     return None
+            answer.add_predicted(tokens.take_predicted())
             piece = answer.add(
                 token_ids, end, tokens.cached_tokens, logprobs, tokens.prompt_logprobs
             )

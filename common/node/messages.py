@@ -17,6 +17,7 @@ from common.requests.flight import Flights
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
+from common.requests.prediction import Predicted
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import NOTHING, Timeline
@@ -63,6 +64,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold some of it, as far as is known
     own_address: str = ""  # of this node, as the router calls it; "": not told
+    prediction: bytes = b""  # little-endian int32: what its client expects of the answer
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
@@ -168,6 +170,7 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), once its prompt is computed
     logprobs: tuple[tuple[int, Logprobs], ...] = ()  # of all tokens of the requests that want them
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before its first token
+    predicted: tuple[tuple[int, Predicted], ...] = ()  # of requests with a prediction
 
 
 class OnTrial(msgspec.Struct, frozen=True, tag=True):

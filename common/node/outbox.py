@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from common.node.desk import Channel
 from common.node.messages import Ended, StepTokens
 from common.requests.logprobs import Logprobs
+from common.requests.prediction import Predicted
 
 
 class Outbox:
@@ -21,6 +22,7 @@ class Outbox:
         self._begun: dict[int, list[tuple[int, int]]] = {}
         self._logprobs: dict[int, list[tuple[int, Logprobs]]] = {}  # by stream
         self._prompts: dict[int, list[tuple[int, Logprobs]]] = {}
+        self._predicted: dict[int, list[tuple[int, Predicted]]] = {}
 
     def tokens(
         self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
@@ -44,6 +46,11 @@ class Outbox:
         """With the first token of a request."""
         stream, request = origin
         self._prompts.setdefault(stream, []).append((request, logprobs))
+
+    def predicted(self, origin: tuple[int, int], predicted: Predicted) -> None:
+        """With tokens of a request: what of its prediction was right and wrong."""
+        stream, request = origin
+        self._predicted.setdefault(stream, []).append((request, predicted))
 
     def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
         """With the first token of a request: how much of its prompt was in a cache."""
@@ -69,6 +76,6 @@ class Outbox:
 
     def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
         columns = requests.tobytes(), tokens.tobytes()
-        beside = (self._ended, self._begun, self._logprobs, self._prompts)
+        beside = (self._ended, self._begun, self._logprobs, self._prompts, self._predicted)
         told = (tuple(each.pop(stream, ())) for each in beside)
         self._channel.post(StepTokens(stream, *columns, *told))  # type: ignore[arg-type]

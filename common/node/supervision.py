@@ -32,12 +32,12 @@ class Supervision:
         self.ready = ready
         self._moved_at = now
 
-    def check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int, field: str = "token_ids") -> None:
         """Raises InvalidRequest, with the sentence of the engine's own check, where so many tokens
         can never be served. For a front, before it has touched any. Nothing before `started`."""
         if self.ready is not None and num_tokens >= self.ready.context_length:
             raise InvalidRequest(
-                f"token_ids: {num_tokens} tokens leave no room in a context of "
+                f"{field}: {num_tokens} tokens leave no room in a context of "
                 f"{self.ready.context_length}"
             )
 

@@ -119,6 +119,8 @@ FIELDS: Mapping[str, str] = {
     "instruct": "What documents are wanted for, told to a reranker (`--reranker`).",
     "top_n": "So many of the best; absent or 0: all.",
     "return_documents": "false: their texts are left out of the answer.",
+    "prediction": "What is expected of the answer: `type` is `content`, and `content` a text or "
+    "parts of text. It changes no answer; nodes that speculate give it sooner where it is right.",
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 

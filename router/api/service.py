@@ -275,8 +275,8 @@ def _metadata(context: Context, wanted: str) -> str:
 
 def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateResponse:
     match piece:
-        case LastPiece():
-            reason = piece.stop_reason
+        case LastPiece(usage=usage, stop_reason=reason):
+            predicted = usage.predicted
             return router_pb2.GenerateResponse(
                 request_id=request_id,
                 text=piece.text,
@@ -287,9 +287,11 @@ def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateR
                 stop_token_id=reason if isinstance(reason, int) else None,
                 finish_reason=piece.finish_reason,
                 usage=router_pb2.Usage(
-                    prompt_tokens=piece.usage.prompt_tokens,
-                    completion_tokens=piece.usage.completion_tokens,
-                    cached_tokens=piece.usage.cached_tokens,
+                    prompt_tokens=usage.prompt_tokens,
+                    completion_tokens=usage.completion_tokens,
+                    cached_tokens=usage.cached_tokens,
+                    accepted_prediction_tokens=predicted.accepted if predicted else None,
+                    rejected_prediction_tokens=predicted.rejected if predicted else None,
                 ),
             )
         case _:

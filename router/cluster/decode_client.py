@@ -20,6 +20,7 @@ from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolV
 from common.logs import kv
 from common.requests.adapter import AdapterId, check_adapter
 from common.requests.logprobs import from_proto
+from common.requests.prediction import Predicted
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import to_fields
 from common.requests.weights import AS_STARTED, WeightsId, check_weights
@@ -194,6 +195,7 @@ class DecodeClient:
             move_from=move_from,
             prefix_at=prefix_hints.to_proto(prefix_at),
             adapter=job.adapter,
+            prediction=job.prediction,
         )
         self._untold[number] = timeline, submission or timeline.submissions[-1]
         self._unsent.submit(submit)
@@ -304,12 +306,14 @@ class DecodeClient:
         timelines = step.timeline or step.ended
         retries = step.retry_after_s or [0.0] * len(step.ended)
         rows = (step.request, step.ended, step.begun, step.logprobs, step.prompt_logprobs)
-        longest = max(map(len, rows))
+        longest = max(*map(len, rows), len(step.predicted))
         if longest > serve_protocol.MAX_ROWS:
             raise ProtocolViolation(f"the node sent a step with {longest} rows")
         ends = (step.ended, step.reason, step.error, step.error_code, timelines, retries)
         whole = len(step.request) == len(step.token) and len(step.begun) == len(step.cached_tokens)
-        if not whole or len({len(column) for column in ends}) != 1:
+        predicted = (step.predicted, step.accepted, step.rejected)
+        alike = all(len({len(column) for column in columns}) == 1 for columns in (ends, predicted))
+        if not whole or not alike:
             raise ProtocolViolation("the node sent a step with columns of different lengths")
         live = self._live
         told = []
@@ -322,6 +326,9 @@ class DecodeClient:
         for row in step.prompt_logprobs:
             if (buffer := live.get(row.request)) is not None:
                 buffer.prompt_logprobs = from_proto(row.logprobs).tokens()
+        for number, accepted, rejected in zip(*predicted, strict=True):
+            if (buffer := live.get(number)) is not None:
+                buffer.predicted += Predicted(accepted, rejected)
         for number, token in zip(step.request, step.token, strict=True):
             if (buffer := live.get(number)) is None:
                 continue

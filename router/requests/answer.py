@@ -6,6 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.requests.logprobs import TokenLogprobs
+from common.requests.prediction import NOTHING, Predicted
 from router.requests.token_buffer import End
 from router.requests.told_tokens import ToldPrompt, ToldToken
 from router.text.detokenizer import Detokenizer
@@ -16,6 +17,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None  # None: the client is not told
+    predicted: Predicted | None = None  # None: it has not said what it expects
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,12 +59,14 @@ class Answer:
         tells_tokens: Callable[[int, TokenLogprobs], ToldToken] | None = None,
         tells_prompt: Callable[[Sequence[TokenLogprobs]], ToldPrompt] | None = None,
         silent: bool = False,
+        predicts: bool = False,
     ) -> None:
         """
         Args:
             stops: what ends it; None: nothing does but its tokens.
             min_tokens: text of so many first tokens completes none of them.
             silent: there is to be no token; the one that comes does not exist.
+            predicts: its client has said what it expects.
         """
         self._detokenizer = detokenizer
         self._stops = stops
@@ -73,7 +77,13 @@ class Answer:
         self._tells_tokens = tells_tokens
         self._tells_prompt = tells_prompt  # until it is told
         self._silent = silent
+        self._predicted = NOTHING if predicts else None
         self.token_ids: list[int] = []  # all of it so far
+
+    def add_predicted(self, predicted: Predicted) -> None:
+        """Of tokens that are added next."""
+        if self._predicted is not None:
+            self._predicted += predicted
 
     def add(
         self,
@@ -160,5 +170,12 @@ class Answer:
         # A node that continues an answer may have found some of that in its cache too.
         cached_tokens = min(cached_tokens, self._num_prompt_tokens)
         told = cached_tokens if self._tells_cached_tokens else None
-        usage = Usage(self._num_prompt_tokens, len(self.token_ids), told)
+        usage = Usage(self._num_prompt_tokens, len(self.token_ids), told, self._in_answer())
         return LastPiece(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)
+
+    def _in_answer(self) -> Predicted | None:
+        """What was right behind the end of the answer does not exist."""
+        if self._predicted is None:
+            return None
+        accepted = min(self._predicted.accepted, len(self.token_ids))
+        return Predicted(accepted, self._predicted.rejected)

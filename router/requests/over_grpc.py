@@ -13,7 +13,9 @@ from router.requests.wanted import (
     Ending,
     Messages,
     Nothing,
+    Prediction,
     Prompt,
+    SharedPrompt,
     Text,
     Together,
     TokenIds,
@@ -42,6 +44,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         adapter=request.adapter,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
         priority=request.priority if request.HasField("priority") else None,
+        prediction=SharedPrompt(Prediction(request.prediction)) if request.prediction else None,
     )
 
 

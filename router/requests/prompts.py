@@ -11,7 +11,16 @@ from common.requests.thought import Thought
 from router.parsers import think
 from router.parsers.speech import Speech, Thinks
 from router.requests import conversation
-from router.requests.wanted import Messages, Nothing, Prompt, SharedPrompt, Text, TextPair, TokenIds
+from router.requests.wanted import (
+    Messages,
+    Nothing,
+    Prediction,
+    Prompt,
+    SharedPrompt,
+    Text,
+    TextPair,
+    TokenIds,
+)
 from router.text.chat_template import ChatTemplate
 from router.text.limits import Limits, check_length, check_prompt
 from router.text.tokenizer import RouterTokenizer, num_bytes
@@ -128,6 +137,8 @@ class Prompts:
                 return await self._encode(
                     self._render(prompt), prompt.field, add_special_tokens=False
                 )
+            case Prediction(text=text):
+                return await self._encode(text, prompt.field, add_special_tokens=False)
             case Nothing():
                 raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
 

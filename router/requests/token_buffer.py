@@ -12,6 +12,7 @@ import msgspec
 
 from common.errors import NodeUnavailable, ServingError
 from common.requests.logprobs import TokenLogprobs
+from common.requests.prediction import NOTHING, Predicted
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class TokenBuffer:
         """
         self.cached_tokens = 0  # of the prompt, as the node said with the first token
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # likewise; of all tokens but the first
+        self.predicted = NOTHING  # of what is expected of it, since it was taken
         self._wants_logprobs = wants_logprobs
         self._logprobs: list[TokenLogprobs] = []  # of tokens that are not taken, or about to come
         self._room = max_tokens
@@ -62,6 +64,10 @@ class TokenBuffer:
     def take_logprobs(self, num_tokens: int) -> Sequence[TokenLogprobs]:
         """Of so many tokens, which have just been taken; nothing where none are wanted."""
         taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
+        return taken
+
+    def take_predicted(self) -> Predicted:
+        taken, self.predicted = self.predicted, NOTHING
         return taken
 
     def end(self, end: End | ServingError) -> None:

@@ -44,6 +44,7 @@ class Job(msgspec.Struct, frozen=True):
     echo: str | None = None  # the prompt's text, which the answer begins with
     silent: bool = False  # see Wanted
     priority: int = 0
+    prediction: Sequence[int] = ()  # what is expected of the answer
 
 
 async def parse(
@@ -101,6 +102,7 @@ async def parse(
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
         silent=wanted.silent,
         priority=priority,
+        prediction=await prompts.checked(wanted.prediction) if wanted.prediction else (),
     )
 
 

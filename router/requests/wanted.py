@@ -73,6 +73,14 @@ class TokenIds(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
 
 
+class Prediction(msgspec.Struct, frozen=True):
+    """What is expected of an answer."""
+
+    field: ClassVar[str] = "prediction"
+
+    text: str
+
+
 class Nothing(msgspec.Struct, frozen=True):
     """No prompt at all."""
 
@@ -81,7 +89,7 @@ class Nothing(msgspec.Struct, frozen=True):
     one_of: tuple[str, ...]  # fields that could have had one
 
 
-Prompt: TypeAlias = Text | TextPair | Messages | TokenIds | Nothing
+Prompt: TypeAlias = Text | TextPair | Messages | TokenIds | Prediction | Nothing
 
 
 class SharedPrompt(msgspec.Struct):
@@ -126,6 +134,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # its name; "": the model as it is
     timeout_s: float | None = None  # None: the router's own limit
     shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
+    prediction: SharedPrompt | None = None  # a Prediction, made into tokens as prompts are
 
 
 def any_seed() -> int:

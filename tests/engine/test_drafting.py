@@ -7,11 +7,14 @@ import pytest
 
 from common.config import SpeculationConfig
 from common.engine.models import open_checkpoint
+from common.engine.rows.request import Request
 from common.engine.speculate.costs import StepCosts
 from common.engine.speculate.ngram import LONGEST_MATCH, NgramDrafter
 from common.engine.speculate.policy import PayingDrafts
+from common.engine.speculate.predictions import Predictions
 from common.engine.speculate.speculator import Speculator, check_speculation
 from common.errors import ConfigError
+from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import HYBRID_ARCHITECTURES, make_checkpoint
 
 SLOT = np.zeros(1, np.intp)
@@ -41,6 +44,31 @@ def test_where_nothing_is_alike_nothing_is_proposed(tokens):
 def test_what_goes_round_goes_round_once_more():
     assert propose([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
     assert propose([5, 5, 5], 3) == [5, 5, 5]
+
+
+def test_another_text_is_looked_in_and_followed_as_far_as_it_goes():
+    text = np.array([9, 1, 2, 3, 4], np.int32)
+    drafter = NgramDrafter(2)
+    for tokens, found in (([1, 2], [3, 4]), ([5, 3, 4], []), ([2], []), ([9, 2], [])):
+        assert drafter.found_in(text, np.array(tokens, np.int32), 4).tolist() == found
+    assert NgramDrafter(1).found_in(text, np.array([2], np.int32), 1).tolist() == [3]
+
+
+def _expecting(prediction: list[int]) -> Request:
+    expected = np.array(prediction, np.int32) if prediction else None
+    sampling = SamplingParams(max_tokens=9, seed=1)
+    prompt = np.array([8, 7, 6], np.int32)
+    return Request(1, (1, 1), "r", prompt, 3, sampling, 0.0, 0.0, prediction=expected)
+
+
+def test_the_first_tokens_of_an_answer_find_their_place_in_its_prediction():
+    predictions = Predictions(min_match=3)
+    predictions.acquired(4, _expecting([1, 2, 3]))
+    tokens = np.array([8, 7, 6, 1], np.int32)
+    assert predictions.propose(4, tokens, 5).tolist() == [2, 3]
+    assert predictions.propose(5, tokens, 5).tolist() == []
+    predictions.acquired(4, _expecting([]))
+    assert predictions.propose(4, tokens, 5).tolist() == []
 
 
 def _plainly(tokens: list[int], count: int, min_match: int) -> list[int]:

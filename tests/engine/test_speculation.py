@@ -1,14 +1,17 @@
 """Drafts change nothing but how soon tokens come: whoever guesses, whatever ends the answers, and
 wherever their pages go meanwhile."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
 from common.config import SchedulerConfig
 from common.engine.rows.batch import ForwardMode
-from common.engine.rows.request import FinishReason
+from common.engine.rows.request import FinishReason, Request
 from common.engine.speculate.speculator import Speculator
+from common.requests.prediction import NOTHING
 from tests.support.drafters import KINDS, speculator
 from tests.support.engine_rig import VOCABULARY, Rig
 from tests.support.fake_runner import foretold
@@ -196,3 +199,59 @@ def test_who_has_stopped_goes_on_with_all_that_was_accepted():
         rig.scheduler.go_on(request)
     rig.run()
     check_answers(rig)
+
+
+def _predicting(rig: Rig, prediction: Callable[[list[int]], list[int]], **options: Any) -> Request:
+    """A request that expects what `prediction` makes of its answer."""
+    prompt = [*range(20)]
+    return rig.add(prompt, 60, prediction=prediction(FORETELL(prompt, 60)), **options)
+
+
+def _clueless() -> Speculator:
+    return speculator("right", lambda tokens, count: [], VOCABULARY, MAX_DRAFTS)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+def test_an_answer_that_is_as_predicted_comes_as_soon_as_its_drafts_stand(overlap):
+    rig = Rig(speculator=_clueless(), overlap=overlap)
+    request = _predicting(rig, list)
+    other = rig.add([1, 2, 3], 60)
+    rig.run()
+    check_answers(rig)
+    told = rig.predicted[request.key]
+    assert told.accepted >= 60 * MAX_DRAFTS // (MAX_DRAFTS + 1) - MAX_DRAFTS
+    assert told.accepted + told.rejected == sum(verified(rig))
+    assert other.key not in rig.predicted
+
+
+def test_a_prediction_that_is_wrong_in_places_costs_no_token():
+    rig = Rig(speculator=_clueless())
+    edited = _predicting(rig, lambda answer: [*answer[:20], 1, *answer[22:]])
+    alien = _predicting(rig, lambda answer: [7] * 40)
+    rig.run()
+    check_answers(rig)
+    assert min(rig.predicted[edited.key].accepted, rig.predicted[edited.key].rejected) > 0
+    assert alien.key not in rig.predicted or rig.predicted[alien.key].accepted == 0
+
+
+def test_what_others_guess_is_nobodys_prediction():
+    rig = Rig(speculator=guesses("right"))
+    request = _predicting(rig, lambda answer: [VOCABULARY - 1] * 3)
+    rig.run()
+    check_answers(rig)
+    assert rig.scheduler.counters()["draft_tokens/accepted"] > 0
+    assert rig.predicted.get(request.key, NOTHING).accepted == 0
+
+
+def test_a_prediction_comes_back_with_a_request_that_had_left_the_device():
+    rig = Rig(
+        speculator=_clueless(),
+        num_pages=8,
+        num_slots=24,
+        config=SchedulerConfig(new_token_ratio=0.1, min_new_token_ratio=0.1),
+    )
+    asked = [rig.add([n] * 14, 60, prediction=FORETELL([n] * 14, 60)) for n in range(6)]
+    rig.run()
+    check_answers(rig)
+    assert rig.scheduler.counters()["retractions"] > 0
+    assert all(rig.predicted[request.key].accepted > 20 for request in asked)

@@ -49,6 +49,7 @@ class RouterEnd:
         self.num_steps = 0
         self.num_beats = 0
         self.cached_tokens: dict[int, int] = {}
+        self.predicted: dict[int, tuple[int, int]] = {}  # accepted and rejected, in the last step
         self.retry_after_s: dict[int, float] = {}  # by request that has ended
         self.last_words: tuple[int, str] | None = None
         self.error: grpc.RpcError | None = None
@@ -114,6 +115,8 @@ class RouterEnd:
         self.num_steps += 1
         self.retry_after_s |= dict(zip(step.ended, step.retry_after_s, strict=False))
         self.cached_tokens |= dict(zip(step.begun, step.cached_tokens, strict=True))
+        told = zip(step.accepted, step.rejected, strict=True)
+        self.predicted |= dict(zip(step.predicted, told, strict=True))
         for request, token in zip(step.request, step.token, strict=True):
             assert request not in self.ends
             self.tokens.setdefault(request, []).append(token)

@@ -67,6 +67,13 @@ def test_what_was_cached_is_told_once_the_prompt_is_computed(address):
         assert not router.ends
 
 
+def test_the_engine_hears_what_is_expected_and_the_router_what_has_become_of_it(address):
+    with RouterEnd(address) as router:
+        router.send(submit(1, [5], 1, prediction=[1, 2, 3]), submit(2, [5], 1))
+        router.wait_for_end(1, 2)
+        assert router.predicted == {1: (3, 1)}
+
+
 def test_every_router_hears_when_a_request_computes_alone_and_whose_it_is(address):
     with RouterEnd(address) as router, RouterEnd(address) as other:
         other.wait_for(lambda: other.statuses)
@@ -151,6 +158,8 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
     [
         (submit(1, []), "token_ids is empty"),
         (submit(1, [3, 2**31]), "token_ids has 2147483648"),
+        (submit(1, [3], prediction=[2**31]), "prediction has 2147483648"),
+        (submit(1, [3], prediction=[3] * MAX_TOKENS), "prediction: 1048576 tokens leave no room"),
         (submit(1, [3] * (MAX_TOKENS + 1)), "1048577 tokens leave no room in a context of 1048576"),
         (submit(1, [3], 0), "sampling.max_tokens"),
         (submit(1, [3], stop_token_ids=[2**32 - 1]), "stop_token_ids"),

@@ -12,6 +12,7 @@ from common.engine.speculate.ngram import NgramDrafter
 from common.engine.speculate.policy import AllDrafts
 from common.engine.speculate.speculator import Speculator
 from common.requests.guide import Guide
+from common.requests.prediction import NOTHING
 from tests.pair.conftest import Known
 from tests.support.drafters import KINDS, recall, speculator
 from tests.support.pair_node import Asked, Size
@@ -153,6 +154,36 @@ def test_a_request_moves_among_drafts(known: Known, sampling: dict[str, Any]) ->
         assert asked.reason is FinishReason.MOVED
         assert asked.tokens[:num_known] + successor.tokens == undisturbed.tokens
         assert rig.decode[1].count("prompt_tokens") == 0
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_what_clients_expect_changes_no_answer(known: Known, sampling: dict[str, Any]) -> None:
+    """Right, wrong in the middle, and of another text; in one batch, beside one without."""
+    prompt = _prompts(known.vocabulary_size)[3]
+    fields = {"seed": 1, **sampling}
+    with PairRig(known.loaded) as rig:
+        undisturbed = rig.ask(prompt, NUM_TOKENS, **fields)
+        rig.run()
+    answer = undisturbed.tokens
+    expected = [answer, [*answer[:15], 5, 5, 5, *answer[18:]], list(reversed(answer)), []]
+    clueless = speculator("right", recall([]), known.vocabulary_size, 4)
+    with PairRig(known.loaded, decode=[Size(speculator=clueless, num_slots=32)]) as rig:
+        asked = [rig.ask(prompt, NUM_TOKENS, prediction=text, **fields) for text in expected]
+        rig.run()
+        assert all(one.tokens == answer for one in asked)
+        assert asked[0].predicted.accepted > NUM_TOKENS // 2
+        assert asked[1].predicted.accepted > 0
+        assert asked[3].predicted == NOTHING
+        told = sum((one.predicted for one in asked), NOTHING)
+        assert (told.accepted, told.rejected) == _drafts(rig)
+
+
+def test_a_prediction_of_tokens_that_the_model_has_not_is_refused(known: Known) -> None:
+    with PairRig(known.loaded) as rig:
+        asked = rig.ask([1, 2, 3], 4, prediction=[known.vocabulary_size])
+        rig.run()
+        assert asked.reason is FinishReason.ERROR
+        assert asked.ended is not None and "prediction" in asked.ended.error
 
 
 def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts(known: Known) -> None:

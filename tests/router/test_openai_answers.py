@@ -140,6 +140,67 @@ async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(mod
         }
 
 
+@pytest.mark.parametrize("content", ["the fox", [{"type": "text", "text": "the fox"}]], ids=str)
+async def test_a_prediction_goes_to_the_node_and_what_became_of_it_is_in_the_usage(
+    model: Path, content: Any
+) -> None:
+    prediction: Any = {"type": "content", "content": content}
+    async with api_for(model) as api:
+        asking = asyncio.create_task(
+            api.client.chat.completions.create(
+                model=api.model, messages=HELLO, prediction=prediction, n=2
+            )
+        )
+        for _ in range(2):
+            submit = await api.node.submitted()
+            assert list(submit.prediction) == ids("the fox")
+            number = submit.request
+            # The end of the answer cut off one of those that were right.
+            api.node.say(
+                {number: [20, 21]},
+                ended={number: FINISH_REASON_STOP},
+                predicted={number: (3, 4)},
+            )
+        usage = (await asking).usage
+        assert usage is not None and usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.accepted_prediction_tokens == 4
+        assert usage.completion_tokens_details.rejected_prediction_tokens == 8
+
+
+async def test_who_predicts_nothing_is_told_nothing_of_it(model: Path) -> None:
+    empty: Any = {"type": "content", "content": ""}
+    async with api_for(model) as api:
+        for prediction in (None, empty):
+            asking = asyncio.create_task(
+                api.client.chat.completions.create(
+                    model=api.model, messages=HELLO, prediction=prediction
+                )
+            )
+            submit = await api.complete()
+            usage = (await asking).usage
+            assert not submit.prediction
+            assert usage is not None and usage.completion_tokens_details is None
+
+
+@pytest.mark.parametrize(
+    "prediction, words",
+    [
+        ({"type": "content", "content": "x " * CONTEXT_LENGTH}, "prediction has"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0]"),
+        ({"type": "other", "content": "x"}, "prediction.type"),
+        ("x", "prediction"),
+    ],
+    ids=["long", "image", "type", "text"],
+)
+async def test_a_prediction_that_is_none_is_refused_by_its_name(
+    model: Path, prediction: Any, words: str
+) -> None:
+    async with api_for(model) as api:
+        answer = await api.post(CHAT, messages=HELLO, prediction=prediction)
+        assert answer.status == 400
+        assert words in answer.json["error"]["message"]
+
+
 async def test_openais_own_client_reads_a_stream(model: Path) -> None:
     async with api_for(model) as api:
         stream = asyncio.create_task(

@@ -77,6 +77,23 @@ async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(mo
         assert (await collect(other))[1] == [40]
 
 
+async def test_what_is_expected_of_an_answer_goes_with_it_and_counts_on_every_node(
+    model: Path,
+) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = client.generate(token_ids=TokenIds(ids=PROMPT), prediction="the fox jumps")
+        first = await d0.submitted()
+        d0.say({first.request: [20, 21]}, predicted={first.request: (1, 3)})
+        await call.read()
+        await d0.die()
+        again = await d1.submitted()
+        assert list(again.prediction) == list(first.prediction) == ids("the fox jumps")
+        ended = {again.request: FINISH_REASON_STOP}
+        d1.say({again.request: [22]}, ended=ended, predicted={again.request: (1, 0)})
+        usage = (await collect(call))[2].usage
+        assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 3)
+
+
 async def test_a_node_that_is_lost_twice_over_has_told_its_tokens_once(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call = ask(client, max_tokens=9)

@@ -25,6 +25,7 @@ from common.engine.tiers.host_cache import HostCache
 from common.engine.tiers.tiers import Tiers
 from common.page_tables import num_pages_of
 from common.requests.namespace import SHARED, Namespace
+from common.requests.prediction import NOTHING, Predicted
 from common.requests.sampling import SamplingParams
 from tests.support.fake_copier import FakeCopier
 from tests.support.fake_runner import FakeRunner, next_token, state_of
@@ -100,6 +101,7 @@ class Rig:
         self.use(self.runner)
         self.in_flight: Launched | None = None
         self.tokens: dict[int, list[int]] = {}
+        self.predicted: dict[int, Predicted] = {}  # of those with a prediction
         self.finished: dict[int, Finish] = {}
         self.chunks: list[ChunkDone] = []
         self.requests: dict[int, Request] = {}
@@ -131,6 +133,7 @@ class Rig:
         namespace: Namespace = SHARED,
         suspect: bool = False,
         priority: int = 0,
+        prediction: Sequence[int] = (),
     ) -> Request:
         key = len(self.requests) + 1
         request = Request(
@@ -150,6 +153,7 @@ class Rig:
             arrived=arrived,
             namespace=namespace,
             priority=priority,
+            prediction=ints(prediction) if len(prediction) else None,
         )
         if suspect:
             request.suspect_of(engine_deaths=1)
@@ -347,6 +351,8 @@ class RigRole:
         for stream, number, token in rows:
             assert stream == 1 and int(number) not in rig.finished
             rig.tokens[int(number)].append(int(token))
+        for (_, key), predicted in outcome.predicted:
+            rig.predicted[key] = rig.predicted.get(key, NOTHING) + predicted
         for chunk in outcome.chunks:
             self._check_kv(chunk)
             rig.chunks.append(chunk)

@@ -63,6 +63,7 @@ from common.node.operations import Operations
 from common.node.outbox import Outbox
 from common.requests.guide import Guide
 from common.requests.logprobs import TokenLogprobs
+from common.requests.prediction import NOTHING, Predicted
 from common.requests.sampling import SamplingParams
 from decode_node.role import DecodeRole
 from kvtransfer.backends.base import Owner, PagePool
@@ -149,6 +150,7 @@ class Asked:
     adapter: bytes = b""
     ticket: int = 0
     moves: bool = False  # it runs elsewhere, and is to come here
+    predicted: Predicted = NOTHING
 
     @property
     def reason(self) -> FinishReason | None:
@@ -200,6 +202,8 @@ class RouterEnd:
             self.asked[number].logprobs += logprobs.tokens()
         for number, logprobs in step.prompt_logprobs:
             self.asked[number].prompt_logprobs = logprobs.tokens()
+        for number, predicted in step.predicted:
+            self.asked[number].predicted += predicted
         for number, token in zip(numbers, tokens, strict=True):
             asked = self.asked[number]
             assert asked.ended is None, "a token after the end"

@@ -155,6 +155,7 @@ class PairRig:
         move_from: MoveFrom | None = None,
         priority: int = 0,
         prefix_at: Sequence[PrefixAt] = (),
+        prediction: Sequence[int] = (),
         **sampling: Any,
     ) -> Asked:
         """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
@@ -190,6 +191,7 @@ class PairRig:
                 priority=priority,
                 prefix_at=tuple(prefix_at),
                 own_address=self.decode[node].front.address,
+                prediction=np.array(prediction, np.int32).tobytes(),
             )
         )
         return asked

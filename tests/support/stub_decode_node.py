@@ -251,6 +251,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         retry_after_s: float = 0.0,
         cached_tokens: int = 0,
         logprobs: Mapping[int, Sequence[float]] | None = None,
+        predicted: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
         """One Step on every open stream.
 
@@ -259,6 +260,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
             ended: finish reasons by request; the three that follow are those of each.
             cached_tokens: told of all of them, if there are any.
             logprobs: of the new tokens, by request.
+            predicted: tokens of predictions, accepted and rejected, by request.
         """
         ends = ended or {}
         begun = sorted({*(tokens or ()), *ends}) if cached_tokens else []
@@ -281,6 +283,9 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
                         )
                         for number, told in (logprobs or {}).items()
                     ],
+                    predicted=list(predicted or {}),
+                    accepted=[accepted for accepted, _ in (predicted or {}).values()],
+                    rejected=[rejected for _, rejected in (predicted or {}).values()],
                 )
             )
         )

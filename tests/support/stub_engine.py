@@ -35,6 +35,7 @@ from common.node.messages import (
     SubmitRequest,
     WatchCache,
 )
+from common.requests.prediction import Predicted
 from kvtransfer.front_messages import EngineBeat, PairInput
 
 STEP_S = 0.005
@@ -143,7 +144,9 @@ class EchoEngine:
             if over:
                 del self._live[stream, request]
             ended = (Ended(request, LENGTH),) if over else ()
-            self._say(stream, [request], [token], ended, begun)
+            num_predicted = len(live.submit.prediction) // 4
+            predicted = ((request, Predicted(num_predicted, 1)),) if num_predicted else ()
+            self._say(stream, [request], [token], ended, begun, predicted)
 
     def _say(
         self,
@@ -152,9 +155,10 @@ class EchoEngine:
         tokens: "list[int]" = [],  # noqa: B006
         ended: tuple[Ended, ...] = (),
         begun: tuple[tuple[int, int], ...] = (),
+        predicted: tuple[tuple[int, Predicted], ...] = (),
     ) -> None:
         columns = np.array(requests, "<u8").tobytes(), np.array(tokens, "<u4").tobytes()
-        self._channel.post(StepTokens(stream, *columns, ended, begun))
+        self._channel.post(StepTokens(stream, *columns, ended, begun, predicted=predicted))
 
     def _report(self) -> None:
         if time.monotonic() < self._report_at:

@@ -51,6 +51,14 @@ class RequestLimits:
                 f"label_token_ids has a token outside the vocabulary of {self.vocabulary_size}"
             )
 
+    def check_prediction(self, token_ids: Ints) -> None:
+        """Raises InvalidRequest, as `check`, for what is no text that an answer can have."""
+        self._check_known("prediction", token_ids)
+        if len(token_ids) >= self.context_length:
+            raise InvalidRequest(
+                f"prediction: {len(token_ids)} tokens in a context of {self.context_length}"
+            )
+
     def check(self, token_ids: Ints) -> None:
         """Raises InvalidRequest, with a sentence that names the field, where the tokens (prompt,
         then what was generated already) can never be served with at least one token more."""
@@ -62,15 +70,18 @@ class RequestLimits:
                 f"token_ids: {num_tokens} tokens leave no room in a context of "
                 f"{self.context_length}"
             )
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self.vocabulary_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequest(
-                f"token_ids: {wrong} is outside the vocabulary of {self.vocabulary_size}"
-            )
+        self._check_known("token_ids", token_ids)
         needed = self.tables.pages_to_compute(num_tokens + 1)
         if needed > self.num_pages:
             raise InvalidRequest(
                 f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "
                 f"{self.num_pages}"
+            )
+
+    def _check_known(self, field: str, token_ids: Ints) -> None:
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.vocabulary_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(
+                f"{field}: {wrong} is outside the vocabulary of {self.vocabulary_size}"
             )

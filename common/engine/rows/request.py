@@ -89,6 +89,7 @@ class Request:
     shared_in: Namespace = SHARED  # the same, whatever the weights
     weights: WeightsId = AS_STARTED  # that compute it
     adapter: AdapterId = NO_ADAPTER  # that computes it
+    prediction: Ints | None = None  # tokens that its client expects of the answer
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache

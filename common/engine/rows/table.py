@@ -210,6 +210,10 @@ class RequestTable:
         """The tokens that the CPU knows. A copy."""
         return self.tokens[slot, : self.known[slot]].copy()
 
+    def origin_of(self, slot: int) -> tuple[int, int]:
+        """As of Request."""
+        return int(self.origin_stream[slot]), int(self.origin_request[slot])
+
     def check(self) -> None:
         """Raises EngineFault where a slot is lost or given out twice."""
         free = np.zeros(self.num_slots, np.bool_)

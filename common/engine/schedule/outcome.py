@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from common.engine.rows.request import Finish, Request
 from common.requests.logprobs import Logprobs
+from common.requests.prediction import Predicted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Finished:
 class StepOutcome:
     """New tokens come in columns, one entry each; the token that ends a request is among them.
     `streams` and `requests` are the origins. `logprobs`: of those tokens whose requests ask for
-    them, by origin."""
+    them, by origin. `predicted`: what of requests' predictions was right and wrong, likewise."""
 
     streams: NDArray[np.uint64]
     requests: NDArray[np.uint64]
@@ -50,3 +51,4 @@ class StepOutcome:
     chunks: list[ChunkDone]
     finished: list[Finished]
     logprobs: Sequence[tuple[tuple[int, int], Logprobs]] = ()
+    predicted: Sequence[tuple[tuple[int, int], Predicted]] = ()

@@ -29,6 +29,7 @@ from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
 from common.engine.schedule.residents import Residents
 from common.engine.schedule.retracted import RetractedRequests
 from common.requests.logprobs import Logprobs, join
+from common.requests.prediction import Predicted
 
 _ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
 
@@ -62,8 +63,17 @@ class StepResults:
         self._vocabulary_size = np.array(rule.vocabulary_size, np.uint32)
         self.num_tokens = 0
 
-    def take(self, step: Step, result: BatchResult) -> StepOutcome:
-        """Of each step once, in the order of their launch."""
+    def take(
+        self,
+        step: Step,
+        result: BatchResult,
+        predicted: Sequence[tuple[tuple[int, int], Predicted]] = (),
+    ) -> StepOutcome:
+        """Of each step once, in the order of their launch.
+
+        Args:
+            predicted: as of StepOutcome.
+        """
         batch = step.batch
         chunks: list[ChunkDone] = []
         finished: list[Finished] = []
@@ -91,7 +101,7 @@ class StepResults:
             if wanted
             else ()
         )
-        return StepOutcome(streams, requests, tokens, chunks, finished, logprobs)
+        return StepOutcome(streams, requests, tokens, chunks, finished, logprobs, predicted)
 
     def _finish_chunks(
         self,

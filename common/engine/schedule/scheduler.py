@@ -443,9 +443,9 @@ class Scheduler:
         if not self._launched or self._launched[0].batch is not batch:
             raise EngineFault(f"step {batch.step} is finished out of order")
         step = self._launched.popleft()
-        if self._speculation is not None:
-            self._speculation.finish(batch, result.runs)
-        outcome = self._results.take(step, result)
+        speculation = self._speculation
+        predicted = () if speculation is None else speculation.finish(batch, result.runs)
+        outcome = self._results.take(step, result, predicted)
         for pages in step.held():
             self._pages.drop(pages, Holder.STEP)
         self._retracted.swapped(step.swaps)

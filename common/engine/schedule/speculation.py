@@ -9,6 +9,7 @@ behind the request's tokens, and is written again before it is read.
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.running import RunningBatch
 from common.engine.speculate.speculator import Speculator
+from common.requests.prediction import Predicted
 
 _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
@@ -41,12 +43,14 @@ class Speculation:
         self, speculator: Speculator, *, table: RequestTable, running: RunningBatch
     ) -> None:
         self._drafter = speculator.drafter
+        self._predictions = speculator.predictions
         self._policy = speculator.policy
         self._max_drafts = speculator.max_drafts
         self._table = table
         self._running = running
         self._lengths = Distribution(bounds.RUN_TOKENS)
-        self._num_unsettled = 0  # launched steps with drafts
+        # Of launched steps with drafts: slots whose drafts are of their prediction.
+        self._unsettled: deque[set[int]] = deque()
         self._launches: deque[float] = deque()  # time.monotonic(), of steps that are not finished
         self._finished = 0.0
         self._num_drafted = 0
@@ -73,20 +77,26 @@ class Speculation:
             verify: whether they may have drafts.
         """
         self._launches.append(time.monotonic())
-        drafts = self._drafts(slots) if verify else None
+        foreseen: set[int] = set()
+        drafts = self._drafts(slots, foreseen) if verify else None
         if drafts is not None:
             order = np.argsort(drafts == 0, kind="stable")
             slots, drafts = slots[order], drafts[order]
-        early = self._early(slots) if self._num_unsettled else None
-        self._num_unsettled += drafts is not None
+        early = self._early(slots) if self._unsettled else None
+        if drafts is not None:
+            self._unsettled.append(foreseen)
         return DecodeRows(slots, drafts, early)
 
     def _early(self, slots: NDArray[np.intp]) -> Ints | None:
         early = np.maximum(self._table.length[slots] - 1 - self._table.known[slots], 0)
         return early if np.count_nonzero(early) else None
 
-    def _drafts(self, slots: NDArray[np.intp]) -> Ints | None:
-        """How many each row has; the request table has them. None: nobody has any."""
+    def _drafts(self, slots: NDArray[np.intp], foreseen: set[int]) -> Ints | None:
+        """How many each row has; the request table has them. None: nobody has any.
+
+        Args:
+            foreseen: gets the slots whose drafts are of their prediction.
+        """
         table = self._table
         room = np.minimum(table.max_length[slots] - table.length[slots] - 1, self._max_drafts)
         able = np.flatnonzero(table.plain[slots] & (room > 0))
@@ -97,18 +107,23 @@ class Speculation:
         left = table.num_slots - len(slots)  # as many are sampled at once as there are slots
         for row, limit in zip(able.tolist(), limits.tolist(), strict=True):
             if limit > 0 and left > 0:
-                drafts[row] = self._guess(int(slots[row]), min(limit, left))
+                drafts[row] = self._guess(int(slots[row]), min(limit, left), foreseen)
                 left -= int(drafts[row])
         self._fit(slots, drafts)
         return drafts if np.count_nonzero(drafts) else None
 
-    def _guess(self, slot: int, count: int) -> int:
+    def _guess(self, slot: int, count: int, foreseen: set[int]) -> int:
         """Writes guesses behind what the CPU knows; returns how many are drafts of the next row.
 
         Those for places that the step in flight computes must be the drafts that it has."""
         table = self._table
         known, length = int(table.known[slot]), int(table.length[slot])
-        proposed = self._drafter.propose(table.tokens[slot, :known], length - known + count)
+        tokens, wanted = table.tokens[slot, :known], length - known + count
+        proposed = self._predictions.propose(slot, tokens, wanted)
+        if len(proposed):
+            foreseen.add(slot)
+        else:
+            proposed = self._drafter.propose(tokens, wanted)
         past = known + len(proposed)
         in_flight = slice(known, length - 1)
         if past <= length or not np.array_equal(
@@ -128,19 +143,23 @@ class Speculation:
 
     # After it -----------------------------------------------------------------------------------
 
-    def finish(self, batch: ScheduleBatch, runs: Runs | None) -> None:
-        """Of each step, before its tokens are given to its rows."""
+    def finish(
+        self, batch: ScheduleBatch, runs: Runs | None
+    ) -> Sequence[tuple[tuple[int, int], Predicted]]:
+        """Of each step, before its tokens are given to its rows. Returns what of predictions was
+        right and wrong, by the origins of requests."""
         now, launched = time.monotonic(), self._launches.popleft()
         if batch.mode in _WITHOUT_PROMPTS and batch.swap_out is None and batch.swap_in is None:
             self._policy.took(batch.num_tokens, now - max(launched, self._finished))
         self._finished = now
-        if runs is not None:
-            self._settle(batch, runs)
+        return () if runs is None else self._settle(batch, runs)
 
-    def _settle(self, batch: ScheduleBatch, runs: Runs) -> None:
+    def _settle(
+        self, batch: ScheduleBatch, runs: Runs
+    ) -> Sequence[tuple[tuple[int, int], Predicted]]:
         slots, drafted = batch.slots.astype(np.intp), batch.ends - batch.starts - 1
         accepted = runs.counts - 1
-        self._num_unsettled -= 1
+        foreseen = self._unsettled.popleft()
         live = self._table.live[slots]
         self._table.length[slots[live]] -= (drafted - accepted)[live]
         rows = drafted > 0
@@ -148,6 +167,17 @@ class Speculation:
         self._num_drafted += int(drafted.sum())
         self._num_accepted += int(accepted.sum())
         self._lengths.add_all(runs.counts[rows].tolist())
+        if not foreseen:
+            return ()
+        of_predictions = np.flatnonzero(rows & live & np.isin(slots, list(foreseen)))
+        return [
+            (
+                self._table.origin_of(int(slots[row])),
+                Predicted(int(accepted[row]), int(drafted[row] - accepted[row])),
+            )
+            for row in of_predictions.tolist()
+        ]
 
     def _acquired(self, slot: int, request: Request) -> None:
         self._policy.acquired(slot)
+        self._predictions.acquired(slot, request)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from common.engine.rows.batch import Ints
 
 LONGEST_MATCH = 16  # tokens compared: of several places the one that is alike for longest counts
-_NOTHING = np.empty(0, np.int32)
+NOTHING = np.empty(0, np.int32)
 
 
 class NgramDrafter:
@@ -25,21 +25,25 @@ class NgramDrafter:
     def propose(self, tokens: Ints, count: int) -> Ints:
         """From the place that is alike for longest, of these the last. A continuation that reaches
         the newest token goes round: what was said twice is expected once more."""
-        places = self._places(tokens)
-        if not len(places):
-            return _NOTHING
-        followed: Ints = tokens[places[-1] : places[-1] + count]
-        return followed if len(followed) == count else np.resize(followed, count)
+        followed = self.found_in(tokens, tokens, count)
+        return followed if len(followed) in (0, count) else np.resize(followed, count)
 
-    def _places(self, tokens: Ints) -> NDArray[np.intp]:
-        """Behind tokens like the newest."""
+    def found_in(self, text: Ints, tokens: Ints, count: int) -> Ints:
+        """Of another text, likewise; as much as there is of it."""
+        places = self._places(text, tokens)
+        return text[places[-1] : places[-1] + count] if len(places) else NOTHING
+
+    def _places(self, text: Ints, tokens: Ints) -> NDArray[np.intp]:
+        """Of the text, behind tokens like the newest, where something follows."""
         least = self._min_match
-        places = np.flatnonzero(tokens[least - 1 : -1] == tokens[-1]) + least
+        if len(tokens) < least:
+            return np.empty(0, np.intp)
+        places = np.flatnonzero(text[least - 1 : -1] == tokens[-1]) + least
         for back in range(2, LONGEST_MATCH + 1):
-            if not len(places):
+            if not len(places) or back > len(tokens):
                 break
             inside = places[places >= back]
-            alike = inside[tokens[inside - back] == tokens[-back]]
+            alike = inside[text[inside - back] == tokens[-back]]
             if back > least and not len(alike):
                 break
             places = alike

@@ -1,6 +1,6 @@
 """The parts of speculation as they are configured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from common.config import SpeculationConfig
@@ -8,6 +8,7 @@ from common.engine.models.spec import ModelSpec
 from common.engine.speculate.drafter import Drafter
 from common.engine.speculate.ngram import NgramDrafter
 from common.engine.speculate.policy import AllDrafts, DraftPolicy, PayingDrafts
+from common.engine.speculate.predictions import Predictions
 from common.errors import ConfigError
 
 
@@ -18,6 +19,7 @@ class Speculator:
     drafter: Drafter
     policy: DraftPolicy
     max_drafts: int
+    predictions: Predictions = field(default_factory=lambda: Predictions(min_match=1))
 
     @classmethod
     def of(cls, config: SpeculationConfig, num_slots: int) -> Self | None:
@@ -26,7 +28,8 @@ class Speculator:
             return None
         most = config.max_drafts
         policy = PayingDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
-        return cls(NgramDrafter(config.min_match), policy, most)
+        drafter, predictions = NgramDrafter(config.min_match), Predictions(config.min_match)
+        return cls(drafter, policy, most, predictions)
 
 
 def check_speculation(config: SpeculationConfig, spec: ModelSpec) -> None:

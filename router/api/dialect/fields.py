@@ -10,7 +10,15 @@ from common.requests.sampling import SamplingParams
 from router.api.dialect.guides import GuideFields, guide_of
 from router.api.dialect.problems import Refusal
 from router.api.dialect.strangers import Ignored
-from router.requests.wanted import UNLIMITED, Prompt, Together, Wanted, any_seed
+from router.requests.wanted import (
+    UNLIMITED,
+    Prediction,
+    Prompt,
+    SharedPrompt,
+    Together,
+    Wanted,
+    any_seed,
+)
 from router.text.limits import MAX_CHOICES
 
 # Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
@@ -133,13 +141,16 @@ def choices(
     shown: frozenset[int] = frozenset(),
     echo: bool = False,
     silent: bool = False,
+    prediction: Prediction | None = None,
 ) -> Sequence[Wanted]:
     """What one request asks for, unchecked: of each prompt one choice for each of `per_prompt`,
     which stand together.
 
     Args:
         shown, echo, silent: as of Wanted.
+        prediction: of each of them.
     """
+    expected = None if prediction is None else SharedPrompt(prediction)
     together = Together.of(prompts, len(per_prompt))
     stop, stop_regex = _texts(fields.stop), _texts(fields.stop_regex)
     return [
@@ -156,6 +167,7 @@ def choices(
             shown=shown,
             echo=echo,
             silent=silent,
+            prediction=expected,
         )
         for prompt in together.prompts
         for sampling in per_prompt

@@ -38,7 +38,7 @@ IGNORED: Mapping[str, str] = {
     "custom_labels": "for metrics of other servers",
     "metadata": "for stored answers; nothing is stored",
     "parallel_tool_calls": "of a completion: it calls no tools",
-    "prediction": "the answer guessed; here nothing is quicker by it",
+    "prediction": "of chats alone: elsewhere nothing is quicker by it",
     "prompt_cache_key": "what begins alike is found without one",
     "prompt_cache_options": "as `prompt_cache_key`",
     "prompt_cache_retention": "as `prompt_cache_key`",

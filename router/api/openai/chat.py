@@ -1,7 +1,7 @@
 """/v1/chat/completions: a conversation, rendered with the model's own template."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,15 +18,28 @@ from router.api.dialect.fields import (
     samplings,
 )
 from router.api.dialect.harmless import OF_CHATS
-from router.api.dialect.messages import MessageList, ToolChoice, ToolList, conversation
+from router.api.dialect.messages import (
+    MessageList,
+    Part,
+    ToolChoice,
+    ToolList,
+    conversation,
+    text_of,
+)
 from router.api.dialect.problems import Refusal
 from router.api.dialect.tools import guided, listening, offered
 from router.api.openai.chat_voice import Voice
 from router.api.openai.replies import Choices
 from router.parsers.speech import Speech
+from router.requests.wanted import Prediction
 
 # Special tokens that are not left out of an answer's text; of one that may have calls or not.
 Shown = Callable[[bool], frozenset[int]]
+
+
+class PredictionFields(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["content"]
+    content: str | list[Part]
 
 
 class ChatFields(Fields, kw_only=True):
@@ -44,6 +57,7 @@ class ChatFields(Fields, kw_only=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prediction: PredictionFields | None = None
 
 
 class Chat:
@@ -82,7 +96,13 @@ class Chat:
         )
         per_prompt = guided(sampled, offer, self._speech)
         prompt = conversation(fields, fields.messages, offer.shown)
-        wanted = choices(fields, [prompt], per_prompt, shown=self._shown(bool(offer.tools)))
+        wanted = choices(
+            fields,
+            [prompt],
+            per_prompt,
+            shown=self._shown(bool(offer.tools)),
+            prediction=_prediction(fields.prediction),
+        )
         reasons = fields.include_reasoning is not False
         listener = listening(self._speech, wanted[0].prompt, offer, reasons=reasons)
         told = Choices(
@@ -103,6 +123,11 @@ def _choice(choice: str | ToolChoice | None) -> tuple[str | None, str | None]:
             return None, function.name
         case _:
             return choice, None
+
+
+def _prediction(fields: PredictionFields | None) -> Prediction | None:
+    text = "" if fields is None else text_of("prediction.content", fields.content)
+    return Prediction(text) if text else None
 
 
 def _logprobs(fields: ChatFields) -> int:

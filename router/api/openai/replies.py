@@ -1,11 +1,12 @@
 """An answer in the making: pieces of its choices in, OpenAI's JSON out."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
 from aiohttp import web
 
+from common.requests.prediction import NOTHING
 from router.api.dialect.asked import Reply
 from router.api.dialect.events import DONE, Events
 from router.api.dialect.origin import Origin
@@ -22,11 +23,19 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Rejected tokens are not among those of the completion."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class Envelope(msgspec.Struct):
@@ -195,4 +204,15 @@ def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(sum(cached)) if cached else msgspec.UNSET,
+        completion_tokens_details=_completion_details(ends.values()),
     )
+
+
+def _completion_details(
+    ends: Iterable[LastPiece],
+) -> CompletionTokensDetails | msgspec.UnsetType:
+    predicted = [end.usage.predicted for end in ends if end.usage.predicted is not None]
+    if not predicted:
+        return msgspec.UNSET
+    of_all = sum(predicted, NOTHING)
+    return CompletionTokensDetails(of_all.accepted, of_all.rejected)
