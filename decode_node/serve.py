@@ -381,6 +381,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
                 for name, adapter in (moving.adapters.items() if moving else ())
             ],
             weights=moving.weights if moving else b"",
+            paused=moving is not None and moving.state == "paused",
         )
 
 

@@ -72,6 +72,7 @@ class Cluster:
         # made when a node says something: requests come more often.
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
         self._choices: Sequence[DecodeChoice] = ()
+        self._awake: Sequence[DecodeChoice] = ()  # of those that are not paused
         self._hopes = False  # ready, or was, and one of its nodes may wake
         self._lost_at = -math.inf  # time.monotonic() when hope last ended
         self._closed = False
@@ -143,8 +144,8 @@ class Cluster:
         self.refresh()
 
     def usable(self) -> Sequence[DecodeChoice]:
-        """The decode nodes that a request could go to now."""
-        return self._choices
+        """The decode nodes that a request could go to now: paused ones where all are, to wait."""
+        return self._awake or self._choices
 
     async def until_ready(self) -> None:
         """Returns once a request can be placed: at once if one can.
@@ -177,7 +178,7 @@ class Cluster:
             NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
             QueueTooLong: none of them can begin with the prompt in time.
         """
-        choices = self._having(key.adapter)
+        choices = _having(key.adapter, self._awake) or _having(key.adapter, self._choices)
         if not choices:
             raise NodeUnavailable(NO_ADAPTER_THERE if key.adapter else NOT_READY)
         choices = self.backlogs.in_time(choices, len(key.token_ids), due)
@@ -201,7 +202,8 @@ class Cluster:
         Raises:
             NodeUnavailable: no other decode node is usable.
         """
-        choices = [choice for choice in self._having(key.adapter) if choice.address != source]
+        having = _having(key.adapter, self._awake)
+        choices = [choice for choice in having if choice.address != source]
         if not choices:
             raise NodeUnavailable("no other decode node is ready")
         picked = self._policy.pick(key, choices)
@@ -209,12 +211,6 @@ class Cluster:
         charge = self._load.charge(placement, len(key.token_ids))
         charge.first_token()
         return Chosen(self._clients[placement.decode], (), charge, -math.inf)
-
-    def _having(self, adapter: AdapterId) -> Sequence[DecodeChoice]:
-        """The usable ones that have it."""
-        if not adapter:
-            return self.usable()
-        return [choice for choice in self.usable() if adapter in choice.adapters]
 
     def _read(self, client: DecodeClient) -> None:
         """Takes up what a decode node has said. Of one node only: each says something twice a
@@ -224,18 +220,19 @@ class Cluster:
         if status is None or not taking or not self._survey.fit(client.address, "decode"):
             self._readable.pop(client.address, None)
             return
+        fit = [link for link in status.links if self._survey.fit(link.peer, "prefill")]
+        awake = [link for link in fit if not self._survey.paused(link.peer)]
         self._readable[client.address] = tuple(
-            PrefillChoice(link.peer, link.path, link.gib_per_s)
-            for link in status.links
-            if self._survey.fit(link.peer, "prefill")
+            PrefillChoice(link.peer, link.path, link.gib_per_s) for link in awake or fit
         )
 
     def _use(self) -> None:
         hoped = self._hopes
-        self._choices = self._usable(lambda status: status.serves_alone) or self._usable(
-            lambda status: status.falls_back
-        )
-        self._hopes = self.ready or (hoped and any(map(self._may_wake, self._clients.values())))
+        clients = tuple(self._clients.values())
+        awake = tuple(client for client in clients if not client.paused)
+        self._choices = self._usable(clients)
+        self._awake = self._choices if awake == clients else self._usable(awake)
+        self._hopes = self.ready or (hoped and any(map(self._may_wake, clients)))
         if hoped and not self._hopes:
             self._lost_at = time.monotonic()
         if self.ready or not self._hopes:
@@ -250,19 +247,34 @@ class Cluster:
             return False
         return not client.moves or self._survey.silent(client.address)
 
-    def _usable(self, alone: Callable[[decode_pb2.Status], bool]) -> Sequence[DecodeChoice]:
-        """The decode nodes that can take a request, with the prefill nodes they can read from.
+    def _usable(self, clients: Sequence[DecodeClient]) -> Sequence[DecodeChoice]:
+        """Those of the decode nodes that can take a request, with the prefill nodes they can read
+        from."""
+        return self._taking(clients, lambda status: status.serves_alone) or self._taking(
+            clients, lambda status: status.falls_back
+        )
 
+    def _taking(
+        self, clients: Sequence[DecodeClient], alone: Callable[[decode_pb2.Status], bool]
+    ) -> Sequence[DecodeChoice]:
+        """
         Args:
-            alone: whether a node may be used without any.
+            alone: whether a node may be used without any prefill node.
         """
         usable = []
-        for address, client in self._clients.items():
-            prefill, status = self._readable.get(address), client.status
+        for client in clients:
+            prefill, status = self._readable.get(client.address), client.status
             if prefill is None or status is None:
                 continue
             if prefill or alone(status):
                 pages = status.pages_total, status.pages_free, status.page_size
                 adapters = frozenset(client.adapters.values())
-                usable.append(DecodeChoice(address, prefill, *pages, adapters))
+                usable.append(DecodeChoice(client.address, prefill, *pages, adapters))
         return usable
+
+
+def _having(adapter: AdapterId, choices: Sequence[DecodeChoice]) -> Sequence[DecodeChoice]:
+    """Those that have it."""
+    if not adapter:
+        return choices
+    return [choice for choice in choices if adapter in choice.adapters]

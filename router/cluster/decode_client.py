@@ -374,6 +374,11 @@ class DecodeClient:
         self._on_move(self.address)
 
     @property
+    def paused(self) -> bool:
+        """Whether what it is sent waits there."""
+        return self.status is not None and self.status.paused
+
+    @property
     def drains(self) -> bool:
         """Whether it wants to be rid of its requests."""
         return self.status is not None and self.status.state == "draining"

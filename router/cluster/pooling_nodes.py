@@ -114,6 +114,7 @@ class PoolingNodes:
         self,
         make_channel: Callable[[str], grpc.aio.Channel],
         fit: Callable[[str, Role], bool],
+        paused: Callable[[str], bool],
         policy: Policy,
         load: Load,
         backlogs: Backlogs,
@@ -121,9 +122,11 @@ class PoolingNodes:
         """
         Args:
             fit: whether the node at an address has a role, and may have requests now.
+            paused: whether they would wait there.
         """
         self._make_channel = make_channel
         self._fit: Callable[[str], bool] = lambda address: fit(address, "prefill")
+        self._paused = paused
         self._policy = policy
         self._load = load
         self._backlogs = backlogs
@@ -160,7 +163,8 @@ class PoolingNodes:
         nodes = [each for each in self._nodes if each not in avoid and self._fit(each)]
         if not nodes:
             raise NodeUnavailable(NO_PREFILL_NODE)
-        anywhere = DecodeChoice(_NOBODY, tuple(map(PrefillChoice, nodes)))
+        awake = [each for each in nodes if not self._paused(each)]
+        anywhere = DecodeChoice(_NOBODY, tuple(map(PrefillChoice, awake or nodes)))
         choices = self._backlogs.in_time([anywhere], len(key.token_ids), due)
         placement = self._policy.pick(key, choices)
         address = placement.prefill[0]

@@ -116,6 +116,11 @@ class Survey:
         known = self._known.get(address)
         return known is not None and known.role == role and known.state not in _NOT_FOR_REQUESTS
 
+    def paused(self, address: str) -> bool:
+        """Whether the node has last said of itself that it is."""
+        known = self._known.get(address)
+        return known is not None and known.state == "paused"
+
     def silent(self, address: str) -> bool:
         """Whether the node has last said of itself that its engine is, and nothing else is wrong
         with it."""

@@ -354,7 +354,7 @@ async def _make_cluster(
     )
     policy = make_policy(config.policy, load, prefixes)
     cluster = Cluster(survey, policy, load, PrefixHints(prefixes), on_change=changed.set)
-    pooling = PoolingNodes(make_channel, survey.fit, policy, load, cluster.backlogs)
+    pooling = PoolingNodes(make_channel, survey.fit, survey.paused, policy, load, cluster.backlogs)
     membership = Membership(
         discovery,
         survey,

@@ -66,7 +66,9 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
             cluster,
             rpc.make_channel,
             CacheWatch(PrefixIndex()),
-            PoolingNodes(rpc.make_channel, survey.fit, policy, load, cluster.backlogs),
+            PoolingNodes(
+                rpc.make_channel, survey.fit, survey.paused, policy, load, cluster.backlogs
+            ),
             budget_s=10.0,
         )
         metrics = RouterMetrics()

@@ -8,12 +8,17 @@ from grpc.aio import AioRpcError
 
 from common.api_keys import hashed, new_key
 from common.config import ClientsConfig
+from common.errors import NodeUnavailable
 from protos import router_pb2
+from protos.decode_pb2 import FINISH_REASON_STOP
 from router.api.engines import COMMANDS
+from router.policy import PlacementKey
 from tests.router.openai_rig import api_for
-from tests.router.rig import router_for
+from tests.router.rig import collect, eventually, router_for
+from tests.router.test_replay import ask, two_nodes
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.stub_pooling_node import StubPoolingNode
 
 PAUSE, CONTINUE, FLUSH = "/pause_generation", "/continue_generation", "/flush_cache"
 
@@ -92,3 +97,71 @@ async def test_nothing_need_be_said_but_by_web_pages(model):
         ).status == 415
         answer = json.loads((await post(port, PAUSE, b"", content_type="")).body)
         assert answer["status"] == "paused"
+
+
+def _usable(router):
+    return [choice.address for choice in router.cluster.usable()]
+
+
+async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(model):
+    async with two_nodes(model) as (client, router, d0, d1):
+        d0.change_status(paused=True)
+        await eventually(lambda: _usable(router) == [d1.address])
+        calls = [ask(client) for _ in range(4)]
+        for _ in calls:
+            d1.say(ended={(await d1.submitted()).request: FINISH_REASON_STOP})
+        for call in calls:
+            await collect(call)
+        with pytest.raises(NodeUnavailable, match="no other decode node is ready"):
+            router.cluster.choose_target(PlacementKey([7]), d1.address)
+        d1.change_status(paused=True)
+        await eventually(lambda: _usable(router) == [d0.address, d1.address])
+        await client.wait_until_serving()
+        calls = [ask(client) for _ in range(2)]
+        for node in (d0, d1):
+            node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
+        for call in calls:
+            await collect(call)
+        d0.change_status(paused=False)
+        await eventually(lambda: _usable(router) == [d0.address])
+
+
+async def test_what_only_a_paused_node_can_take_waits_there(model):
+    async with two_nodes(model) as (client, router, d0, _):
+        d0.adapters = {"sql": b"s" * 16}
+        d0.adapters_changed()
+        d0.change_status(paused=True)
+        await eventually(lambda: len(_usable(router)) == 1 and router.cluster.adapters.by_name())
+        call = client.generate("x", adapter="sql")
+        d0.say(ended={(await d0.submitted()).request: FINISH_REASON_STOP})
+        await collect(call)
+
+
+async def test_paused_prefill_nodes_are_named_where_all_are(model):
+    async with StubNode() as p0, StubNode() as p1:
+        prefill = [p0.address, p1.address]
+        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
+            async with router_for(model, decode=[decode.address], prefill=prefill) as (_, router):
+
+                def named():
+                    return [each.address for one in router.cluster.usable() for each in one.prefill]
+
+                await eventually(lambda: named() == prefill)
+                p0.description.state = "paused"
+                await eventually(lambda: named() == [p1.address])
+                p1.description.state = "paused"
+                await eventually(lambda: named() == prefill)
+
+
+async def test_texts_are_embedded_at_nodes_that_are_not_paused(model):
+    async with StubPoolingNode() as p0, StubPoolingNode() as p1:
+        prefill = [p0.address, p1.address]
+        async with router_for(model, decode=[], prefill=prefill) as (client, router):
+            await client.wait_until_serving()
+            p0.description.state = "paused"
+            asked = p0.num_asked
+            await eventually(lambda: p0.num_asked > asked + 1 and p1.num_described)
+            for _ in range(4):
+                answer = await post(router.http_port, "/v1/embeddings", {"input": "x"})
+                assert answer.status == 200
+            assert (len(p0.calls), len(p1.calls)) == (0, 4)
