@@ -288,6 +288,13 @@ class TransferConfig(Record):
         description="of a prefill node: one page in so many is compared by its checksum once it has"
         " been read, where pages are in host memory; 0: none",
     )
+    canary_tokens: int = Field(
+        8,
+        ge=0,
+        le=64,
+        description="of a decode node: so many tokens after a short prompt must be the same with "
+        "the KV of a prefill node and with its own, when they are paired; 0: nothing is tried",
+    )
 
 
 _NAME_WITHOUT_CA = "server_name says nothing without ca"

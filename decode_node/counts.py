@@ -16,6 +16,7 @@ _NAMES = (
     *("refused/invalid", "refused/draining", "refused/overloaded", "refused/deadline"),
     *("refused/late", "refused/dropped", "refused/adapter"),
     *("moves/away", "moves/refused", "moves/here"),
+    *("canaries/right", "canaries/wrong", "canaries/unknown"),
 )
 _LOCAL = ("colocated", "short", "no_owner", "exhausted")
 _REFUSALS = {
@@ -70,6 +71,10 @@ class DecodeCounts:
     def moved_here(self) -> None:
         """A request that ran elsewhere goes on here."""
         self._totals["moves/here"] += 1
+
+    def canary(self, verdict: str) -> None:
+        """verdict: "right", "wrong" or "unknown"."""
+        self._totals[f"canaries/{verdict}"] += 1
 
     def lost(self) -> None:
         self._totals["handoffs_lost"] += 1

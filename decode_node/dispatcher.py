@@ -25,6 +25,7 @@ from common.node.messages import MoveFrom
 from common.queueing.drain import Drain
 from common.queueing.waiting_line import Place
 from common.requests.trial import GUILTY, MAX_DEATHS
+from decode_node import canary
 from decode_node.counts import DecodeCounts
 from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
 from decode_node.held_back import HeldBack
@@ -131,6 +132,9 @@ class Dispatcher:
     def place_again(self, lost: LostHandoff) -> None:
         """A new attempt elsewhere, or here; or its end."""
         request, event = lost.request, lost.event
+        if _is_canary(request):  # its owner's it is, or nobody's
+            self._live.refuse(request, NodeUnavailable(event.reason))
+            return
         if lost.attempt.moves:  # its owner may run it still
             self._live.refuse(request, NodeUnavailable(f"not moved: {event.reason}"))
             return
@@ -229,6 +233,8 @@ class Dispatcher:
 
     def _why_here(self, request: Request, usable: Sequence[OwnerUp], attempt: int) -> str:
         """Why it is to be prefilled here, as DecodeCounts names it; empty: it is not."""
+        if _is_canary(request):
+            return "canary"
         if self._config.mode == "colocated":
             return "colocated"
         if self._is_exhausted(attempt) or (attempt > 1 and not usable):
@@ -256,7 +262,8 @@ class Dispatcher:
             self._scheduler.add(request)
         place = Place(request.due, num_tokens, request.priority)
         self._prompts.join(request.key, place, now)
-        self._counts.local_prefill(why)
+        if not _is_canary(request):  # which is no prompt of anybody's
+            self._counts.local_prefill(why)
         stamps = self._live.stamps(request)
         stamps.queued, stamps.why_here = now, why
 
@@ -266,6 +273,10 @@ class Dispatcher:
             return False
         room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
         return self._sharing.fetch(request, hints, room=room, queued_s=queued_s)
+
+
+def _is_canary(request: Request) -> bool:
+    return request.origin[0] == canary.STREAM
 
 
 def _paused_too_long(request: Request, now: float) -> ServingError:

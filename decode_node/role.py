@@ -56,7 +56,9 @@ from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.requests.adapter import within
 from common.requests.flight import Flight, Flights
 from common.requests.prefix_at import MAX_HINTS, PrefixAt
+from decode_node import canary
 from decode_node.answer_pace import AnswerPace
+from decode_node.canary import Canary
 from decode_node.counts import DecodeCounts
 from decode_node.departures import Departures
 from decode_node.destinations import Destinations
@@ -162,6 +164,14 @@ class DecodeRole:
             counts=self._counts,
             on_moved=self._moved_away,
         )
+        self._canary = Canary(
+            num_tokens=config.transfer.canary_tokens,
+            vocabulary_size=limits.vocabulary_size,
+            submit=self._submit,
+            is_busy=lambda: self._desk.draining or scheduler.paused or self._num_waiting > 0,
+            counts=self._counts,
+        )
+        outbox.listen(canary.STREAM, self._canary.take)
         self._adapters = adapters
         self._preparations: Preparations[SubmitRequest] = Preparations(
             GuideLine(guides),
@@ -235,7 +245,7 @@ class DecodeRole:
 
     def _take_events(self, now: float) -> list[LostHandoff]:
         lost: list[LostHandoff | None] = []
-        for event in self._port.take():
+        for event in self._canary.admitted(self._port.take(), now):
             if self._sharing.take(event):
                 continue
             match event:
@@ -443,6 +453,8 @@ class DecodeRole:
                     raise refusal
                 if message.move_from is not None:
                     self._dispatcher.place_mover(request, message.move_from)
+                elif message.stream == canary.STREAM and message.prefill_addresses:
+                    self._handoffs.open(request, self._canary.owner, (), 1)
                 else:
                     self._dispatcher.place(request, message.prefill_addresses)
             except ServingError as error:

@@ -227,6 +227,9 @@ def _queues(node: ClusterNode) -> Text:
     line = Text("  ".join(full))
     if retractions:
         line.append(f"{'  ' if full else ''}{short(retractions)} retractions", "yellow")
+    wrong = node.counters.get("canaries/wrong", 0)
+    if wrong:
+        line.append(f"{'  ' if line else ''}{short(wrong)} canaries wrong", "red")
     return line
 
 

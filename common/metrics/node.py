@@ -244,6 +244,13 @@ LOCAL_PREFILLS = Declared(
     "candidate is paired; all attempts are lost.",
     {"reason": ("colocated", "short", "no_owner", "exhausted")},
 )
+CANARIES = Declared(
+    "baton_canaries",
+    "counter",
+    "Nodes whose KV was tried when they were paired; wrong: answers were others than with this "
+    "node's own, and it is not used. Unknown: it could not be told; the node is used.",
+    {"outcome": ("right", "wrong", "unknown")},
+)
 READ_BYTES = Declared(
     "baton_handoff_read_bytes", "counter", "Bytes read from other nodes.", {"path": PATHS}
 )
@@ -355,7 +362,7 @@ BOTH = (
     *(TIER_PAGES, TIER_TOKENS, TIER_BYTES, TIER_EVICTED),
 )
 DECODE = (
-    *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS),
+    *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS, CANARIES),
     *(LINK_CHANGES, MOVES, DRAFT_TOKENS, VERIFIED_TOKENS),
 )
 PREFILL = (POOLED,)
@@ -383,6 +390,7 @@ _TOTALS = {
     "handoff_tokens": HANDOFF_TOKENS,
     "pages_read": PAGES_READ,
     "local_prefills": LOCAL_PREFILLS,
+    "canaries": CANARIES,
     "moves": MOVES,
     "prompt_token_ways": PROMPT_TOKEN_WAYS,
     "prefix_fetches": FETCHES,

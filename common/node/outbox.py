@@ -1,5 +1,7 @@
 """Gathers what one engine step says about requests and sends one message per router stream."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +25,11 @@ class Outbox:
         self._logprobs: dict[int, list[tuple[int, Logprobs]]] = {}  # by stream
         self._prompts: dict[int, list[tuple[int, Logprobs]]] = {}
         self._predicted: dict[int, list[tuple[int, Predicted]]] = {}
+        self._listeners: dict[int, Callable[[StepTokens], None]] = {}
+
+    def listen(self, stream: int, take: Callable[[StepTokens], None]) -> None:
+        """What is said to this stream is for somebody in the engine."""
+        self._listeners[stream] = take
 
     def tokens(
         self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
@@ -78,4 +85,5 @@ class Outbox:
         columns = requests.tobytes(), tokens.tobytes()
         beside = (self._ended, self._begun, self._logprobs, self._prompts, self._predicted)
         told = (tuple(each.pop(stream, ())) for each in beside)
-        self._channel.post(StepTokens(stream, *columns, *told))  # type: ignore[arg-type]
+        tell = self._listeners.get(stream, self._channel.post)
+        tell(StepTokens(stream, *columns, *told))  # type: ignore[arg-type]

@@ -75,6 +75,7 @@ async def storm(
             path="tcp",
             num_prefill=NUM_NODES,
             num_decode=NUM_NODES,
+            canary_tokens=4,
             router_flags=(f"--processes={NUM_PROCESSES}", "--policy=round_robin"),
         ) as cluster:
             await storm.hold(cluster, seed, plan, going)

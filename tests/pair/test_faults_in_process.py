@@ -16,7 +16,7 @@ from tests.support.pair_wires import BOTH
 NUM_TOKENS = 8
 WHOLE = 128  # tokens per chunk: the prompts here are published, and read, at once
 MAX_ASKED = 20
-NERVOUS = TransferConfig(heartbeat_s=0.1, missed_beats=10, released_s=1.0)
+NERVOUS = TransferConfig(heartbeat_s=0.1, missed_beats=10, released_s=1.0, canary_tokens=0)
 
 
 def _check(known, *asked: Asked) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from common.config import TransferConfig
 from common.engine.memory.pages import Holder
 from common.engine.rows.request import FinishReason
 from common.node.messages import MoveFrom
@@ -14,7 +13,7 @@ from common.requests.guide import Guide
 from kvtransfer.messages import Grant, Ready
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PairRig
+from tests.support.pair_rig import PATIENT, PairRig
 
 PROMPT = tuple(range(5, 45))
 TWO = (Size(), Size())
@@ -158,7 +157,7 @@ def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
 
 @pytest.mark.parametrize("sides", [("reader",), ("owner",), ("reader", "owner")])
 def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tuple[str]) -> None:
-    transfer = TransferConfig(heartbeat_s=0.2, missed_beats=10, progress_s=60.0, released_s=60.0)
+    transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "missed_beats": 10})
     with PairRig(known.loaded, decode=TWO, moves=True, transfer=transfer) as rig:
         asked, successor = _paused(rig)
         rig.wires.cut(rig.decode[0].front, rig.decode[1].front, sides)

@@ -19,7 +19,9 @@ NUM_ACTIONS = 70
 MAX_LIVE = 16
 MAX_TOKENS = 40
 PROMPT_TOKENS = (1, 15, 16, 17, 31, 48, 70, 100)
-IMPATIENT = TransferConfig(heartbeat_s=0.1, missed_beats=10, released_s=0.5, read_s=0.5)
+IMPATIENT = TransferConfig(
+    heartbeat_s=0.1, missed_beats=10, released_s=0.5, read_s=0.5, canary_tokens=0
+)
 KINDS = (Open, Grant, Admitted, Ready, Done, Released, Cancel, Failed, Beat)
 
 

@@ -154,6 +154,7 @@ class Cluster:
         tls_config: TlsConfig | None = None,
         with_secret: bool = True,
         patient: bool = True,
+        canary_tokens: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -165,6 +166,7 @@ class Cluster:
             tls_config: of every program, and of what is asked here. Clients need no certificate.
             with_secret: programs know each other by a cluster secret, of a file; what is asked
                 here is asked by an operator who has the secret.
+            canary_tokens: 0: nodes do and count what tests have them do, and nothing else.
             patient: no program is taken for dead or unhealthy before it has ended.
             environment: of every program, besides this one's.
         """
@@ -179,6 +181,7 @@ class Cluster:
         self.operator = identity_of("operator", "the test", self.secret_file)
         common = (
             f"--transfer.path={path}",
+            f"--transfer.canary-tokens={canary_tokens}",
             *tls_flags("front.tls", certs),
             *secret_flags,
             *(PATIENT_NODE if patient else ()),

@@ -47,7 +47,12 @@ NAP_S = 0.02  # between two looks when nothing moves: it may be time for somethi
 # Nothing is given up for being slow, unless a test wants it.
 # Every page is compared.
 PATIENT = TransferConfig(
-    missed_beats=60, progress_s=60.0, released_s=60.0, read_s=60.0, check_every=1
+    missed_beats=60,
+    progress_s=60.0,
+    released_s=60.0,
+    read_s=60.0,
+    check_every=1,
+    canary_tokens=0,
 )
 
 

@@ -46,6 +46,7 @@ const FACTS = {
   "found in cache": "share of all prompts' tokens since it started whose pages it had already",
   "local prefills": "prompts that this decode node computed itself",
   "hand-offs lost": "they failed on the way, and were tried anew or computed here",
+  "canaries wrong": "a node's KV was not what is computed here; it is not used",
   retractions: "requests taken off the device for want of pages; they go on later",
 };
 // Queues that are shown when something is in them.
@@ -171,6 +172,8 @@ function facts(node, rates) {
   const { retractions = 0, local_prefills: local = 0, handoffs_lost: lost = 0 } = node.counters;
   if (local) shown.push({ label: "local prefills", value: local });
   if (lost) shown.push({ label: "hand-offs lost", value: lost, bad: true });
+  const wrong = node.counters["canaries/wrong"] ?? 0;
+  if (wrong) shown.push({ label: "canaries wrong", value: wrong, bad: true });
   if (node.role === "decode" || retractions) {
     shown.push({ label: "retractions", value: retractions, bad: retractions > 0 });
   }

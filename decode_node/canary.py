@@ -1,0 +1,218 @@
+"""Whether the KV of a prefill node is what this node would have computed: tried when they are
+paired, and before any request goes there.
+
+    paired -> waits -> on trial --alike, or it cannot be told--> in use
+                ^         `------different-----> kept out
+                `-------------(AGAIN_S)-------------'
+
+A short prompt is answered greedily twice at the same time: by a hand-off from that owner, and from
+KV of this node's own, each in a namespace where nobody has any of it. Two devices may rightly
+differ over a token that is as likely as another one, and with it over an answer, but not over every
+answer. Where this node has more to do than it can, nothing is tried.
+"""
+
+import itertools
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+from grpc import StatusCode
+
+from common.engine.rows.request import FinishReason
+from common.errors import NodeUnavailable
+from common.logs import kv
+from common.node.messages import Ended, StepTokens, SubmitRequest
+from common.requests.namespace import NAMESPACE_BYTES
+from common.requests.sampling import SamplingParams
+from decode_node.counts import DecodeCounts
+from kvtransfer.ports import NodeEvent, OwnerDown, OwnerUp
+
+log = logging.getLogger(__name__)
+
+STREAM = 0  # of what this node asks itself; those of routers are numbered from 1
+PROMPT_TOKENS = 40
+NUM_ANSWERS = 3  # all of which must differ
+AGAIN_S = 60.0
+BUDGET_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    request: int
+    tokens: list[int] = field(default_factory=list)
+    end: Ended | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Without being one: what a model makes of KV that is no numbers is an answer, too."""
+        if self.end is None or self.end.reason == FinishReason.LENGTH:
+            return False
+        code, _ = StatusCode.INTERNAL.value
+        return self.end.error_code != code
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    """One prompt; all before it were answered differently."""
+
+    owner: OwnerUp
+    number: int  # of this owner's, from 1 on
+    handed: _Answer
+    own: _Answer
+
+    @property
+    def verdict(self) -> str:
+        """ "right" | "wrong" | "unknown"; empty: it is under way."""
+        if self.handed.failed or self.own.failed:
+            return "unknown"
+        if not (self.handed.end and self.own.end):
+            return ""
+        return "right" if self.handed.tokens == self.own.tokens else "wrong"
+
+
+class Canary:
+    """Engine thread only.
+
+    Args:
+        num_tokens: of an answer; 0: nothing is tried.
+        submit: takes a request of this stream; where it has a prefill address, that is the one of
+            `owner`.
+        is_busy: whether requests of others would pay for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        vocabulary_size: int,
+        submit: Callable[[SubmitRequest], None],
+        is_busy: Callable[[], bool],
+        counts: DecodeCounts,
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._vocabulary_size = vocabulary_size
+        self._submit = submit
+        self._is_busy = is_busy
+        self._counts = counts
+        self._numbers = itertools.count(1)
+        self._waiting: deque[OwnerUp] = deque()
+        self._trial: _Trial | None = None
+        self._kept_out: dict[int, tuple[OwnerUp, float]] = {}  # by instance; when to try again
+
+    @property
+    def owner(self) -> OwnerUp:
+        """The one on trial. Raises NodeUnavailable: it has gone."""
+        if self._trial is None:
+            raise NodeUnavailable("the node that was to be tried is gone")
+        return self._trial.owner
+
+    def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
+        """What the rest of the node is to know of these: an owner only once it is in use.
+
+        Args:
+            now: time.monotonic().
+        """
+        if not self._num_tokens:
+            return list(events)
+        passed = self._settled(now)
+        for event in events:
+            match event:
+                case OwnerUp():
+                    self._waiting.append(event)
+                case OwnerDown(owner=instance) if self._forgets(instance):
+                    pass
+                case _:
+                    passed.append(event)
+        passed += self._begin(now)
+        return passed
+
+    def take(self, step: StepTokens) -> None:
+        """What this node says to this stream."""
+        if self._trial is None:
+            return
+        answers = {each.request: each for each in (self._trial.handed, self._trial.own)}
+        requests = np.frombuffer(step.requests, np.uint64).tolist()
+        for request, token in zip(requests, np.frombuffer(step.tokens, np.uint32), strict=True):
+            if request in answers:
+                answers[request].tokens.append(int(token))
+        for end in step.ended:
+            if end.request in answers:
+                answers[end.request].end = end
+
+    def _settled(self, now: float) -> list[NodeEvent]:
+        """The trial's owner, if it is in use from now on."""
+        trial = self._trial
+        if trial is None or not trial.verdict:
+            return []
+        self._trial = None
+        if trial.verdict == "wrong" and trial.number < NUM_ANSWERS:
+            self._try(trial.owner, trial.number + 1)
+            return []
+        self._counts.canary(trial.verdict)
+        if trial.verdict != "wrong":
+            return [trial.owner]
+        self._kept_out[trial.owner.owner] = trial.owner, now + AGAIN_S
+        log.error(
+            "the KV of a node is not what is computed here, and is not used %s",
+            kv(
+                owner=trial.owner.address,
+                path=trial.owner.path,
+                handed=trial.handed.tokens,
+                own=trial.own.tokens,
+                again_s=AGAIN_S,
+            ),
+        )
+        return []
+
+    def _begin(self, now: float) -> list[NodeEvent]:
+        """Tries the next one; returns those that are in use untried."""
+        due = [owner for owner, again_at in self._kept_out.values() if again_at <= now]
+        busy = self._is_busy()
+        for owner in due if not busy else ():
+            del self._kept_out[owner.owner]
+            self._waiting.append(owner)
+        untried: list[NodeEvent] = []
+        while self._waiting and self._trial is None:
+            owner = self._waiting.popleft()
+            if busy:
+                self._counts.canary("unknown")
+                untried.append(owner)
+            else:
+                self._try(owner, 1)
+        return untried
+
+    def _try(self, owner: OwnerUp, number: int) -> None:
+        draw = Random(f"{owner.owner} {number}")
+        tokens = [draw.randrange(self._vocabulary_size) for _ in range(PROMPT_TOKENS)]
+        handed, own = _Answer(next(self._numbers)), _Answer(next(self._numbers))
+        self._trial = _Trial(owner, number, handed, own)
+        for answer, addresses in ((handed, (owner.address,)), (own, ())):
+            self._submit(
+                SubmitRequest(
+                    stream=STREAM,
+                    request=answer.request,
+                    request_id=f"canary of {owner.address}",
+                    token_ids=np.array(tokens, np.int32).tobytes(),
+                    num_generated=0,
+                    sampling=SamplingParams(
+                        max_tokens=self._num_tokens, temperature=0.0, seed=0, ignore_eos=True
+                    ),
+                    prefill_addresses=addresses,
+                    budget_s=BUDGET_S,
+                    namespace=secrets.token_bytes(NAMESPACE_BYTES),
+                )
+            )
+
+    def _forgets(self, instance: int) -> bool:
+        """Whether that owner was not in use."""
+        if self._trial is not None and self._trial.owner.owner == instance:
+            self._trial = None
+            return True
+        waiting = [each for each in self._waiting if each.owner == instance]
+        for each in waiting:
+            self._waiting.remove(each)
+        return bool(waiting) or self._kept_out.pop(instance, None) is not None

@@ -1,0 +1,94 @@
+"""A prefill node is tried when it is paired: what it computes wrong is nobody's answer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from decode_node import canary
+from tests.pair.conftest import Known
+from tests.pair.test_pauses import paused, resumed
+from tests.support.pair_node import Node, Size
+from tests.support.pair_rig import PATIENT, PairRig
+
+CANARY = PATIENT.model_copy(update={"canary_tokens": 6})
+PROMPT = tuple(range(5, 45))
+
+
+@contextmanager
+def _spoiled(node: Node) -> Iterator[None]:
+    """While inside, pages of the node are wrong before it publishes them: their sums match."""
+    finish = node.role.finish
+
+    def spoil(*step: object) -> None:
+        node.engine.pool.tensor.zero_()
+        finish(*step)
+
+    node.role.finish = spoil
+    yield
+    node.role.finish = finish
+
+
+def _pair_again(rig: PairRig, owner: int = 0) -> None:
+    prefill, decode = rig.prefill[owner], rig.decode[0]
+    rig.wires.cut(prefill.front, decode.front)
+    rig.until(lambda: prefill.front.address not in decode.desk.links, "the pair is over")
+    rig.wires.heal()
+
+
+def test_a_node_that_computes_as_this_one_is_used(known: Known) -> None:
+    with PairRig(known.loaded, transfer=CANARY) as rig:
+        decode = rig.decode[0]
+        asked = rig.ask(PROMPT)
+        rig.run()
+        assert asked.tokens == known.greedy(PROMPT, 8)
+        assert decode.count("canaries/right") == 1 and decode.count("canaries/wrong") == 0
+        assert decode.count("handoffs_held") == 2 and decode.count("local_prefills") == 0
+
+
+def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
+    known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "AGAIN_S", 0.5)
+    with PairRig(known.loaded, prefill=[Size(), Size()], transfer=CANARY) as rig:
+        decode, wrong = rig.decode[0], rig.prefill[0]
+        with _spoiled(wrong):
+            _pair_again(rig)
+            rig.until(lambda: decode.count("canaries/wrong"), "it is found")
+            asked = [rig.ask(PROMPT, owners=owners) for owners in ([0, 1], [0])]
+            rig.run()
+            for each in asked:
+                assert each.tokens == known.greedy(PROMPT, 8)
+            assert list(decode.desk.links) == [rig.prefill[1].front.address]
+            assert decode.count("local_prefills/no_owner") == 1
+            assert decode.count("canaries/right") == 2
+
+        rig.until_paired()
+        assert decode.count("canaries/right") == 3
+
+
+def test_nothing_is_tried_while_requests_wait(known: Known) -> None:
+    with PairRig(known.loaded, transfer=CANARY) as rig:
+        decode = rig.decode[0]
+        paused(rig, "retract", decode)
+        _pair_again(rig)
+        rig.until(lambda: decode.desk.links, "it is used untried")
+        assert decode.count("canaries/unknown") == 1
+        resumed(rig, decode)
+
+
+def test_a_node_that_ends_on_trial_is_forgotten(known: Known) -> None:
+    with PairRig(known.loaded, prefill=[Size(), Size()], transfer=CANARY) as rig:
+        decode, gone = rig.decode[0], rig.prefill[0]
+        _pair_again(rig)
+        rig.until(lambda: decode.queue("prealloc") or decode.queue("transfer"), "it is on trial")
+        rig.wires.cut(gone.front, decode.front)
+        rig.until_free()
+        asked = rig.ask(PROMPT, owners=[0, 1])
+        rig.run()
+        assert asked.tokens == known.greedy(PROMPT, 8)
+        assert list(decode.desk.links) == [rig.prefill[1].front.address]
+        assert decode.count("canaries/right") == 2 and decode.count("canaries/unknown") == 0
+        rig.wires.heal()
+        rig.until_paired()
+        assert decode.count("canaries/right") == 3
