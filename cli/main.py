@@ -34,6 +34,7 @@ COMMANDS = {
     "profile": Command("cli.profile", "have torch's profiler watch some steps of nodes"),
     "drain": Command("cli.drain", "end a program, once its requests have ended or moved"),
     "switch": Command("cli.switch", "have a node take the other role, with its weights and cache"),
+    "move": Command("cli.move", "have a running request go on at another decode node"),
     "planner": Command("cli.planner", "which nodes should take another role, be added or removed"),
     "roll": Command("cli.roll", "restart all programs, one after the other, unnoticed"),
     "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),

@@ -124,6 +124,11 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.DrainRouterRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.DrainRouterResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/baton.v1.Router/Move',
+                request_serializer=protos_dot_router__pb2.MoveRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.MoveResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -260,6 +265,14 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """Has one running request of this router go on at another decode node; returns once it does.
+        NOT_FOUND where there is none; FAILED_PRECONDITION, and it runs on where it is, where it does not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -352,6 +365,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_router__pb2.DrainRouterRequest.FromString,
                     response_serializer=protos_dot_router__pb2.DrainRouterResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=protos_dot_router__pb2.MoveRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.MoveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -840,6 +858,33 @@ class Router:
             '/baton.v1.Router/Drain',
             protos_dot_router__pb2.DrainRouterRequest.SerializeToString,
             protos_dot_router__pb2.DrainRouterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Move',
+            protos_dot_router__pb2.MoveRequest.SerializeToString,
+            protos_dot_router__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -219,12 +219,10 @@ class Generator:
             raise
         return Stay(chosen, submitted, submission, rest)
 
-    def _move(self, submit: Callable[[Chosen, MoveFrom], Stay], stay: Stay) -> Stay:
-        """Raises NodeUnavailable: there is no other node for it."""
-        return submit(
-            self._cluster.choose_target(_key(stay.job, self._cluster.weights), stay.address),
-            stay.here,
-        )
+    def _move(self, submit: Callable[[Chosen, MoveFrom], Stay], stay: Stay, target: str) -> Stay:
+        """Raises NodeUnavailable: there is no other node for it, or not that one."""
+        key = _key(stay.job, self._cluster.weights)
+        return submit(self._cluster.choose_target(key, stay.address, target), stay.here)
 
     async def _follow(
         self,

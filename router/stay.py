@@ -17,6 +17,7 @@ from typing import Self
 from common.errors import NodeUnavailable, ServingError
 from router.cluster.cluster import Chosen
 from router.cluster.decode_client import Submitted
+from router.cluster.guest import Outcome
 from router.requests.losses import Doing, NodeLost
 from router.requests.repeats import Repeats
 from router.requests.timelines import Submission
@@ -71,7 +72,8 @@ class Moving:
 
     Args:
         may_move: whether it has got as far as that.
-        submit: submits it elsewhere, with all tokens that it has.
+        submit: submits it elsewhere, with all tokens that it has: to the node of that address,
+            empty: to any.
         on_stay: called with the node that it was to go to, and why it does not.
     """
 
@@ -79,7 +81,7 @@ class Moving:
         self,
         stay: Stay,
         may_move: Callable[[], bool],
-        submit: Callable[[Stay], Stay],
+        submit: Callable[[Stay, str], Stay],
         on_stay: Callable[[str, ServingError], None],
     ) -> None:
         self._stay = stay
@@ -87,15 +89,23 @@ class Moving:
         self._submit = submit
         self._on_stay = on_stay
         self._successor: Stay | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Outcome] | None = None
         self._again_at = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return self._stay.job.request_id
+
+    @property
+    def address(self) -> str:
+        return self._stay.address
 
     @property
     def movable(self) -> bool:
         return self._successor is None and time.monotonic() >= self._again_at and self._may_move()
 
-    def move(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._move())
+    def move(self, target: str = "") -> asyncio.Task[Outcome]:
+        self._task = asyncio.create_task(self._move(target))
         return self._task
 
     def take_successor(self) -> Stay | None:
@@ -103,22 +113,24 @@ class Moving:
         successor, self._successor = self._successor, None
         return successor
 
-    async def _move(self) -> None:
+    async def _move(self, target: str) -> Outcome:
         self._again_at = time.monotonic() + _AGAIN_S
         try:
-            successor = self._successor = self._submit(self._stay)
-        except NodeUnavailable:
-            return  # there is no other node, for now
+            successor = self._successor = self._submit(self._stay, target)
+        except NodeUnavailable as nowhere:
+            return Outcome("", str(nowhere))
         await successor.tokens.news()
         if successor.tokens.has_begun:
             # The first end counts: that of its own node comes before all of this.
             self._stay.tokens.end(NodeLost("it goes on elsewhere", Doing.NOT_ITS_OWN))
             self._stay.tokens.tell()
-            return
+            return Outcome(successor.address)
         self._again_at = time.monotonic() + _AGAIN_S
         self._successor = None
+        error = successor.tokens.error()
         with successor:
-            self._on_stay(successor.address, successor.tokens.error())
+            self._on_stay(successor.address, error)
+        return Outcome(successor.address, str(error))
 
     def __enter__(self) -> Self:
         self._stay.chosen.decode.guests.add(self)

@@ -14,7 +14,7 @@ _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Exp
 _COMMANDS = frozenset(
     f"/baton.v1.Router/{name}"
     for name in (
-        *("Drain", "LoadAdapter", "UnloadAdapter"),
+        *("Drain", "Move", "LoadAdapter", "UnloadAdapter"),
         *("Pause", "Continue", "UpdateWeights", "FlushCache"),
         *("StartProfile", "StopProfile"),
     )

@@ -14,6 +14,7 @@ from protos import router_pb2, router_pb2_grpc, sampling_pb2
 from router.api.cluster_report import ClusterReport
 from router.api.explain import Explainer
 from router.api.grpc_voice import GrpcVoice
+from router.api.moves import Mover
 from router.clients.client import Client
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls
@@ -47,6 +48,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         explainer: Explainer,
         adapters: AdapterCalls,
         engines: EngineCalls,
+        mover: Mover,
         model: ServedModel,
         ends: Ends,
         *,
@@ -63,6 +65,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._explainer = explainer
         self._adapters = adapters
         self._engines = engines
+        self._mover = mover
         self._model = model
         self._ends = ends
         self._budget_s = budget_s
@@ -225,6 +228,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.DrainRouterResponse:
         await self._ends.drain(in_turn=request.in_turn)
         return router_pb2.DrainRouterResponse()
+
+    async def Move(
+        self, request: router_pb2.MoveRequest, context: Context
+    ) -> router_pb2.MoveResponse:
+        return await self._mover.move(request.request_id, request.source, request.target)
 
     def _voice(self, prompt: SharedPrompt, tools: Sequence[Any]) -> GrpcVoice:
         """

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from common.requests.prefix_at import PrefixAt
 from common.requests.weights import AS_STARTED, WeightsId
 from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
+from router.cluster.guest import Guest
 from router.cluster.known_adapters import KnownAdapters
 from router.cluster.survey import NodeReport, Survey
 from router.policy import Policy
@@ -196,21 +197,34 @@ class Cluster:
             self._hints.of(key, placement),
         )
 
-    def choose_target(self, key: PlacementKey, source: str) -> Chosen:
+    def choose_target(self, key: PlacementKey, source: str, wanted: str = "") -> Chosen:
         """Where a request goes on that runs at `source`: no prompt is computed.
 
+        Args:
+            wanted: address of the node; empty: any.
         Raises:
-            NodeUnavailable: no other decode node is usable.
+            NodeUnavailable: no other decode node is usable, or that one is not.
         """
         having = _having(key.adapter, self._awake)
         choices = [choice for choice in having if choice.address != source]
+        if wanted:
+            choices = [choice for choice in choices if choice.address == wanted]
         if not choices:
-            raise NodeUnavailable("no other decode node is ready")
+            raise NodeUnavailable(
+                f"{wanted} is no other decode node that is ready for it"
+                if wanted
+                else "no other decode node is ready"
+            )
         picked = self._policy.pick(key, choices)
         placement = replace(picked, prefill=(), uncached_tokens=0)
         charge = self._load.charge(placement, len(key.token_ids))
         charge.first_token()
         return Chosen(self._clients[placement.decode], (), charge, -math.inf)
+
+    def guests(self) -> Iterator[Guest]:
+        """All requests that may be moved, now or later."""
+        for client in self._clients.values():
+            yield from client.guests
 
     def _read(self, client: DecodeClient) -> None:
         """Takes up what a decode node has said. Of one node only: each says something twice a

@@ -3,6 +3,7 @@
 import asyncio
 
 from router.cluster.decode_client import DecodeClient
+from router.cluster.guest import Outcome
 
 MOST_AT_ONCE = 4  # of one node: each is a read of its own, and the others run meanwhile
 _LOOK_S = 0.05  # some have no token yet, and cannot be moved; others may be tried again
@@ -10,7 +11,7 @@ _LOOK_S = 0.05  # some have no token yet, and cannot be moved; others may be tri
 
 async def evacuate(client: DecodeClient) -> None:
     """Moves what can be moved whenever the node drains, until cancelled."""
-    under_way: set[asyncio.Task[None]] = set()
+    under_way: set[asyncio.Task[Outcome]] = set()
     while True:
         await client.draining.wait()
         under_way = {task for task in under_way if not task.done()}

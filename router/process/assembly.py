@@ -33,6 +33,7 @@ from router.api.engines import Engines
 from router.api.explain import Explainer, OwnEvents
 from router.api.http.server import HttpServer
 from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
+from router.api.moves import Mover, OwnMoves
 from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
 from router.api.router_state import OwnState, WholeState
 from router.api.service import RouterService
@@ -194,6 +195,7 @@ async def running(
         report = ClusterReport(survey, WholeState(state, others, place.began))
         own = OwnRequests(timelines)
         own_events = OwnEvents(timelines)
+        own_moves = OwnMoves(cluster)
         explainer = Explainer(own_events, others, Inquiry(survey))
         listed = RequestsEndpoint(own, others, explainer)
         counted = (
@@ -217,6 +219,7 @@ async def running(
             explainer,
             adapters,
             engines,
+            Mover(own_moves, others),
             served,
             KeptEnd(keeper) if place.is_shared else OwnEnd(on_drain),
             budget_s=config.budget_s,
@@ -267,6 +270,7 @@ async def running(
             **state.tells,
             **own.tells,
             **own_events.tells,
+            **own_moves.tells,
             **metrics_endpoint.telling(counts.registry),
         }
         await resources.enter_async_context(told(place, tells))

@@ -38,10 +38,11 @@ class Siblings:
     def __init__(self, sessions: Mapping[int, aiohttp.ClientSession]) -> None:
         self._sessions = sessions
 
-    async def ask(self, path: str, **query: str) -> Told:
-        """Returns within LONGEST_S. Raises nothing: who fails is silent."""
+    async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> Told:
+        """Returns within `longest_s`. Raises nothing: who fails is silent."""
         url = URL.build(scheme="http", host="router", path=path, query=query)
-        answers = await asyncio.gather(*(_body(one, url) for one in self._sessions.values()))
+        asked = (_body(one, url, longest_s) for one in self._sessions.values())
+        answers = await asyncio.gather(*asked)
         numbered = zip(self._sessions, answers, strict=True)
         bodies = {number: body for number, body in numbered if body is not None}
         return Told(bodies, len(self._sessions))
@@ -64,14 +65,13 @@ async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[Siblings]:
 def _session(socket: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.UnixConnector(socket, limit=_CONNECTIONS),
-        timeout=aiohttp.ClientTimeout(total=LONGEST_S),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
 
 
-async def _body(session: aiohttp.ClientSession, url: URL) -> bytes | None:
+async def _body(session: aiohttp.ClientSession, url: URL, longest_s: float) -> bytes | None:
     try:
-        async with session.get(url) as answer:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=longest_s)) as answer:
             return await answer.read() if answer.ok else None
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
