@@ -148,6 +148,11 @@ class Cluster:
         """The decode nodes that a request could go to now: paused ones where all are, to wait."""
         return self._awake or self._choices
 
+    async def until_first_ready(self) -> None:
+        """Returns once a request can be placed, whenever that is, or the router ends."""
+        while not (self.ready or self._closed):
+            await self._news.wait()
+
     async def until_ready(self) -> None:
         """Returns once a request can be placed: at once if one can.
 

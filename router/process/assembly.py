@@ -6,7 +6,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -72,6 +72,7 @@ from router.text.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 
+FIRST_LOOK_S = 5.0  # for nodes to answer a process that follows another one, before it listens
 _LAST_WORDS_S = 1.0  # for the ends of calls to reach their clients
 
 
@@ -274,6 +275,13 @@ async def running(
             **metrics_endpoint.telling(counts.registry),
         }
         await resources.enter_async_context(told(place, tells))
+        begun = asyncio.create_task(membership.run())
+        resources.push_async_callback(_end, begun)
+        if place.again and config.decode:
+            # Others listen beside this one: who came here now would find no node yet.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_LOOK_S):
+                    await cluster.until_first_ready()
         http_port = await http.start(
             config.front.host, config.http_port, shares_port=place.is_shared
         )
@@ -293,7 +301,7 @@ async def running(
             ),
         )
         async with asyncio.TaskGroup() as tasks:
-            nodes = tasks.create_task(membership.run())
+            nodes = tasks.create_task(_followed(begun))
             readiness = tasks.create_task(_tell_readiness(serves, unready, changed, health, counts))
             keys = tasks.create_task(clients.keep_up())
             trimming = tasks.create_task(allocator.keep_trimming())
@@ -315,6 +323,16 @@ async def running(
                 for task in (readiness, nodes, keys, trimming):
                     task.cancel()
                 await rpc.stop(server, _LAST_WORDS_S)
+
+
+async def _followed(task: asyncio.Task[None]) -> None:
+    """Ends with it, and it with this."""
+    await task
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 def _name() -> str:

@@ -101,17 +101,23 @@ class _Process:
     """One of them. Never started again once it has been told to end."""
 
     def __init__(self, place: Place, config: RouterConfig) -> None:
-        self._number = place.number
-        self._arguments = [msgspec.json.encode(place).decode(), config.model_dump_json()]
+        self._place = place
+        self._config = config.model_dump_json()
         self._child: Child | None = None
         self._told = False
         self._renewing: asyncio.Event | None = None  # set when the successor listens
 
-    async def start(self) -> bool:
-        """Returns whether it listens; it has ended otherwise."""
+    async def start(self, *, again: bool = False) -> bool:
+        """Returns whether it listens; it has ended otherwise.
+
+        Args:
+            again: see Place.
+        """
         here, there = os.pipe()
+        place = msgspec.json.encode(replace(self._place, again=again)).decode()
         try:
-            command = [sys.executable, "-m", "router.process.worker", str(there), *self._arguments]
+            worker = [sys.executable, "-m", "router.process.worker"]
+            command = [*worker, str(there), place, self._config]
             self._child = Child("router", command, log=None, descriptors=(there,))
         finally:
             os.close(there)
@@ -130,11 +136,11 @@ class _Process:
             if renewing is None:
                 if time.monotonic() - started_at > _MAX_BACKOFF_S:
                     backoff_s = _MIN_BACKOFF_S
-                fields = kv(process=self._number, code=code, restart_in_s=backoff_s)
+                fields = kv(process=self._place.number, code=code, restart_in_s=backoff_s)
                 log.error("a router process has ended %s", fields)
                 await _unless(stop, asyncio.sleep(backoff_s))
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-            if not stop.is_set() and await self.start() and renewing is not None:
+            if not stop.is_set() and await self.start(again=True) and renewing is not None:
                 renewing.set()
 
     async def renew(self) -> None:

@@ -17,12 +17,14 @@ class Place(msgspec.Struct, frozen=True):
         of: how many serve.
         directory: of the sockets; empty where one process is the whole router.
         began: when the router did, by the clock of time.monotonic(), which is one for a host.
+        again: whether this process follows one that has ended.
     """
 
     number: int
     of: int
     directory: str
     began: float
+    again: bool = False
 
     @property
     def is_shared(self) -> bool:

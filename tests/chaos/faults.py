@@ -74,8 +74,8 @@ class Round:
 
     @property
     def breaks(self) -> bool:
-        """Whether clients lose connections: their router's process has ended."""
-        return any(fault.role in ("router", "all") for fault in self.faults)
+        """Whether clients lose connections: their router's process is killed."""
+        return any(fault.what == "SIGKILL of a process" for fault in self.faults)
 
 
 def rounds(seed: int, num_nodes: int) -> Iterator[Round]:
