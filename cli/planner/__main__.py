@@ -2,8 +2,9 @@
 there should be more nodes, or fewer.
 
 It says so in its log, with reasons, and in its metrics. With --act it has nodes take other roles,
-as `baton switch` does. It starts and ends none: that is for whoever keeps them, whom the metric
-baton_planner_wanted_nodes can tell how many there should be.
+as `baton switch` does, and moves requests from decode nodes that have too many. It starts and ends
+none: that is for whoever keeps them, whom the metric baton_planner_wanted_nodes can tell how many
+there should be.
 """
 
 import argparse
@@ -20,23 +21,42 @@ from functools import partial
 from cli import client
 from cli.operating import command
 from cli.operating.fleet import Fleet, Undone
-from cli.planner.decide import Add, Decision, Nothing, Remove, Rules, Switch, decide, pressures
+from cli.planner.decide import (
+    Add,
+    Decision,
+    Move,
+    Nothing,
+    Remove,
+    Rules,
+    Switch,
+    decide,
+    pressures,
+)
 from cli.planner.looks import ROLES, Look, look_of
 from cli.planner.pressure import Limits
 from common import logs, settings
 from common.logs import kv
 from common.metrics import served
 from common.metrics.planner import Decided, PlannerMetrics
+from protos.router_pb2 import MoveRequest
 
 log = logging.getLogger(__name__)
 
-_KINDS: dict[type[Decision], Decided] = {Switch: "switch", Add: "add", Remove: "remove"}
+_KINDS: dict[type[Decision], Decided] = {
+    Switch: "switch",
+    Move: "move",
+    Add: "add",
+    Remove: "remove",
+}
+_MOVE_S = 30.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = settings.Parser(prog="baton planner", description=__doc__)
     client.add_router_flag(parser)
-    parser.add_argument("--act", action="store_true", help="have nodes take other roles")
+    parser.add_argument(
+        "--act", action="store_true", help="have nodes take other roles, and move requests"
+    )
     rules, limits = Rules(), Limits()
     for flag, default, what in (
         ("every-s", 2.0, "between two looks"),
@@ -89,7 +109,7 @@ class Planner:
 
     Args:
         router: whose view of the cluster counts.
-        act: whether nodes are told to take other roles.
+        act: whether nodes are told to take other roles, and requests are moved.
     """
 
     def __init__(
@@ -122,8 +142,8 @@ class Planner:
         decision = decide(history, self._rules)
         self._metrics.seen(pressures(history, self._rules), _wanted(seen, decision))
         self._tell(decision)
-        if self._act and isinstance(decision, Switch):
-            await self._switch(decision)
+        if self._act:
+            await self._carry_out(decision)
         return decision
 
     def _tell(self, decision: Decision) -> None:
@@ -133,6 +153,26 @@ class Planner:
             if not isinstance(decision, Nothing):
                 self._metrics.decided(_KINDS[type(decision)])
         self._told = decision
+
+    async def _carry_out(self, decision: Decision) -> None:
+        """What is for others to do is left to them."""
+        match decision:
+            case Switch():
+                await self._switch(decision)
+            case Move():
+                await self._move(decision)
+
+    async def _move(self, decision: Move) -> None:
+        order = MoveRequest(source=decision.source, target=decision.target)
+        try:
+            moved = await self._fleet.tell_router(self._router, "Move", order, _MOVE_S)
+        except Undone as undone:
+            self._metrics.moved(done=False)
+            log.warning("not moved %s", kv(node=decision.source, because=undone))
+        else:
+            self._metrics.moved(done=True)
+            fields = kv(request=moved.request_id, node=moved.source, to=moved.target)
+            log.info("moved %s", fields)
 
     async def _switch(self, decision: Switch) -> None:
         began = self._clock()
@@ -153,6 +193,8 @@ def _what(decision: Decision) -> str:
     match decision:
         case Switch(address, role):
             return f"{address} should become a {role} node"
+        case Move(source, target):
+            return f"a request of {source} should go on at {target}"
         case Add(role):
             return f"there should be one more {role} node"
         case Remove(address, role):

@@ -5,7 +5,7 @@ node where those that would be left would have been well below that, all the whi
 lies the hysteresis: who has given a node is not pressed by that, and asks for none. A change is
 decided of looks at one roster only, and of enough of them: whatever has changed the cluster, a
 plan, an operator or a crash, nothing follows before it has shown what it does. The last node of a
-role is never taken.
+role is never taken. A move changes no roster: it may follow another one at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeAlias
 
+from cli.planner.balance import uneven
 from cli.planner.looks import ROLES, Look, NodeFigures
-from cli.planner.pressure import Limits, pressure
+from cli.planner.pressure import Limits, of_decode, pressure
 
 _MOST = 2.0
 
@@ -51,6 +52,15 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """One of a decode node's running requests is to go on at another."""
+
+    source: str
+    target: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
 class Add:
     """There should be one more node of a role."""
 
@@ -67,7 +77,7 @@ class Remove:
     because: str
 
 
-Decision: TypeAlias = Nothing | Switch | Add | Remove
+Decision: TypeAlias = Nothing | Switch | Move | Add | Remove
 
 
 def decide(history: Sequence[Look], rules: Rules) -> Decision:
@@ -82,6 +92,8 @@ def decide(history: Sequence[Look], rules: Rules) -> Decision:
     if unready:
         return Nothing(f"{unready[0].role} {unready[0].address} is {unready[0].state}")
     age_s = looks[-1].at - looks[0].at
+    if age_s >= rules.sustained_s and (move := _move(looks, rules)) is not None:
+        return move
     if age_s < max(rules.settle_s, rules.sustained_s):
         return Nothing(f"these nodes are what they are for {age_s:.0f} s")
     recent = _Window(looks, rules.sustained_s, rules)
@@ -140,6 +152,21 @@ class _Window:
 
     def can_spare(self, role: str) -> bool:
         return self._sizes[role] > 1 and self.most_without_one(role) <= self._rules.spare
+
+
+def _move(looks: Sequence[Look], rules: Rules) -> Move | None:
+    since = looks[-1].at - rules.sustained_s
+    recent = [look for look in looks if look.at >= since]
+    found = uneven(recent, rules.limits, rules.spare)
+    if found is None:
+        return None
+    source, target = found
+    here, there = (of_decode(node, rules.limits) for node in found)
+    return Move(
+        source.address,
+        target.address,
+        f"it has {here:.2f} times what it should, the other one {there:.2f}",
+    )
 
 
 def _of_one_roster(history: Sequence[Look]) -> Sequence[Look]:

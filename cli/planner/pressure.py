@@ -33,7 +33,7 @@ def pressure(role: str, looks: Sequence[Look], limits: Limits) -> float:
     if not nodes:
         return 0.0
     if role == "decode":
-        return sum(_of_decode(node, limits) for node in nodes) / len(nodes)
+        return sum(of_decode(node, limits) for node in nodes) / len(nodes)
     before = {node.address: node for node in first.of(role)}
     seconds = last.at - first.at
     return sum(_of_prefill(n, before[n.address], seconds, limits) for n in nodes) / len(nodes)
@@ -45,7 +45,8 @@ def _of_prefill(node: NodeFigures, before: NodeFigures, seconds: float, limits: 
     return max(busy, node.queued_s / limits.queued_s)
 
 
-def _of_decode(node: NodeFigures, limits: Limits) -> float:
+def of_decode(node: NodeFigures, limits: Limits) -> float:
+    """Of one decode node."""
     # Those that come wait for prefill nodes, with pages: that is not this node's doing, unless it
     # has as many running as it may.
     share = node.running / max(1, node.running + node.coming)

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from common.metrics.declared import Declared
 from common.metrics.program import INFO, PROCESS, registry_of
 
-Decided = Literal["switch", "add", "remove"]
+Decided = Literal["switch", "move", "add", "remove"]
 
 _ROLES = {"kind": ("prefill", "decode")}
 PRESSURE = Declared(
@@ -27,7 +27,7 @@ DECISIONS = Declared(
     "baton_planner_decisions",
     "counter",
     "What was to be done, once for each time that it was something else than before.",
-    {"decision": ("switch", "add", "remove")},
+    {"decision": ("switch", "move", "add", "remove")},
 )
 SWITCHES = Declared(
     "baton_planner_switches",
@@ -35,7 +35,13 @@ SWITCHES = Declared(
     "Nodes that were told to take another role, by whether they have.",
     {"outcome": ("done", "undone")},
 )
-DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, INFO, *PROCESS)
+MOVES = Declared(
+    "baton_planner_moves",
+    "counter",
+    "Requests that were to go on at another decode node, by whether they do.",
+    {"outcome": ("done", "undone")},
+)
+DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, MOVES, INFO, *PROCESS)
 
 
 class PlannerMetrics:
@@ -46,6 +52,7 @@ class PlannerMetrics:
         self._wanted = WANTED.numbers()
         self._decisions = DECISIONS.numbers()
         self._switches = SWITCHES.numbers()
+        self._moves = MOVES.numbers()
         self.registry = registry_of(lambda: "planner", self._families)
 
     def seen(self, pressures: Mapping[str, float], wanted: Mapping[str, int]) -> None:
@@ -59,8 +66,12 @@ class PlannerMetrics:
     def switched(self, *, done: bool) -> None:
         self._switches["done" if done else "undone",] += 1
 
+    def moved(self, *, done: bool) -> None:
+        self._moves["done" if done else "undone",] += 1
+
     def _families(self) -> Iterable[Metric]:
         yield PRESSURE.family({**self._pressure})
         yield WANTED.family({**self._wanted})
         yield DECISIONS.family({**self._decisions})
         yield SWITCHES.family({**self._switches})
+        yield MOVES.family({**self._moves})

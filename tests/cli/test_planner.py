@@ -4,17 +4,19 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cli.operating.fleet import Undone
 from cli.planner.__main__ import Planner, parse, rules_of
-from cli.planner.decide import Add, Decision, Nothing, Remove, Rules, Switch, decide
+from cli.planner.decide import Add, Decision, Move, Nothing, Remove, Rules, Switch, decide
 from cli.planner.looks import Look, NodeFigures, look_of
 from cli.planner.pressure import Limits
 from common.metrics.planner import PlannerMetrics
-from protos.router_pb2 import Backlog, ClusterNode, GetClusterResponse
+from protos.router_pb2 import Backlog, ClusterNode, GetClusterResponse, MoveResponse
 
 RULES = Rules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
 EVERY_S = 2.0
@@ -138,6 +140,45 @@ def test_what_a_router_says_is_read_as_it_is_meant() -> None:
     assert figures == NodeFigures("a:1", "decode", 7, "ready", 0.5, 0.25, 11, 0.25, 3, 1, 3)
 
 
+def _decodes(*loads: tuple[int, float]) -> list[NodeFigures]:
+    """By their running requests, and what they have to do."""
+    return [
+        node(n, "decode", pressure, running=running)
+        for n, (running, pressure) in enumerate(loads, 2)
+    ]
+
+
+def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_room() -> None:
+    # Long before the cluster has settled: no node changes.
+    nodes = node(1, "prefill", 0.5), *_decodes((8, 1.2), (5, 0.9), (2, 0.3))
+    assert decide(seen(12.0, *nodes), RULES) == Move(
+        "2:1", "4:1", "it has 1.20 times what it should, the other one 0.30"
+    )
+    assert isinstance(decide(seen(8.0, *nodes), RULES), Nothing)
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [(8, 1.2), (6, 0.8)],  # nobody has room
+        [(8, 0.95), (2, 0.1)],  # nobody has too much
+        [(2, 1.8), (1, 0.2)],  # two large ones: either would be too much there
+        [(3, 1.2), (2, 0.1)],  # they would change places
+    ],
+)
+def test_no_request_is_moved_to_and_fro(loads: list[tuple[int, float]]) -> None:
+    nodes = node(1, "prefill", 0.5), *_decodes(*loads)
+    assert not isinstance(decide(seen(12.0, *nodes), RULES), Move)
+
+
+def test_what_was_uneven_for_a_moment_or_is_even_again_is_left() -> None:
+    even = node(1, "prefill", 0.5), *_decodes((5, 0.6), (5, 0.6))
+    uneven = node(1, "prefill", 0.5), *_decodes((8, 1.2), (2, 0.2))
+    for before, last in ((even, uneven), (uneven, even)):
+        history = seen(10.0, *before) + seen(2.0, *last, since=12.0)
+        assert isinstance(decide(history, RULES), Nothing)
+
+
 # A cluster whose nodes share what there is to do: pressures follow from loads, and from decisions.
 
 LOADS = st.floats(0.0, 6.0)
@@ -151,7 +192,7 @@ def _after(nodes: dict[int, str], decision: Decision) -> dict[int, str]:
             return {n: role for n, role in nodes.items() if address != f"{n}:1"}
         case Add(role):
             return {**nodes, max(nodes) + 1: role}
-        case Nothing():
+        case Nothing() | Move():
             return nodes
 
 
@@ -216,6 +257,8 @@ class _Fleet:
 
     def __init__(self) -> None:
         self.switched: list[tuple[str, str]] = []
+        self.moved: list[tuple[str, str]] = []
+        self.busy: dict[str, int] = {}  # by decode node: requests that it runs, of 10 that it may
 
     async def look(self, router: str) -> GetClusterResponse:
         pages = {"free": 100}
@@ -224,10 +267,24 @@ class _Fleet:
                 ClusterNode(
                     role="prefill", address="p:1", state="ready", prompts=Backlog(queued_s=5.0)
                 ),
-                ClusterNode(role="decode", address="d:1", state="ready", pages=pages),
-                ClusterNode(role="decode", address="d:2", state="ready", pages=pages),
+                *(
+                    ClusterNode(
+                        role="decode",
+                        address=address,
+                        state="ready",
+                        pages=pages,
+                        queues={"on_device": self.busy.get(address, 0)},
+                    )
+                    for address in ("d:1", "d:2")
+                ),
             ]
         )
+
+    async def tell_router(self, router: str, method: str, request: Any, longest_s: float) -> Any:
+        self.moved.append((request.source, request.target))
+        if len(self.moved) > 1:
+            raise Undone("it has just ended")
+        return MoveResponse(request_id="one", source=request.source, target=request.target)
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
         self.switched.append((address, role))
@@ -248,3 +305,20 @@ async def test_a_planner_acts_only_if_it_is_told_to(flags: list[str]) -> None:
     assert value("baton_planner_wanted_nodes", {"kind": "decode"}) == 1
     assert value("baton_planner_decisions_total", {"decision": "switch"}) == 1
     assert value("baton_planner_switches_total", {"outcome": "done"}) == len(flags)
+
+
+@pytest.mark.parametrize("flags", [[], ["--act"]])
+async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags: list[str]) -> None:
+    clock = partial(next, itertools.count(0.0, EVERY_S))
+    fleet, metrics = _Fleet(), PlannerMetrics()
+    fleet.busy = {"d:1": 12, "d:2": 3}
+    options = parse([*flags, "--running=10"])
+    rules = rules_of(options)
+    planner = Planner(fleet, metrics, rules, router="", act=options.act, clock=clock)  # type: ignore[arg-type]
+    for _ in range(7):  # of which the last two have seen enough
+        await planner.look()
+    assert fleet.moved == ([("d:1", "d:2")] * 2 if flags else [])
+    value = metrics.registry.get_sample_value
+    assert value("baton_planner_decisions_total", {"decision": "move"}) == 1
+    for outcome in ("done", "undone"):
+        assert value("baton_planner_moves_total", {"outcome": outcome}) == len(flags)
