@@ -159,7 +159,8 @@ def workloads(objects: list[Object]) -> list[Workload]:
 
 
 def programs(objects: list[Object], tmp_path: Path) -> list[Program]:
-    """Every container of ours, with what it would read of its flags, variables and file.
+    """Every container of a router or a node, with what it would read of its flags, variables and
+    file.
 
     Fails the test where a program would refuse them.
     """
@@ -167,6 +168,7 @@ def programs(objects: list[Object], tmp_path: Path) -> list[Program]:
         Program(workload, container, _settings(objects, workload, container, tmp_path))
         for workload in workloads(objects)
         for container in workload.containers
+        if container["args"][0] in RECORDS
     ]
 
 

@@ -1,10 +1,12 @@
 """What each component is for."""
 
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 
+from cli.planner import __main__ as planner_main
 from common.config import RouterConfig, SchedulerConfig
 from common.metrics import NodeMetrics
 from common.node.messages import Moving
@@ -230,6 +232,34 @@ def test_every_program_is_scraped_under_its_role(render):
             (port,) = [n for n, _ in named_ports([container]) if n.endswith("metrics")]
             assert roles.pop(port) == container["args"][0]
     assert roles == {}
+
+
+def test_the_planner_is_asked_what_it_takes_and_reaches_the_router(render):
+    objects = render("base with planner")
+    (planner,) = [w for w in workloads(objects) if w.name == "planner"]
+    (container,) = planner.containers
+    program, *flags = container["args"]
+    options = planner_main.parse(flags)
+    assert program == "planner" and not options.act
+    service, port = options.router.split(":")
+    (port,) = [
+        each
+        for each in named(objects, "Service", service)["spec"]["ports"]
+        if each["port"] == int(port)
+    ]
+    (router,) = [w for w in workloads(objects) if w.name == "router"]
+    policy = named(objects, "NetworkPolicy", "planner")["spec"]
+    assert selects(policy["podSelector"]["matchLabels"], planner.labels)
+    (let_out,) = [rule for rule in policy["egress"] if rule["ports"] == [{"port": port["port"]}]]
+    assert selects(let_out["to"][0]["podSelector"]["matchLabels"], router.labels)
+    assert planner.labels["baton-client"] == "true"  # whom the component network-policy lets in
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "cluster"]
+    assert options.secret_file.parent == Path(mount["mountPath"])
+    (told,) = named_ports([container])
+    assert told == ("planner-metrics", options.metrics_port) and options.host == "0.0.0.0"
+    monitor = named(objects, "PodMonitor", "planner")["spec"]
+    assert selects(monitor["selector"]["matchLabels"], planner.labels)
+    assert monitor["podMetricsEndpoints"][0]["port"] == told[0]
 
 
 def _metrics_of_a_node(queues):

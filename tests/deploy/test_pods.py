@@ -222,7 +222,7 @@ def test_every_container_says_what_it_needs_and_takes_at_most(objects):
 def test_images_are_ours_in_this_version(objects):
     for workload in workloads(objects):
         for container in (*workload.containers, *workload.spec.get("initContainers", ())):
-            image = "router" if container["args"][0] == "router" else "node"
+            image = "router" if container["args"][0] in ("router", "planner") else "node"
             name, _, tag = container["image"].rpartition(":")
             assert name.removeprefix("registry.example/") == f"baton-{image}"
             assert tag == VERSION
