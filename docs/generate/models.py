@@ -51,8 +51,10 @@ token as after many: 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
 
 DeepSeek-V2 and V3 (R1 and V3.1 too) keep one vector of a token and layer, 512 numbers of which each
 head has its own key and value and 64 for the position: 70 kB of a token for V3 in 16 bits, where
-its keys and values would be 71 times as many. It is never unfolded: the products that would make
-keys and values of it are moved to the queries and to what comes out, in prefill as in decode.
+its keys and values would be 71 times as many. The products that would make keys and values of it
+are moved to the queries and to what comes out, in decode, and in prefill on a GPU. On a CPU a chunk
+is attended to by keys and values, made for as long as a layer is computed, wherever that is less
+work: always without a cached prefix, and then unless few tokens follow many.
 
 - In pages, host memory, prefix caches and hand-offs latents are KV like any other. A node that
   keeps keys and values of such a model (`--model-backend transformers`) and one that keeps latents

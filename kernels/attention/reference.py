@@ -17,7 +17,7 @@ QUERY_BLOCK = 256  # queries of a chunk that share one mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
+class Chunk:
     """Queries [start, end) of a row, and the keys [first, last) of its gathered pages they see.
 
     mask: bool [queries, keys]; None where all see all, or square and causal where `causal`.
@@ -32,9 +32,9 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Row:
+class Row:
     pages: Tensor  # int32 [live pages]
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class _Group:
 class ReferencePlan:
     """Which keys each query sees. Source: `plan_reference`."""
 
-    rows: tuple[_Row, ...]
+    rows: tuple[Row, ...]
     groups: tuple[_Group, ...]
     blind: Tensor | None  # int64: places in q of queries that see no key
     num_tokens: int
@@ -82,17 +82,17 @@ class ReferencePlan:
         by_head = as_stored(kv).permute(
             1, 2, 0, 3, 4
         )  # gathered pages then have K and V contiguous by head
-        out = result.view(*grouped.shape[:3], -1)
         # Of a latent all is attended to, for torch is fast where values are as wide as keys.
-        value_dim = out.shape[3]
+        value_dim = self.value_dim or head_dim
+        out = result.view(*grouped.shape[:3], value_dim)
         by_group = None if sinks is None else sinks.float().view(kv_heads, heads // kv_heads)
         if self.blind is not None:
             out[self.blind] = 0
         for row in self.rows:
-            gathered = _gathered(by_head, row.pages, kv.dtype, q.dtype)
+            gathered = gathered_tokens(by_head, row.pages, kv.dtype, q.dtype)
             k, v = gathered[:, 0], gathered[:, -1]
             for chunk in row.chunks:
-                attended = _attend_chunk(
+                attended = attend_chunk(
                     grouped[chunk.start : chunk.end],
                     k[:, chunk.first : chunk.last],
                     v[:, chunk.first : chunk.last],
@@ -103,7 +103,7 @@ class ReferencePlan:
                 )
                 out[chunk.start : chunk.end] = attended[..., :value_dim]
         for group in self.groups:
-            gathered = _gathered(by_head, group.pages, kv.dtype, q.dtype)
+            gathered = gathered_tokens(by_head, group.pages, kv.dtype, q.dtype)
             # A stale key may be NaN, left by another request, and NaN times a weight of 0 is NaN.
             gathered.index_fill_(2, group.stale, 0)
             by_vector = (kv_heads, -1, *group.visible.shape, head_dim)
@@ -121,7 +121,7 @@ class ReferencePlan:
             out[group.queries] = attended[..., :value_dim]
 
 
-def _gathered(
+def gathered_tokens(
     by_head: Tensor, pages: Tensor, kept_in: torch.dtype, computed_in: torch.dtype
 ) -> Tensor:
     """The tokens of these pages, [kv_heads, vectors, pages * page_size, head_dim]."""
@@ -159,10 +159,10 @@ def plan_reference(
         if num_queries == 1 and 2 * size * page_bytes <= GROUP_BYTES:
             decode.append((size, first_page, place, row))
             continue
-        chunks = _chunks(
+        chunks = chunks_of(
             starts[row], num_queries, oldest, first_page * page_size, window, kv.device
         )
-        rows.append(_Row(page_ids[place : place + size], chunks))
+        rows.append(Row(page_ids[place : place + size], chunks))
     decode.sort()
     groups = []
     while decode:
@@ -175,17 +175,17 @@ def plan_reference(
     return ReferencePlan(tuple(rows), tuple(groups), nowhere, num_tokens, value_dim)
 
 
-def _chunks(
+def chunks_of(
     query: int,
     num_queries: int,
     oldest: int,
     first_key: int,
     window: int | None,
     device: torch.device,
-) -> tuple[_Chunk, ...]:
+) -> tuple[Chunk, ...]:
     length = oldest + num_queries
     if oldest == 0 and (window is None or window >= length):
-        return (_Chunk(query, query + num_queries, 0, length, causal=True),)
+        return (Chunk(query, query + num_queries, 0, length, causal=True),)
     chunks = []
     for start in range(oldest, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
@@ -197,7 +197,7 @@ def _chunks(
             visible &= keys > tokens - window
         mask = visible if end - start > 1 else None
         place = query - oldest
-        chunks.append(_Chunk(place + start, place + end, first - first_key, end - first_key, mask))
+        chunks.append(Chunk(place + start, place + end, first - first_key, end - first_key, mask))
     return tuple(chunks)
 
 
@@ -228,11 +228,11 @@ def _group(
     return _Group(pages.flatten(), query_starts[rows].long(), visible, stale)
 
 
-def _attend_chunk(
+def attend_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chunk: _Chunk,
+    chunk: Chunk,
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,

@@ -7,13 +7,14 @@ import torch
 
 from kernels import device
 from kernels.attention import decode as decode_attention
-from kernels.attention import decode_plan
+from kernels.attention import decode_plan, unfolded
 from kernels.attention import extend as extend_attention
 from kernels.attention import latents as latent_heads
 from kernels.attention.extend import Tile
+from kernels.attention.unfolded import Unfolding, plan_unfolded
 from kernels.layers.rope import rope_angles
 from kernels.pages.store_latents import rope_and_store_latents
-from tests.kernels.attention_case import Case
+from tests.kernels.attention_case import SCALE, Case
 from tests.kernels.conftest import DEVICE
 
 # Chunks, one with what is cached and one without; then decode rows, and padding.
@@ -143,3 +144,69 @@ def test_tensors_that_do_not_fit_are_refused(wrong):
     out = torch.zeros(2, 3, 8)
     with pytest.raises(ValueError, match=wrong):
         rope_and_store_latents(**arguments, eps=EPS, out=out, interleaved=True)
+
+
+HEADS, KEY, ROTATED, RANK, VALUE = 6, 12, 8, 32, 16
+
+
+class Chunks:
+    """A case of latents of which each head makes its own keys and values."""
+
+    def __init__(self, rows, dtype=torch.float32):
+        size = {"heads": HEADS, "head_dim": RANK + ROTATED, "value_dim": RANK}
+        self.case = Case(rows, kv_heads=1, page_size=16, dtype=dtype, **size)
+        self.unfolding = Unfolding(
+            torch.randn(HEADS, KEY, RANK).to(dtype) / 6, torch.randn(HEADS, RANK, VALUE).to(dtype)
+        )
+        self.q = torch.randn(len(self.case.q), HEADS, KEY + ROTATED).to(dtype)
+
+    def plan(self):
+        case = self.case
+        rows = (case.page_ids, case.page_starts, case.query_starts, case.lengths)
+        return plan_unfolded(*rows, case.kv, self.unfolding)
+
+    def expected(self):
+        """By latents as they are, in float64."""
+        keys, values = (each.double() for each in (self.unfolding.keys, self.unfolding.values))
+        q = self.q.double()
+        turned = torch.einsum("nhk,hkr->nhr", q[..., :KEY], keys)
+        self.case.q = torch.cat((turned, q[..., KEY:]), dim=2)
+        seen = self.case.expected().view(len(q), HEADS, RANK)
+        return torch.einsum("nhr,hrv->nhv", seen, values)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["head by head", "all heads"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+def test_chunks_attend_alike_by_the_keys_and_values_of_latents(
+    monkeypatch, dtype, tolerance, at_once
+):
+    monkeypatch.setattr(unfolded, "MOST_BYTES", at_once)
+    # Of more queries than share a mask, of one, and with a last page that is not full.
+    chunks = Chunks([(300, 300), (270, 333), (1, 40), (33, 64)], dtype)
+    plan = chunks.plan()
+    assert plan is not None and plan.num_tokens == 604
+    actual = plan.attend(chunks.q, chunks.case.kv, chunks.unfolding, scale=SCALE)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), chunks.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "rows, pays",
+    [
+        ([(128, 128)], True),
+        ([(1, 1)], True),
+        ([(96, 10_000)], True),
+        ([(16, 10_000)], False),
+        ([(16, 10_000), (512, 512)], False),
+        ([(16, 1000), (512, 512)], True),
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
+    """By the sizes of DeepSeek: what is cached must be unfolded for each chunk anew."""
+    unfolding = Unfolding(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
+    assert unfolding.pays(rows) is pays
+
+
+def test_kernels_attend_to_latents_as_they_are(by_kernels):
+    assert Chunks([(64, 64)]).plan() is None

@@ -1,5 +1,6 @@
 """Attention over latents: one vector is kept of a token, of which each head has its own key and
-value. The products that would make those are moved to the queries and to what comes out."""
+value. The products that would make those are moved to the queries and to what comes out, but for
+chunks on a CPU for which making them is less work."""
 
 from dataclasses import dataclass
 
@@ -8,11 +9,12 @@ from torch import Tensor
 
 from common.engine.memory.states import PagedLatent
 from common.engine.models.blocks.norm import Norm, RmsNorm
-from common.engine.models.blocks.plans import attention_plan
+from common.engine.models.blocks.plans import latent_plans
 from common.engine.models.blocks.protocol import Kept, Site, Step
 from common.engine.models.blocks.rotation import Rope, Rotation
 from common.engine.models.linear import Linear
 from kernels.attention.paged import paged_attention
+from kernels.attention.unfolded import Unfolding
 from kernels.pages.store_latents import rope_and_store_latents
 
 
@@ -78,8 +80,11 @@ class LatentAttention:
             query_norm=query_norm,
             query_up=query_up,
             latent_norm=self.norm.build(source, "kv_a_layernorm", self.rank),
-            keys=by_head[:, : self.key_dim].contiguous(),
-            values=by_head[:, self.key_dim :].transpose(1, 2).contiguous(),
+            # Contiguous, or torch's products on a CPU are ten times as slow.
+            unfolding=Unfolding(
+                keys=by_head[:, : self.key_dim].contiguous(),
+                values=by_head[:, self.key_dim :].transpose(1, 2).contiguous(),
+            ),
             output=source.linear(
                 {"o_proj": site.hidden_size}, self.heads * self.value_dim, bias=self.bias
             ),
@@ -94,9 +99,7 @@ class LatentAttentionBlock:
     query_norm: RmsNorm | None
     query_up: Linear | None
     latent_norm: RmsNorm
-    # Contiguous, or torch's products on a CPU are ten times as slow.
-    keys: Tensor  # [heads, key_dim, rank]
-    values: Tensor  # [heads, rank, value_dim]
+    unfolding: Unfolding
     output: Linear
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
@@ -115,11 +118,19 @@ class LatentAttentionBlock:
             q[..., spec.rank :],
             interleaved=spec.interleaved,
         )
-        _by_head(queries[..., : spec.key_dim], self.keys, q[..., : spec.rank])
-        plan = attention_plan(step, kept, heads=spec.heads, value_dim=spec.rank)
-        seen = paged_attention(q, kept.view, plan, scale=spec.scale)
+        plans = latent_plans(step, kept, self.unfolding)
         out = x.new_empty(len(x), spec.heads, spec.value_dim)
-        _by_head(seen.view(len(x), spec.heads, spec.rank), self.values, out)
+        chunks, unfolded = plans.chunks, 0
+        if chunks is not None:
+            unfolded = chunks.num_tokens
+            parts = (queries[:unfolded, :, : spec.key_dim], q[:unfolded, :, spec.rank :])
+            out[:unfolded] = chunks.attend(
+                torch.cat(parts, dim=2), kept.view, self.unfolding, scale=spec.scale
+            )
+        q, queries = q[unfolded:], queries[unfolded:]
+        _by_head(queries[..., : spec.key_dim], self.unfolding.keys, q[..., : spec.rank])
+        seen = paged_attention(q, kept.view, plans.rest, scale=spec.scale)
+        _by_head(seen.view(len(q), spec.heads, spec.rank), self.unfolding.values, out[unfolded:])
         return step.product(self.output, out.flatten(1))
 
     def _projected(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:

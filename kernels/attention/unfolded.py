@@ -1,0 +1,112 @@
+"""Attention to latents by the keys and values that they stand for: of chunks, by torch's own.
+
+To attend to latents as they are, a query is made as wide as they are, and so is what comes out: the
+products of that are as many as those that make a key and a value of one latent. So whoever has all
+of a prompt in one chunk makes keys and values for nothing, and they are a third as wide.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import device
+from kernels.attention.reference import Row, attend_chunk, chunks_of, gathered_tokens
+
+ATTENDED = 2.5  # how long a product in attention takes, by one of matrices (seen on a CPU)
+MOST_BYTES = 32 << 20  # of the keys and values that are there at once, but for one head
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unfolding:
+    """How keys and values are made of latents.
+
+    keys: [heads, key_dim, rank], without what is rotated; values: [heads, rank, value_dim].
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def pays(self, chunks: Iterable[tuple[int, int]]) -> bool:
+        """Whether these rows, (queries, tokens) each, are computed sooner by keys and values."""
+        _, key_dim, rank = self.keys.shape
+        saved = made = 0
+        for queries, length in chunks:
+            before = length - queries
+            saved += queries * (before + (queries + 1) // 2)  # pairs of a query and a key
+            made += before
+        unfolding = made * rank * (key_dim + self.values.shape[2])
+        return saved * 2 * (rank - key_dim) * ATTENDED > unfolding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnfoldedPlan:
+    """Which keys each query of the chunks sees: what the layers of one forward share."""
+
+    rows: tuple[Row, ...]
+    num_tokens: int
+
+    def attend(self, q: Tensor, latents: Tensor, unfolding: Unfolding, *, scale: float) -> Tensor:
+        """
+        Args:
+            q: [num_tokens, heads, key_dim + rotated].
+            latents: [pages, 1, 1, page_size, rank + rotated].
+        Returns:
+            [num_tokens, heads, value_dim] of q's dtype.
+        """
+        value_dim = unfolding.values.shape[2]
+        out = q.new_empty(*q.shape[:2], value_dim)
+        wide = F.pad(q, (0, max(0, value_dim - q.shape[2])))
+        by_head = latents.permute(1, 2, 0, 3, 4)
+        for row in self.rows:
+            kept = gathered_tokens(by_head, row.pages, latents.dtype, q.dtype)[0, 0]
+            at_once = max(1, MOST_BYTES // (2 * len(kept) * wide.shape[2] * q.element_size()))
+            for first in range(0, q.shape[1], at_once):
+                heads = slice(first, first + at_once)
+                k, v = _made(kept, unfolding.keys[heads], unfolding.values[heads], wide.shape[2])
+                for chunk in row.chunks:
+                    seen = slice(chunk.first, chunk.last)
+                    queries = wide[chunk.start : chunk.end, heads].unsqueeze(2)
+                    found = attend_chunk(queries, k[:, seen], v[:, seen], chunk, scale, None, None)
+                    out[chunk.start : chunk.end, heads] = found[:, :, 0, :value_dim]
+        return out
+
+
+def plan_unfolded(
+    page_ids: Tensor,
+    page_starts: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    latents: Tensor,
+    unfolding: Unfolding,
+) -> UnfoldedPlan | None:
+    """Of rows of which none is padding; None where they are better computed by latents, on a GPU
+    always: see `plan_attention`."""
+    if device.uses_triton(latents) or not len(lengths):
+        return None
+    ends, starts = lengths.tolist(), query_starts.tolist()
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    if not unfolding.pays(zip(counts, ends, strict=True)):
+        return None
+    page_size = latents.shape[3]
+    rows = []
+    for place, start, count, end in zip(page_starts.tolist(), starts, counts, ends, strict=False):
+        pages = page_ids[place : place + -(-end // page_size)]
+        chunks = chunks_of(start, count, end - count, 0, None, latents.device)
+        rows.append(Row(pages, chunks))
+    return UnfoldedPlan(tuple(rows), starts[-1])
+
+
+def _made(latents: Tensor, keys: Tensor, values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Of latents [n, rank + rotated] each head's keys and values, [heads, n, width]; zeros where
+    they are smaller: torch is fast where values are as wide as keys."""
+    heads, key_dim, rank = keys.shape
+    alike, rotated = latents[:, :rank].expand(heads, -1, -1), latents[:, rank:]
+    k, v = latents.new_zeros(2, heads, len(latents), width)
+    torch.bmm(alike, keys.mT, out=k[..., :key_dim])
+    torch.bmm(alike, values, out=v[..., : values.shape[2]])
+    k[..., key_dim : key_dim + rotated.shape[1]] = rotated
+    return k, v
