@@ -1,45 +1,62 @@
-"""One model computed in every way there is, on a CPU: tokens/s beside transformers' own `generate`.
+"""Models computed in every way there is, on a CPU: tokens/s beside transformers' own `generate`.
 
     python -m bench.models                       # Qwen3 of 0.45 B, bfloat16: minutes
     python -m bench.models --small               # to rehearse with
-    python -m bench.models --family llama        # the same sizes, another family
+    python -m bench.models --family llama gpt_oss  # the same sizes, other families
+    python -m bench.models --family all --layers 4
     python -m bench.models --quantize int8
 
 The same checkpoint natively (`--model-backend native`), by transformers' class with our attention
-(`transformers`), and by `generate` with a cache of its own and torch's attention. One runner, no
+(`transformers`; hybrids are not served so), and by `generate` with a cache of its own and torch's
+attention. One runner, no
 scheduler and no node: a prompt in chunks, then one token after the other. The ways take turns, and
 the median of the rounds is told; random weights, so nothing is said of what they answer. The last
 line is JSON.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.support.models import (
-    LATENT_FAMILIES,
-    LATENTS,
-    QWEN3_450M,
-    QWEN3_SMALL,
-    SMALL_LATENTS,
-)
-from bench.support.record import say
+from bench.support.models import sizes_of
+from bench.support.record import emit, say, table
 from common.config import ModelBackend, Quantize
 from common.engine.models import load
 from common.engine.run.cpu import use_cpu
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import (
+    ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
+    HYBRID_ARCHITECTURES,
+    LATENT_ARCHITECTURES,
+    make_checkpoint,
+)
 from tests.support.steps import Steps
 
 CPU = torch.device("cpu")
 PROMPT, ANSWER, CHUNK = 256, 24, 128
 CONTEXT = 512
+FAMILIES = (
+    *ARCHITECTURES,
+    "gemma3_text",
+    *EXPERT_ARCHITECTURES,
+    *LATENT_ARCHITECTURES,
+    *HYBRID_ARCHITECTURES,
+)
+_COLUMNS = {
+    "family": "{family}",
+    "way": "{way}",
+    "prompt tokens/s": "{prompt}",
+    "tokens/s": "{answer}",
+    "native: prompt x": "{native_prompt}",
+    "x": "{native_answer}",
+}
 Round = Callable[[], tuple[float, float]]  # seconds of the prompt, and of the answer
 
 
@@ -83,27 +100,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", default="qwen3")
+    parser.add_argument("--family", nargs="+", default=["qwen3"], choices=("all", *FAMILIES))
+    parser.add_argument("--layers", type=int, help="instead of all 28")
     parser.add_argument("--quantize", default="none", choices=("none", "int8"))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     use_cpu(options.threads, "auto")
-    sizes = QWEN3_SMALL if options.small else QWEN3_450M
-    if options.family in LATENT_FAMILIES:
-        sizes = sizes | (SMALL_LATENTS if options.small else LATENTS)
+    families = FAMILIES if "all" in options.family else options.family
+    rows = [row for family in families for row in rows_of(family, options)]
+    table(rows, _COLUMNS)
+    emit("models", vars(options), rows)
+
+
+def rows_of(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each way."""
+    sizes = sizes_of(family, small=options.small)
+    if options.layers:
+        sizes["num_hidden_layers"] = options.layers
+    say(f"{family} ...")
     with tempfile.TemporaryDirectory() as where:
-        directory = make_checkpoint(Path(where), options.family, dtype=torch.bfloat16, **sizes)
-        ways = {
-            "native": ours(directory, "native", options.quantize),
-            "transformers": ours(directory, "transformers", options.quantize),
-            "generate": theirs(directory),
-        }
+        directory = make_checkpoint(Path(where), family, dtype=torch.bfloat16, **sizes)
+        ways = {"native": ours(directory, "native", options.quantize)}
+        if family not in HYBRID_ARCHITECTURES:
+            ways["transformers"] = ours(directory, "transformers", options.quantize)
+        ways["generate"] = theirs(directory)
         rates = measured(ways, options.rounds)
-    for name, (prompt, answer) in rates.items():
-        say(f"{name:14} {prompt:8.1f} prompt tokens/s {answer:8.2f} tokens/s")
-    print(json.dumps({"bench": "models", **vars(options), "rates": rates}))
+    fastest = rates["native"]
+    return [
+        {
+            "family": family,
+            "way": name,
+            "prompt": round(prompt, 1),
+            "answer": round(answer, 2),
+            "native_prompt": round(fastest[0] / prompt, 2),
+            "native_answer": round(fastest[1] / answer, 2),
+        }
+        for name, (prompt, answer) in rates.items()
+    ]
 
 
 def measured(ways: Mapping[str, Round], rounds: int) -> dict[str, tuple[float, float]]:

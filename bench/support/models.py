@@ -33,7 +33,17 @@ QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.
 }
 QWEN3_SMALL = QWEN3_450M | TINY  # to rehearse with
 
-LATENTS: dict[str, Any] = {  # in place of keys and values, with experts; heads as in DeepSeek-V2
+_EXPERTS: dict[str, Any] = {  # by the names that configurations have for them
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 512,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENTS: dict[str, Any] = {  # in place of keys and values; heads as in DeepSeek-V2
     "num_key_value_heads": 16,
     "head_dim": 64,  # as transformers calls what is rotated
     "q_lora_rank": None,
@@ -41,14 +51,38 @@ LATENTS: dict[str, Any] = {  # in place of keys and values, with experts; heads 
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "n_routed_experts": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 256,
 }
-SMALL_LATENTS = LATENTS | {"num_key_value_heads": 4, "moe_intermediate_size": 64}
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+_STATES: dict[str, Any] = {  # of three layers of four
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": None},
+    "deepseek_v2": _LATENTS | _EXPERTS,
+    "deepseek_v3": _LATENTS | _EXPERTS,
+    "dots1": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "mixtral": _EXPERTS | {"intermediate_size": 256},
+    "gpt_oss": _EXPERTS | {"intermediate_size": 256},
+    "qwen3_next": _STATES | _EXPERTS,
+    "qwen3_5_text": _STATES,
+    "qwen3_5_moe_text": _STATES | _EXPERTS,
+}
+_SMALL_OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": None},
+    "deepseek_v2": _LATENTS | {"num_key_value_heads": 4},
+    "deepseek_v3": _LATENTS | {"num_key_value_heads": 4},
+}
+
+
+def sizes_of(family: str, *, small: bool) -> dict[str, Any]:
+    """Of a native family, as large as a Qwen3 of 0.45 billion parameters, or to rehearse with."""
+    if small:
+        return QWEN3_SMALL | _SMALL_OF_FAMILIES.get(family, {})
+    return QWEN3_450M | _OF_FAMILIES.get(family, {})
 
 
 def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Path:
