@@ -22,6 +22,16 @@ class Logprobs(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.logprob) // 4
 
+    def first(self, num_tokens: int) -> "Logprobs":
+        """Of so many of its tokens."""
+        width = 4 * self.num_top
+        return Logprobs(
+            self.logprob[: 4 * num_tokens],
+            self.num_top,
+            self.top_token[: num_tokens * width],
+            self.top_logprob[: num_tokens * width],
+        )
+
     def tokens(self) -> list["TokenLogprobs"]:
         """One record for each token."""
         k = self.num_top

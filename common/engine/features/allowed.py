@@ -47,7 +47,7 @@ class AllowedTokens:
         self._bits[slot] = 0
         bits = np.uint32(1) << (tokens % WORD).astype(np.uint32)
         np.bitwise_or.at(self._bits[slot], tokens // WORD, bits)
-        return Part.TAKES
+        return Part.ALIKE
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Bitmask:
         bits = self._bits[slots].view(np.int32)

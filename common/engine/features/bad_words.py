@@ -24,7 +24,7 @@ class BadWords:
         self._words[slot] = words = request.sampling.bad_word_ids
         if not words:
             return Part.NONE
-        return Part.WAITS if max(map(len, words)) > 1 else Part.TAKES
+        return Part.WAITS if max(map(len, words)) > 1 else Part.ALIKE
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Additions:
         return Additions.of(rows, [forbidding(self._forbidden(slot)) for slot in slots.tolist()])

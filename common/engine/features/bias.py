@@ -34,7 +34,7 @@ class Bias:
         self._long[slot] = tokens, values
         self._short[slot] = np.concatenate((tokens, banned)), np.concatenate((values, lowest))
         self._least[slot] = request.num_prompt + sampling.min_tokens
-        return Part.TAKES
+        return Part.TAKES if sampling.min_tokens else Part.ALIKE
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Additions:
         short = positions < self._least[slots]

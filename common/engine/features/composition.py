@@ -19,7 +19,7 @@ from common.engine.features.prompt_logprobs import PromptLogprobs, PromptWork
 from common.engine.features.sampling import Sampling
 from common.engine.features.seam import Part, RowFeature, Work
 from common.engine.features.thought import ThinkingBudget
-from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from kernels.sampling.sample import SamplingColumns, sample
@@ -72,7 +72,7 @@ class StepWork:
 
         Args:
             logits: [n, vocabulary], may be overwritten; the rows' own first, then those before
-                drafts, of which nothing is told.
+                drafts.
             sent: `tensors()`, on the device.
             early: int32 [n], by how many places each token comes earlier; None: none does.
         """
@@ -143,12 +143,8 @@ class RowFeatures:
         return StepWork(columns, self._works(batch, wanted, ~late), late, prompt, pooling)
 
     def _columns(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> SamplingColumns:
-        if batch.mode is not ForwardMode.VERIFY:
-            return self._sampling.build(slots, batch.ends)
-        rows, indices = batch.before_last()
-        return self._sampling.build(
-            np.concatenate((slots, slots[rows])), np.concatenate((batch.ends, indices + 1))
-        )
+        rows, positions = _samples(batch)
+        return self._sampling.build(slots[rows], positions)
 
     def build_late(self, batch: ScheduleBatch, late: int) -> tuple[Work, ...]:
         """The rest of a step, whose rows' tokens are all known now.
@@ -186,11 +182,12 @@ class RowFeatures:
         self, batch: ScheduleBatch, wanted: NDArray[np.uint32], which: int
     ) -> tuple[Work, ...]:
         """Of the features whose bits are in `which`."""
-        slots, positions = batch.slots.astype(np.intp), batch.ends
+        rows, positions = _samples(batch)
+        slots, wanted = batch.slots.astype(np.intp)[rows], wanted[rows]
         works = []
         for bit, feature in self._features:
-            if int(bit) & which and len(rows := (wanted & bit).nonzero()[0]):
-                works.append(feature.build(rows, slots[rows], positions[rows]))
+            if int(bit) & which and len(places := (wanted & bit).nonzero()[0]):
+                works.append(feature.build(places, slots[places], positions[places]))
         return tuple(works)
 
     def _of_those_that_sample(
@@ -207,18 +204,28 @@ class RowFeatures:
 
     def _acquire(self, slot: int, request: Request) -> None:
         wanted = _SAMPLED if self._sampling.acquire(slot, request) else 0
-        waits = 0
+        waits, alike = 0, True
         for bit, feature in self._features:
             part = feature.acquire(slot, request)
             wanted |= int(bit) if part else 0
             waits |= int(bit) if part is Part.WAITS else 0
+            alike &= part <= Part.ALIKE
         if self._prompts.acquire(slot, request):
             wanted |= _PROMPT
         if self._pooled.acquire(slot, request):
             wanted = _POOLED
-        self._table.plain[slot] = not wanted & ~_SAMPLED
+        self._table.plain[slot] = alike and not wanted & (_PROMPT | _POOLED)
         self._wanted[slot] = wanted | (_WAITING if waits else 0)
         self._waits[slot] = waits
+
+
+def _samples(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
+    """The row of each sample of a step, and the index of the token that it will be."""
+    if batch.mode is not ForwardMode.VERIFY:
+        return slice(None), batch.ends
+    rows, indices = batch.before_last()
+    own = np.arange(len(batch.slots))
+    return np.concatenate((own, rows)), np.concatenate((batch.ends, indices + 1))
 
 
 def every_feature(

@@ -19,7 +19,7 @@ from kernels.sampling.logprobs import logprobs
 class _Work:
     """kept: the rows' logits, from `before` to `after`."""
 
-    rows: Tensor  # int64 [m], places among the step's rows
+    rows: Tensor  # int64 [m], places among the step's samples
     num_top: int
     kept: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -45,7 +45,7 @@ class SampledLogprobs:
     def acquire(self, slot: int, request: Request) -> Part:
         num_top = request.sampling.logprobs
         self._num_top[slot] = num_top
-        return Part.NONE if num_top < 0 else Part.TAKES
+        return Part.NONE if num_top < 0 else Part.ALIKE
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
         return _Work(torch.from_numpy(rows.astype(np.int64)), int(self._num_top[slots].max()))

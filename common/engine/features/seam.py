@@ -20,8 +20,9 @@ class Part(IntEnum):
     """What a feature has to do with a request."""
 
     NONE = 0
-    TAKES = 1
-    WAITS = 2  # and must know every token before: its rows are sampled after the step before ended
+    ALIKE = 1  # takes part, in the same way whatever stands before the token
+    TAKES = 2
+    WAITS = 3  # and must know every token before: its rows are sampled after the step before ended
 
 
 class Work(Protocol):
@@ -38,7 +39,7 @@ class Work(Protocol):
         """On the forward stream, before sampling.
 
         Args:
-            logits: float32 [rows of the step, vocabulary], changed in place.
+            logits: float32 [samples of the step, vocabulary], changed in place.
         """
         ...
 
@@ -46,7 +47,7 @@ class Work(Protocol):
         """On the forward stream, after sampling; what it returns goes to the host with the tokens.
 
         Args:
-            tokens: int32 [rows of the step], as `sample` gives them.
+            tokens: int32 [samples of the step], as `sample` gives them.
         """
         ...
 
@@ -63,9 +64,11 @@ class RowFeature(Protocol):
         view of what may change later.
 
         Args:
-            rows: places of the rows that want it and will sample, among the step's; not empty.
+            rows: places of the samples that want it, among the step's; not empty. A row has several
+                where it has drafts, which it only has if all its features are ALIKE to them.
             slots: theirs.
-            positions: absolute index of the token that each will sample.
+            positions: absolute index of the token that each will be; of one that is ALIKE to it, at
+                most.
         """
         ...
 

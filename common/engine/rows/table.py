@@ -43,7 +43,7 @@ class RequestTable:
         state [num_slots, state pages]: of the request's own state, for as long as it has pages.
         stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them unless ignored.
         live: the slot has a request that has not ended.
-        plain: nothing is asked of its logits but a token each.
+        plain: what is asked of its logits is the same whatever stands before a token.
         deadline: time.monotonic().
         priority: of the request.
     """

@@ -10,9 +10,10 @@ from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.engine.rows.batch import ForwardMode, Runs, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +42,11 @@ class VerifiedRows:
         if batch.mode is not ForwardMode.VERIFY:
             return None
         counts = (batch.ends - batch.starts).astype(np.int64)
-        firsts = np.cumsum(counts) - counts
-        each, rows = np.arange(counts.max()), np.arange(len(counts))[:, None]
-        others = len(counts) + (firsts[:, None] - rows) + each  # a row before has one sample less
-        samples = np.where(each < counts[:, None] - 1, others, rows)
+        firsts, each = np.cumsum(counts) - counts, np.arange(counts.max())
         drafts = np.where(each[1:] < counts[:, None], firsts[:, None] + each[1:], -1)
         return cls(
             torch.from_numpy(counts.astype(np.int32)),
-            torch.from_numpy(samples),
+            torch.from_numpy(_samples(counts)),
             torch.from_numpy(drafts),
         )
 
@@ -72,3 +70,19 @@ class VerifiedRows:
         accepted = stand.int().cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
         newest = tokens.gather(1, accepted[:, None].long()).squeeze(1)
         return Verified(tokens, accepted + 1, newest, self.counts - 1 - accepted)
+
+
+def standing(batch: ScheduleBatch, runs: Runs) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Of each token that the rows have got, row after row: its row, and its place among the
+    samples."""
+    samples = _samples((batch.ends - batch.starts).astype(np.int64))
+    rows, numbers = np.nonzero(np.arange(samples.shape[1]) < runs.counts[:, None])
+    return rows, samples[rows, numbers]
+
+
+def _samples(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """As of VerifiedRows, of rows of so many tokens."""
+    firsts = np.cumsum(counts) - counts
+    each, rows = np.arange(counts.max()), np.arange(len(counts))[:, None]
+    others = len(counts) + (firsts[:, None] - rows) + each  # a row before has one sample less
+    return np.where(each < counts[:, None] - 1, others, rows)

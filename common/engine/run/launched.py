@@ -16,6 +16,7 @@ from common.engine.rows.batch import (
     Runs,
     ScheduleBatch,
 )
+from common.engine.rows.verified_rows import standing
 from common.engine.run.stream import Event
 
 _NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
@@ -25,7 +26,7 @@ _NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
 class Output:
     """Written by the forward stream, read once its event is done. In host memory.
 
-    told, prompt: columns of RowLogprobs, of the tokens and of prompts.
+    told, prompt: columns of RowLogprobs, of samples and of prompts.
     pooled: of the rows that want no token.
     runs: of a step with drafts: tokens and counts, see Runs.
     """
@@ -72,14 +73,24 @@ class LaunchedStep:
         if np.count_nonzero(samples) != len(samples):
             tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
         told, prompt = _columns(self._output.told), _columns(self._output.prompt)
-        runs = self._output.runs
-        return BatchResult(
-            tokens,
-            told,
-            prompt,
-            of_rows(self._output.pooled),
-            None if runs is None else Runs(*(tensor.numpy() for tensor in runs)),
-        )
+        runs = None
+        if self._output.runs is not None:
+            runs = Runs(*(tensor.numpy() for tensor in self._output.runs))
+            told = told and _that_stand(told, self._batch, runs)
+        return BatchResult(tokens, told, prompt, of_rows(self._output.pooled), runs)
+
+
+def _that_stand(told: RowLogprobs, batch: ScheduleBatch, runs: Runs) -> RowLogprobs:
+    """
+    Args:
+        told: of samples, in their order.
+    """
+    rows, places = standing(batch, runs)
+    asked = np.isin(places, told.rows)
+    found = np.searchsorted(told.rows, places[asked])
+    return RowLogprobs(
+        rows[asked].astype(np.int32), told.chosen[found], told.top_tokens[found], told.top[found]
+    )
 
 
 def _columns(told: Mapping[str, Tensor]) -> RowLogprobs | None:

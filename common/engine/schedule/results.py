@@ -92,15 +92,7 @@ class StepResults:
             self._free_behind(computed, before)
         self.num_tokens += len(tokens)
         streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
-        logprobs = (
-            [
-                ((int(stream), int(request)), wanted[slot])
-                for slot, stream, request in zip(slots, streams, requests, strict=True)
-                if slot in wanted
-            ]
-            if wanted
-            else ()
-        )
+        logprobs = self._told_logprobs(slots, wanted) if wanted else ()
         return StepOutcome(streams, requests, tokens, chunks, finished, logprobs, predicted)
 
     def _finish_chunks(
@@ -154,12 +146,23 @@ class StepResults:
     def _wanted_logprobs(self, batch: ScheduleBatch, found: RowLogprobs) -> Mapping[int, Logprobs]:
         """By slot, of those that are still here."""
         wanted = {}
-        for row in found.rows.tolist():
+        for row in np.unique(found.rows).tolist():
             slot = int(batch.slots[row])
             request = self._residents.by_slot.get(slot)
             if request is not None and self._table.live[slot]:
                 wanted[slot] = found.of(row, request.sampling.logprobs)
         return wanted
+
+    def _told_logprobs(
+        self, slots: NDArray[np.intp], wanted: Mapping[int, Logprobs]
+    ) -> Sequence[tuple[tuple[int, int], Logprobs]]:
+        """By origin, of as many tokens of each slot as are told."""
+        counts = zip(*(column.tolist() for column in np.unique_counts(slots)), strict=True)
+        return [
+            (self._table.origin_of(slot), wanted[slot].first(count))
+            for slot, count in counts
+            if slot in wanted
+        ]
 
     def _in_order(
         self, slots: NDArray[np.intp], known: Ints, runs: Runs
