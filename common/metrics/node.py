@@ -189,6 +189,12 @@ DRAFT_TOKENS = Declared(
     "step less each.",
     {"outcome": ("accepted", "rejected")},
 )
+PREDICTION_TOKENS = Declared(
+    "baton_prediction_tokens",
+    "counter",
+    "Of these, those of texts that clients had expected of their answers.",
+    {"outcome": ("accepted", "rejected")},
+)
 VERIFIED_TOKENS = Declared(
     "baton_verified_tokens",
     "histogram",
@@ -363,7 +369,7 @@ BOTH = (
 )
 DECODE = (
     *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS, CANARIES),
-    *(LINK_CHANGES, MOVES, DRAFT_TOKENS, VERIFIED_TOKENS),
+    *(LINK_CHANGES, MOVES, DRAFT_TOKENS, PREDICTION_TOKENS, VERIFIED_TOKENS),
 )
 PREFILL = (POOLED,)
 DECLARED: Mapping[Role, tuple[Declared, ...]] = {
@@ -375,6 +381,7 @@ DECLARED: Mapping[Role, tuple[Declared, ...]] = {
 _TOTALS = {
     "refused": REJECTED,
     "draft_tokens": DRAFT_TOKENS,
+    "prediction_tokens": PREDICTION_TOKENS,
     "prompt_tokens": PROMPT_TOKENS,
     "cached_tokens": CACHED_TOKENS,
     "generated_tokens": SAMPLED_TOKENS,

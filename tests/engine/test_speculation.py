@@ -220,6 +220,10 @@ def test_an_answer_that_is_as_predicted_comes_as_soon_as_its_drafts_stand(overla
     check_answers(rig)
     told = rig.predicted[request.key]
     assert told.accepted >= 60 * MAX_DRAFTS // (MAX_DRAFTS + 1) - MAX_DRAFTS
+    counters = rig.scheduler.counters()
+    assert (told.accepted, told.rejected) == tuple(
+        counters[f"prediction_tokens/{outcome}"] for outcome in ("accepted", "rejected")
+    )
     assert told.accepted + told.rejected == sum(verified(rig))
     assert other.key not in rig.predicted
 

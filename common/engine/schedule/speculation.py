@@ -22,7 +22,7 @@ from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.running import RunningBatch
 from common.engine.speculate.speculator import Speculator
-from common.requests.prediction import Predicted
+from common.requests.prediction import NOTHING, Predicted
 
 _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
@@ -55,6 +55,7 @@ class Speculation:
         self._finished = 0.0
         self._num_drafted = 0
         self._num_accepted = 0
+        self._predicted = NOTHING
         table.tell_of_requests(self._acquired)
 
     def counters(self) -> dict[str, int]:
@@ -62,6 +63,8 @@ class Speculation:
         return {
             "draft_tokens/accepted": self._num_accepted,
             "draft_tokens/rejected": self._num_drafted - self._num_accepted,
+            "prediction_tokens/accepted": self._predicted.accepted,
+            "prediction_tokens/rejected": self._predicted.rejected,
         }
 
     def distributions(self) -> dict[str, Counted]:
@@ -170,13 +173,15 @@ class Speculation:
         if not foreseen:
             return ()
         of_predictions = np.flatnonzero(rows & live & np.isin(slots, list(foreseen)))
-        return [
+        predicted = [
             (
                 self._table.origin_of(int(slots[row])),
                 Predicted(int(accepted[row]), int(drafted[row] - accepted[row])),
             )
             for row in of_predictions.tolist()
         ]
+        self._predicted = sum((each for _, each in predicted), self._predicted)
+        return predicted
 
     def _acquired(self, slot: int, request: Request) -> None:
         self._policy.acquired(slot)
