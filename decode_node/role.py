@@ -67,6 +67,7 @@ from decode_node.handoffs import Handoffs, LostHandoff
 from decode_node.live import LiveRequests
 from decode_node.open_handoffs import open_handoffs
 from kvtransfer.ports import (
+    ComputesWith,
     FirstToken,
     Granted,
     HandoffAdmitted,
@@ -355,6 +356,7 @@ class DecodeRole:
         self._scheduler.forget_cached()
 
     def renew(self) -> None:
+        self._port.post(ComputesWith(self._desk.weights))
         for request in self._live:
             request.compute_with(self._desk.weights)
 

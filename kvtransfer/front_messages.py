@@ -50,7 +50,8 @@ PairInput: TypeAlias = PairOpened | PairMessage | PairClosed
 
 
 class LocalHello(msgspec.Struct, frozen=True, tag=True):
-    """What this node says first where it is the reader. Sent once, first: pairing may begin."""
+    """What this node says first where it is the reader: pairing may begin. Sent first, and again
+    when it computes with other weights."""
 
     hello: Hello
 

@@ -15,7 +15,7 @@ from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import AS_STARTED, WeightsId
+from common.requests.weights import UNNAMED, WeightsId
 
 
 class HandoffId(NamedTuple):
@@ -57,7 +57,7 @@ class Open(Message, frozen=True, tag=True):
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
     adapter: AdapterId = NO_ADAPTER  # that computes it, and that the namespace is within
-    weights: WeightsId = AS_STARTED  # likewise
+    weights: WeightsId = UNNAMED  # likewise
 
 
 class Grant(Message, frozen=True, tag=True):

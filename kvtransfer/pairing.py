@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from common.errors import LayoutMismatch
+from common.requests.weights import WeightsId
 from kvtransfer.backends.base import PagePool
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 _MAX_SHOWN = 200  # characters of what a peer says
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
+OTHER_WEIGHTS = "this node has other weights now"  # why its streams end then
+_WEIGHTS = "weights"
 _FOLLOWS = "kv_token_bytes"  # from the dtype, for one: told where no flag explains it
 
 
@@ -57,6 +60,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
             address=address,
         )
 
+    def with_weights(self, weights: WeightsId) -> "Hello":
+        """What the same node says when it computes with these."""
+        fingerprint = {**self.fingerprint, _WEIGHTS: weights.hex()}
+        return msgspec.structs.replace(self, fingerprint=fingerprint)
+
 
 def compare(ours: Hello, theirs: Hello) -> None:
     """Returns if the two nodes may pair.
@@ -68,6 +76,13 @@ def compare(ours: Hello, theirs: Hello) -> None:
     if differences:
         peer = theirs.address[:_MAX_SHOWN] or "the peer"
         raise LayoutMismatch(f"{peer} cannot pair: {differences}")
+
+
+def lasts(ours: Hello, theirs: Hello) -> bool:
+    """Whether what keeps them from pairing does so until one of them is started again: weights are
+    changed in nodes that run."""
+    fingerprint = {**ours.fingerprint, _WEIGHTS: theirs.fingerprint.get(_WEIGHTS, "")}
+    return any(_differences(msgspec.structs.replace(ours, fingerprint=fingerprint), theirs))
 
 
 def _differences(ours: Hello, theirs: Hello) -> Iterator[str]:

@@ -21,7 +21,7 @@ from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import AS_STARTED, WeightsId
+from common.requests.weights import UNNAMED, WeightsId
 from kvtransfer.messages import HandoffId, Kind
 
 Ints = NDArray[np.int32]
@@ -51,7 +51,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
     adapter: AdapterId = NO_ADAPTER
-    weights: WeightsId = AS_STARTED
+    weights: WeightsId = UNNAMED
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -191,7 +191,7 @@ class Opened(msgspec.Struct, frozen=True):
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where this node may read what it lacks
     adapter: AdapterId = NO_ADAPTER
-    weights: WeightsId = AS_STARTED
+    weights: WeightsId = UNNAMED
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -211,13 +211,22 @@ class HandoffDropped(msgspec.Struct, frozen=True):
     reason: str
 
 
+# Commands of either's engine --------------------------------------------------------------------
+
+
+class ComputesWith(msgspec.Struct, frozen=True):
+    """The node has other weights: its pairs end, and it pairs with those that have these."""
+
+    weights: WeightsId
+
+
 ReaderCommand: TypeAlias = OpenHandoff | GrantHandoff | CancelHandoff
 ReaderEvent: TypeAlias = (
     OwnerUp | OwnerDown | HandoffAdmitted | FirstToken | Held | Lost | ReadsEnded
 )
 OwnerCommand: TypeAlias = Admit | Publish | FailHandoff
 OwnerEvent: TypeAlias = Opened | Granted | HandoffDropped
-NodeCommand: TypeAlias = ReaderCommand | OwnerCommand
+NodeCommand: TypeAlias = ReaderCommand | OwnerCommand | ComputesWith
 NodeEvent: TypeAlias = ReaderEvent | OwnerEvent
 
 

@@ -57,6 +57,7 @@ from common.tracing.context import is_sampled, log_fields
 from kvtransfer.messages import Kind
 from kvtransfer.ports import (
     Admit,
+    ComputesWith,
     FailHandoff,
     Granted,
     HandoffDropped,
@@ -302,6 +303,7 @@ class PrefillRole:
         self.scheduler.forget_cached()
 
     def renew(self) -> None:
+        self._port.post(ComputesWith(self._desk.weights))
         self._pooled.renew()
 
     def _give_up_all(self) -> None:

@@ -38,7 +38,7 @@ from common.node.operations import Operations
 from common.node.outbox import Outbox
 from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
-from common.requests.weights import AS_STARTED, WeightsId
+from common.requests.weights import UNNAMED, WeightsId
 from decode_node.role import DecodeRole
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
@@ -203,7 +203,7 @@ def owner(load: Load) -> dict[str, Any]:
 class _Weights:
     """That stay as they are."""
 
-    id, whole = AS_STARTED, True
+    id, whole = UNNAMED, True
 
     def prepare(self, path: str) -> NoReturn:
         raise WrongState("this bench asks for none")

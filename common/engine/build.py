@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,11 +28,13 @@ from common.engine.memory.radix import RadixCache
 from common.engine.models import (
     Model,
     Servable,
-    fingerprint,
+    constants,
+    content,
     open_checkpoint,
+    stored_of,
     tokenizer_hash,
 )
-from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.checkpoint import Checkpoint, StoredTensor
 from common.engine.models.linear import rounding_of
 from common.engine.models.precision import choose_precision
 from common.engine.rows.holding import Holding
@@ -62,6 +65,7 @@ from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
 from common.processor import matrix_features
+from common.requests.weights import WeightsId
 
 PROGRESS_S = 1.0  # between two lines about captured graphs
 
@@ -78,8 +82,7 @@ class _Host(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """All that a role and a loop are built on. fingerprint: what a peer must agree on, field by
-    field, before one computes on KV that the other made."""
+    """All that a role and a loop are built on. constants: what of the fingerprint stays."""
 
     shape: EngineShape
     model: Model
@@ -98,9 +101,15 @@ class Engine:
     loader: AdapterLoader
     guides: Guides
     weights: WeightsUpdate
-    fingerprint: dict[str, str]
+    constants: dict[str, str]
     tokenizer_hash: str
     speculator: Speculator | None = None
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What a peer must agree on, field by field, before one computes on KV that the other
+        made."""
+        return {**self.constants, "weights": self.weights.id.hex()}
 
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, Holding], None]
@@ -195,6 +204,7 @@ def build(config: EngineConfig) -> Engine:
     servable = open_checkpoint(directory, config.model_backend)
     check_speculation(config.speculation, servable.spec)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
+    named = _named(stored_of(servable, directory))
     model = _load(servable, device, precision.dtype, config)
     rounding = rounding_of(device, config.quantize, int8_stored=model.spec.int8_stored)
     bank = bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction))
@@ -250,7 +260,7 @@ def build(config: EngineConfig) -> Engine:
         adapters=adapters,
         loader=AdapterLoader(shelf, adapters.library),
         guides=_guides(directory, model),
-        weights=WeightsUpdate(config, servable, model),
+        weights=WeightsUpdate(config, servable, model, named.result()),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
@@ -259,8 +269,8 @@ def build(config: EngineConfig) -> Engine:
             generates=model.spec.generates,
             num_labels=model.spec.num_labels,
         ),
-        fingerprint={
-            **fingerprint(directory, config.model_backend),
+        constants={
+            **constants(servable),
             "dtype": str(precision),
             "quantize": rounding,
             "page_size": str(page_size),
@@ -271,6 +281,15 @@ def build(config: EngineConfig) -> Engine:
         tokenizer_hash=tokenizer_hash(directory),
         speculator=Speculator.of(config.speculation, config.scheduler.num_slots),
     )
+
+
+def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
+    """Beside loading, which reads the same files: each comes from the disk once."""
+    worker = ThreadPoolExecutor(1, "weights")
+    try:
+        return worker.submit(content, stored)
+    finally:
+        worker.shutdown(wait=False)
 
 
 def _guides(directory: Path, model: Model) -> Guides:

@@ -11,21 +11,19 @@ from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
-from xxhash import xxh3_128
 
 from common.config import EngineConfig
 from common.engine.models import Model, Servable, open_checkpoint
 from common.engine.models.below import below
-from common.engine.models.checkpoint import Checkpoint, StoredTensor
+from common.engine.models.fingerprint import content, stored_of
 from common.errors import ConfigError, EngineFault, InvalidRequest, Overloaded, WrongState
-from common.requests.weights import AS_STARTED, WeightsId
+from common.requests.weights import WeightsId
 
 _UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     SafetensorError,
 )
 _FLAG = "engine.weights_directory"
-_BLOCK_BYTES = 8 << 20
 # Numbers that are no tensors of the model: what was made of them is not made anew.
 _FIXED = (".k_scale", ".v_scale")
 
@@ -42,7 +40,9 @@ class WeightsUpdate:
         tell: called by another thread when something is done.
     """
 
-    def __init__(self, config: EngineConfig, served: Servable, model: Model) -> None:
+    def __init__(
+        self, config: EngineConfig, served: Servable, model: Model, weights: WeightsId
+    ) -> None:
         self._config = config
         self._served = served
         self._model = model
@@ -51,7 +51,7 @@ class WeightsUpdate:
         self._worker = ThreadPoolExecutor(1, "weights")
         self._under_way = False
         self._prepared: tuple[WeightsId, Servable] | None = None
-        self.id: WeightsId = AS_STARTED
+        self.id = weights
         self.whole = True
         self.tell: Callable[[], None] = lambda: None
 
@@ -110,10 +110,10 @@ class WeightsUpdate:
             there = open_checkpoint(directory, self._config.model_backend)
             if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
                 raise InvalidRequest("model_path: its configuration is that of another model")
-            stored = _stored(there, directory)
+            stored = stored_of(there, directory)
             if fixed := [name for name in stored if name.endswith(_FIXED)]:
                 raise InvalidRequest(f"model_path: {fixed[0]} cannot be changed in a running node")
-            weights = _content(stored)
+            weights = content(stored)
         except ConfigError as error:
             raise InvalidRequest(f"model_path: {str(error).replace(f'{root}/', '')}") from None
         except _UNREADABLE as error:  # whatever is wrong with a file, the engine goes on
@@ -133,18 +133,3 @@ class WeightsUpdate:
         except (ConfigError, EngineFault, *_UNREADABLE) as error:
             raise WrongState(f"its weights are incomplete now: {error}") from error
         self.id, self.whole = weights, True
-
-
-def _stored(servable: Servable, directory: Path) -> dict[str, StoredTensor]:
-    """Those that make the model, by name. Raises ConfigError: they do not."""
-    tensors = Checkpoint(directory).tensors
-    return {name: tensors[name] for name in sorted(servable.stored())}
-
-
-def _content(stored: dict[str, StoredTensor]) -> WeightsId:
-    digest = xxh3_128()
-    for name, tensor in stored.items():
-        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
-        for block in tensor.blocks(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.digest()

@@ -21,7 +21,7 @@ from common.requests.prediction import Predicted
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import NOTHING, Timeline
-from common.requests.weights import AS_STARTED, WeightsId
+from common.requests.weights import UNNAMED, WeightsId
 from common.tracing.context import UNTRACED, Trace
 
 # Front to engine --------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ FrontMessage: TypeAlias = (
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded and the pool is sized, and the role has begun. Sent for each, first.
 
-    Shown by Describe; `reader` and `owner` Hellos are made of it too.
+    Shown by Describe, but for `weights`, which Moving has too.
     """
 
     model: str
@@ -206,7 +206,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: Flights | None = None
     adapter: AdapterId = NO_ADAPTER  # that is loaded
-    weights: WeightsId = AS_STARTED  # that were looked through, or are computed with now
+    weights: WeightsId = UNNAMED  # that were looked through, or are computed with now
 
 
 class Moving(msgspec.Struct, frozen=True, tag=True):
@@ -224,7 +224,7 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
     pages_free: int = 0  # those that only the prefix cache holds are free
     backlogs: dict[str, Backlog] = {}  # "prompts", and of a decode node "pages"
     adapters: dict[str, AdapterId] = {}  # that requests may have, by name
-    weights: WeightsId = AS_STARTED  # that are computed with
+    weights: WeightsId = UNNAMED  # that are computed with
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):

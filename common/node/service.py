@@ -82,8 +82,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
             description = (await self._engine.ask("describe")).description or {}
         else:
             description = {}
+        moving = self._supervision.moving
+        weights = {"weights": moving.weights.hex()} if moving is not None else {}
+        fingerprint = {**ready.fingerprint, **weights}
         reply.fingerprint = hashlib.sha256(
-            msgspec.json.encode(sorted(ready.fingerprint.items()))
+            msgspec.json.encode(sorted(fingerprint.items()))
         ).hexdigest()[:16]
         reply.tokenizer_hash = ready.tokenizer_hash
         reply.context_length = ready.context_length
@@ -92,7 +95,6 @@ class NodeService(node_pb2_grpc.NodeServicer):
         counters = dict(description.get("counters", {}))
         reply.steps = counters.pop("steps", 0)
         reply.counters.update(counters)
-        moving = self._supervision.moving
         if moving is not None:
             reply.weights = moving.weights
             queued_s, token_s = moving.backlogs.get("prompts", Backlog())

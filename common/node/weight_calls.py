@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from common.errors import ServingError
 from common.node.messages import Answer, Ask
 from common.node.pauses import Pausable
-from common.requests.weights import AS_STARTED, WeightsId
+from common.requests.weights import UNNAMED, WeightsId
 
 
 class Weights(Protocol):
@@ -77,7 +77,7 @@ class WeightCalls:
         except ServingError as error:
             yield Answer(ask.number, error=str(error))
         else:
-            self._preparing.append(_Asked(ask.number, AS_STARTED, future))
+            self._preparing.append(_Asked(ask.number, UNNAMED, future))
 
     def put(self, ask: Ask, role: Renewable) -> Iterator[Answer]:
         """The same. argument: their id, in hexadecimal."""

@@ -1,8 +1,9 @@
-"""What names the weights that a node computes with: a hash of their content, 16 bytes; none for
-those that it was started with.
+"""What names the weights that a node computes with: a hash of their content, 16 bytes, the same
+whether it was started with them or got them later.
 
-KV that was made with some weights is of no use to others. So prefix caches part by them, a node is
-asked for KV by the weights of who asks, and refuses where it has others.
+KV that was made with some weights is of no use to others. So nodes pair with those that have the
+same, prefix caches part by them, a node is asked for KV by the weights of who asks, and refuses
+where it has others.
 """
 
 from typing import TypeAlias
@@ -12,7 +13,7 @@ from common.requests.namespace import Namespace, part_of
 
 WEIGHTS_BYTES = 16
 WeightsId: TypeAlias = bytes
-AS_STARTED: WeightsId = b""
+UNNAMED: WeightsId = b""  # not told, or not known
 
 
 def check_weights(weights: bytes) -> WeightsId:

@@ -172,8 +172,9 @@ class PairStreams:
             case EngineBeat():
                 self._on_beat()
             case LocalHello(hello=hello):
-                if not self._hello.done():
-                    self._hello.set_result(hello)
+                if self._hello.done():
+                    self._hello = asyncio.get_running_loop().create_future()
+                self._hello.set_result(hello)
             case PairHello(stream=number, hello=said) | PairSend(stream=number, message=said):
                 stream = self._streams.get(number)
                 if stream is not None:

@@ -117,6 +117,12 @@ class OwnerEnd:
             self._forget_stream(stream, reason)
         return self._taken()
 
+    def end_streams(self, reason: str) -> list[OwnerAction]:
+        """All of them; new ones may follow."""
+        for stream in tuple(self._streams):
+            self._end_stream(stream, reason)
+        return self._taken()
+
     def received(self, stream: int, message: AnyMessage, now: float) -> list[OwnerAction]:
         """A message from the reader. What comes on a stream that is over is dropped."""
         if stream in self._streams:

@@ -134,6 +134,12 @@ class ReaderEnd:
             self._forget_stream(stream, reason, engine_died=engine_died)
         return self._taken()
 
+    def end_streams(self, reason: str) -> list[ReaderAction]:
+        """All of them; new ones may follow."""
+        for stream in tuple(self._streams):
+            self._end_stream(stream, reason)
+        return self._taken()
+
     def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
         """The link of this stream is proved."""
         peer = self._streams.get(stream)

@@ -57,6 +57,11 @@ class Admissions:
         """It is not ready ever. The owners must be told apart from this; idempotent."""
         self._waiting.pop(stream, None)
 
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Those on which readers wait."""
+        return tuple(self._waiting)
+
     def streams_of(self, instance: int) -> list[int]:
         """Those on which a reader waits."""
         return [stream for stream, one in self._waiting.items() if one.instance == instance]

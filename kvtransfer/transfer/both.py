@@ -14,6 +14,7 @@ from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import Hello
 from kvtransfer.ports import (
     CancelHandoff,
+    ComputesWith,
     GrantHandoff,
     NodeCommand,
     NodeEvent,
@@ -58,6 +59,9 @@ class BothSides:
         match command:
             case OpenHandoff() | GrantHandoff() | CancelHandoff():
                 self._reader.command(command, now)
+            case ComputesWith(weights):
+                self._reader.compute_with(weights)
+                self._publisher.compute_with(weights)
             case _:
                 self._publisher.command(command, now)
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from common.errors import LayoutMismatch
+from common.requests.weights import WeightsId
 from kvtransfer.backends.base import Ints, Owner
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open, Ready
-from kvtransfer.pairing import Hello, compare
+from kvtransfer.pairing import OTHER_WEIGHTS, Hello, compare, lasts
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
 from kvtransfer.protocol.beats import earliest
@@ -65,13 +66,22 @@ class Publisher:
         try:
             compare(self._hello, hello)
         except LayoutMismatch as mismatch:
-            self._outlet.end(stream, str(mismatch), refused=True)
+            refused = lasts(self._hello, hello)
+            self._outlet.end(stream, str(mismatch), refused=refused)
             return
         for old in self._admissions.streams_of(hello.instance):
-            self._outlet.end(old, "the reader has opened another stream", refused=False)
-            self._dismiss(old)
+            self._turn_away(old, "the reader has opened another stream")
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
+
+    def compute_with(self, weights: WeightsId) -> None:
+        """Says so from now on; who paired with others is no peer any more."""
+        hello = self._hello.with_weights(weights)
+        if hello != self._hello:
+            self._hello = hello
+            for stream in self._admissions.streams:
+                self._turn_away(stream, OTHER_WEIGHTS)
+            self._carry_out(self._end.end_streams(OTHER_WEIGHTS))
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         self._carry_out(self._end.stream_down(stream, reason))
@@ -121,6 +131,11 @@ class Publisher:
         self._carry_out(self._end.received(stream, message, now))
         if self._outlet.num_told > told:
             self._untaken.add(self._outlet.num_told, stream, num_tokens)
+
+    def _turn_away(self, stream: int, reason: str) -> None:
+        """A reader that waits to be answered."""
+        self._outlet.end(stream, reason, refused=False)
+        self._dismiss(stream)
 
     def _dismiss(self, stream: int) -> None:
         """What a reader was given for a stream ends with the stream."""

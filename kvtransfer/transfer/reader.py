@@ -13,10 +13,11 @@ from common.config import TransferConfig
 from common.errors import LayoutMismatch, TransferError
 from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
+from common.requests.weights import WeightsId
 from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import DataPath, Hello, compare
+from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, Hello, compare, lasts
 from kvtransfer.ports import Held, Lost, ReaderCommand, ReaderEvent
 from kvtransfer.protocol.actions import (
     CloseLink,
@@ -97,12 +98,21 @@ class Reader:
             compare(self._hello, hello)
             check_pool(RemotePool(region.base, region.page_bytes, region.num_pages), self._pool)
         except LayoutMismatch as mismatch:
-            self._outlet.end(stream, str(mismatch), refused=True)
+            refused = lasts(self._hello, hello)
+            self._outlet.end(stream, str(mismatch), refused=refused)
             return
         self._peers[stream] = hello
         self._carry_out(
             self._end.stream_up(stream, hello.instance, hello.address, region.num_pages, now)
         )
+
+    def compute_with(self, weights: WeightsId) -> None:
+        """Says so from now on; who paired with others is no peer any more."""
+        hello = self._hello.with_weights(weights)
+        if hello != self._hello:
+            self._hello = hello
+            self._outlet.local_hello(hello)
+            self._carry_out(self._end.end_streams(OTHER_WEIGHTS))
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         self._peers.pop(stream, None)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from common.errors import NodeUnavailable
 from common.requests.adapter import AdapterId
 from common.requests.prefix_at import PrefixAt
-from common.requests.weights import AS_STARTED, WeightsId
+from common.requests.weights import UNNAMED, WeightsId
 from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
 from router.cluster.guest import Guest
@@ -68,7 +68,7 @@ class Cluster:
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
         self.adapters = KnownAdapters(self._clients)
-        self.weights: WeightsId = AS_STARTED  # that most decode nodes compute with
+        self.weights: WeightsId = UNNAMED  # that most decode nodes compute with
         # What each decode node that takes requests can read from; and of those the ones in use,
         # made when a node says something: requests come more often.
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
@@ -110,7 +110,7 @@ class Cluster:
         self.heard(client)
         self.adapters.told()
         told = Counter(each.weights for each in self._clients.values() if each.status)
-        self.weights = max(told, key=told.__getitem__, default=AS_STARTED)
+        self.weights = max(told, key=told.__getitem__, default=UNNAMED)
 
     def heard(self, client: DecodeClient) -> None:
         """What its engine's pulse says has changed."""

@@ -23,7 +23,7 @@ from common.requests.logprobs import from_proto
 from common.requests.prediction import Predicted
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import to_fields
-from common.requests.weights import AS_STARTED, WeightsId, check_weights
+from common.requests.weights import UNNAMED, WeightsId, check_weights
 from common.rpc import last_words, prefix_hints
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
@@ -82,7 +82,7 @@ class DecodeClient:
         # The node's last Status on the stream that is open; None: no stream, or none yet.
         self.status: decode_pb2.Status | None = None
         self.adapters: Mapping[str, AdapterId] = {}  # of it, by name
-        self.weights: WeightsId = AS_STARTED  # that it computes with
+        self.weights: WeightsId = UNNAMED  # that it computes with
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
         self.guests: set[Guest] = set()  # those of its requests that may be moved

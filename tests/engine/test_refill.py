@@ -11,6 +11,7 @@ from common.engine.models import load, open_checkpoint
 from common.engine.models.linear import onednn
 from common.engine.update import WeightsUpdate
 from common.errors import InvalidRequest, WrongState
+from common.requests.weights import UNNAMED
 from tests.engine.test_model_precision import logits_of
 from tests.support import compiled
 from tests.support.checkpoints import (
@@ -92,7 +93,7 @@ def shelf(tmp_path_factory):
 def update(shelf):
     served = open_checkpoint(shelf / "old")
     config = EngineConfig(model=str(shelf / "old"), weights_directory=shelf)
-    made = WeightsUpdate(config, served, load(shelf / "old", CPU, torch.float32))
+    made = WeightsUpdate(config, served, load(shelf / "old", CPU, torch.float32), UNNAMED)
     yield made
     made.close()
 
@@ -135,7 +136,7 @@ def test_what_are_no_weights_of_the_model_is_found_before_anything_changes(updat
 
 def test_without_a_directory_there_are_no_other_weights(shelf):
     config = EngineConfig(model=str(shelf / "old"))
-    update = WeightsUpdate(config, open_checkpoint(shelf / "old"), SimpleNamespace())
+    update = WeightsUpdate(config, open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED)
     with pytest.raises(InvalidRequest, match=r"has no engine\.weights_directory"):
         update.prepare("new")
     update.close()

@@ -10,7 +10,7 @@ from common.config import CacheConfig, EngineConfig, Quantize
 from common.engine.build import build
 from common.engine.models.linear import onednn
 from common.errors import LayoutMismatch
-from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region, compare
+from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region, compare, lasts
 from tests.support.checkpoints import make_checkpoint
 
 OURS = Hello(
@@ -81,6 +81,17 @@ def test_every_difference_is_told() -> None:
     text = str(refusal.value)
     assert text.startswith("there:1 cannot pair: ")
     assert all(f"{field} is" in text for field in ("model", "page_size", "protocol_version"))
+
+
+def test_weights_alone_may_become_the_same_later() -> None:
+    ours = OURS.with_weights(b"a" * 16)
+    changed = theirs(fingerprint=OURS.with_weights(b"b" * 16).fingerprint)
+    with pytest.raises(LayoutMismatch, match=f"weights is '{'61' * 16}' here and '{'62' * 16}'"):
+        compare(ours, changed)
+    assert not lasts(ours, changed)
+    compare(ours.with_weights(b"b" * 16), changed)
+    assert lasts(ours, theirs(fingerprint={**changed.fingerprint, "page_size": "32"}))
+    assert lasts(ours, msgspec.structs.replace(changed, protocol_version=9))
 
 
 @pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")

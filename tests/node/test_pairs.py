@@ -282,6 +282,17 @@ async def test_a_reader_that_refuses_waits_as_long(pair):
     assert time.monotonic() - refused_at > 0.8 * QUICK.refused_s
 
 
+async def test_a_reader_with_other_weights_says_so_when_it_dials_again(pair):
+    pair.connect()
+    _, at_reader = await pair.up()
+    changed = READER.with_weights(b"w" * 16)
+    pair.reader.say(LocalHello(changed))
+    pair.reader.say(PairEnd(at_reader, "this node has other weights now", refused=False))
+    await pair.reader.hear(PairClosed)
+    await pair.owner.hear(PairClosed)
+    assert (await pair.owner.hear(PairOpened)).hello == changed
+
+
 async def test_an_owner_that_is_not_there_yet_is_dialled_until_it_is(pair):
     pair.reader.say(LocalHello(READER))
     pair.dialer.dial(frozenset({"127.0.0.1:9"}))

@@ -3,7 +3,6 @@
 import pytest
 
 from common.engine.rows.request import FinishReason
-from common.requests.weights import AS_STARTED
 from kvtransfer.messages import Open
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
@@ -103,24 +102,49 @@ def test_a_request_that_runs_goes_on_from_its_tokens_with_the_new_weights(rig, g
     assert late.tokens == greedy("new", PROMPT, 8)
 
 
-def test_a_pair_with_different_weights_hands_nothing_over(rig, greedy):
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, greedy, first):
     (owner,), (reader,) = rig.prefill, rig.decode
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
-    pause(rig, reader)
-    weights = put(rig, reader)
-    resumed(rig, reader)
-    alone = ask(rig)
-    assert (alone.tokens, alone.cached_tokens) == (greedy("new", PROMPT, 8), 0)
-    assert owner.count("refused/weights") == 1 and reader.count("local_prefills/exhausted") == 1
-    opens = [each for each in rig.wires.seen if isinstance(each, Open)]
-    assert {each.weights for each in opens} == {AS_STARTED, weights}
-    assert len({each.namespace for each in opens}) == 2
-    pause(rig, owner)
-    put(rig, owner)
-    resumed(rig, owner)
+    early, late = (owner, reader) if first == "prefill" else (reader, owner)
+    pause(rig, early)
+    put(rig, early)
+    resumed(rig, early)
+    rig.until(lambda: not reader.desk.links, "the pair has ended")
+    rig.flush(*rig.nodes)
+    alone, handed = ask(rig), owner.count("handoffs_held")
+    name = "new" if early is reader else "old"
+    assert (alone.tokens, alone.cached_tokens) == (greedy(name, PROMPT, 8), 0)
+    pause(rig, late)
+    put(rig, late)
+    resumed(rig, late)
+    rig.until_paired()
     rig.flush(*rig.nodes)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
-    assert owner.count("refused/weights") == 1
+    assert (owner.count("handoffs_held"), owner.count("refused/weights")) == (handed + 1, 0)
+    opens = [each for each in rig.wires.seen if isinstance(each, Open)]
+    assert len({each.weights for each in opens}) == len({each.namespace for each in opens}) == 2
+
+
+@pytest.mark.parametrize("fresh", ["prefill", "decode"])
+def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy, fresh):
+    same = [Size(weights_directory=shelf)]
+    sizes = {"prefill": same, "decode": same}
+    sizes[fresh] = [Size(weights_directory=shelf, started_with=shelf / "new")]
+    loaded = Loaded.from_directory(shelf / "old")
+    with PairRig(loaded, **sizes, own_models=True, paired=False) as rig:
+        (owner,), (reader,) = rig.prefill, rig.decode
+        changed, started = (reader, owner) if fresh == "prefill" else (owner, reader)
+        pause(rig, changed)
+        assert put(rig, changed) == started.desk.weights
+        resumed(rig, changed)
+        rig.until_paired()
+        assert ask(rig).tokens == greedy("new", PROMPT, 8)
+        assert owner.count("handoffs_held") == 1
+        pause(rig, changed)
+        put(rig, changed, "old")
+        resumed(rig, changed)
+        rig.until(lambda: not reader.desk.links, "the pair has ended")
 
 
 def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(rig, greedy):

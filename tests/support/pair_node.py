@@ -34,7 +34,7 @@ from common.engine.memory.cache_events import CacheEvents
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.models import Model, load, open_checkpoint
+from common.engine.models import Model, content, load, open_checkpoint, stored_of
 from common.engine.rows.batch import Launched
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import FinishReason
@@ -65,6 +65,7 @@ from common.requests.guide import Guide
 from common.requests.logprobs import TokenLogprobs
 from common.requests.prediction import NOTHING, Predicted
 from common.requests.sampling import SamplingParams
+from common.requests.weights import UNNAMED
 from decode_node.role import DecodeRole
 from kvtransfer.backends.base import Owner, PagePool
 from kvtransfer.backends.loopback import Faults, LoopbackBackend
@@ -116,6 +117,7 @@ class Size:
     kept_in: str = "auto"  # CacheConfig.dtype
     lora: LoraConfig = field(default_factory=LoraConfig)
     weights_directory: Path | None = None
+    started_with: Path | None = None  # other weights of the rig's model
     speculator: Speculator | None = None
 
 
@@ -442,7 +444,8 @@ def _sharing(
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     """As `build` makes it, but for the model, which is there, and the order of free pages."""
     loaded, page_size = common.loaded, common.page_size
-    model = Loaded.from_directory(loaded.directory).model if common.own_models else loaded.model
+    directory = size.started_with or loaded.directory
+    model = Loaded.from_directory(directory).model if common.own_models else loaded.model
     config = EngineConfig(
         model=str(common.loaded.directory),
         device="cpu",
@@ -460,6 +463,9 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         lora=size.lora,
         weights_directory=size.weights_directory,
     )
+    served, named = open_checkpoint(directory), UNNAMED
+    if size.weights_directory is not None:
+        named = content(stored_of(served, directory))
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=1 << 40)
     shape = replace(shape, tier_pages=size.tier_pages)
     pool = KVPool(shape.layout, shape.num_pages, shape.device)
@@ -510,14 +516,14 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
             model.spec.eos_token_ids,
             AllPass(),
         ),
-        weights=WeightsUpdate(config, open_checkpoint(common.loaded.directory), model),
+        weights=WeightsUpdate(config, served, model, named),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
             tables=shape.layout.tables,
             num_pages=shape.num_pages,
         ),
-        fingerprint={"model": str(common.loaded.directory)},
+        constants={"model": str(common.loaded.directory)},
         tokenizer_hash="",
         speculator=size.speculator,
     )

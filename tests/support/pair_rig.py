@@ -68,6 +68,7 @@ class PairRig:
         shares: all nodes are paired with all others, and what they are told of others' prefixes
             they read, once they know what computing takes (`learn_what_computing_takes`).
         own_models: each node has the weights in tensors of its own.
+        paired: wait until all nodes are.
         config: fields of DecodeConfig. Who has lost all its owners waits for none, unless they
             say so.
     """
@@ -88,6 +89,7 @@ class PairRig:
         moves: bool = False,
         shares: SharingConfig | None = None,
         own_models: bool = False,
+        paired: bool = True,
         **config: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -107,6 +109,7 @@ class PairRig:
         all_read, moves = shares is not None, moves or shares is not None
         port = ":1" if all_read else ""  # they are named in messages, where addresses have one
         self._exits = ExitStack()
+        self._paired = paired
         self._numbers = itertools.count(1)
         self.wires = Wires()
         made = [
@@ -330,7 +333,8 @@ class PairRig:
             self._exits.callback(node.engine.weights.close)
             self._exits.callback(node.transfer.stop, TIMEOUT_S)
             node.transfer.start()
-        self.until_paired()
+        if self._paired:
+            self.until_paired()
         return self
 
     def __exit__(

@@ -6,17 +6,26 @@ import torch
 
 from common.config import ModelBackend, Quantize
 from common.engine.models.choice import Model, Servable, open_checkpoint
-from common.engine.models.fingerprint import fingerprint, tokenizer_hash
+from common.engine.models.fingerprint import (
+    constants,
+    content,
+    fingerprint,
+    stored_of,
+    tokenizer_hash,
+)
 from common.engine.models.spec import ModelSpec
 
 __all__ = [
     "Model",
     "ModelSpec",
     "Servable",
+    "constants",
+    "content",
     "fingerprint",
     "load",
     "open_checkpoint",
     "read_spec",
+    "stored_of",
     "tokenizer_hash",
 ]
 

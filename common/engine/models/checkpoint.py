@@ -42,13 +42,6 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
-    def sample(self, num_bytes: int) -> bytes:
-        """So many bytes from the middle of the tensor; all of it where it is smaller."""
-        taken = min(num_bytes, self.num_bytes)
-        with self.path.open("rb") as file:
-            file.seek(self.offset + (self.num_bytes - taken) // 2)
-            return file.read(taken)
-
     def blocks(self, num_bytes: int) -> Iterator[bytes]:
         """All of its bytes, so many at a time.
 

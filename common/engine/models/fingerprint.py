@@ -1,38 +1,60 @@
 """What two nodes compare before one computes on KV that the other made."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
-from common.config import ModelBackend
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.choice import open_checkpoint
+from xxhash import xxh3_128
 
-_SAMPLE_BYTES = 4096
+from common.config import ModelBackend
+from common.engine.models.checkpoint import Checkpoint, StoredTensor
+from common.engine.models.choice import Servable, open_checkpoint
+from common.requests.weights import WeightsId
+
+_BLOCK_BYTES = 8 << 20
 
 
 def fingerprint(directory: Path, backend: ModelBackend = "auto") -> dict[str, str]:
-    """Field -> value; equal where the models are, wherever they lie and however they are sharded.
-
-    `architecture`; `model_backend`: the way it is computed; `config`: sha256 of all numbers the
-    forward uses; `weights`: sha256 over name, shape, dtype and 4 KiB of every tensor. The dtype
-    computed in is the node's, not the model's.
+    """Field -> value; equal where the models are, wherever they lie and however they are sharded:
+    those of `constants`, and `weights`, their name. The dtype computed in is the node's, not the
+    model's.
 
     Raises:
         ConfigError: as `load`.
     """
     servable = open_checkpoint(directory, backend)
-    checkpoint = Checkpoint(directory)
-    weights = hashlib.sha256()
-    for name in sorted(servable.stored()):
-        stored = checkpoint.tensors[name]
-        weights.update(f"{name} {stored.shape} {stored.dtype}\n".encode())
-        weights.update(stored.sample(_SAMPLE_BYTES))
+    weights = content(stored_of(servable, directory))
+    return {**constants(servable), "weights": weights.hex()}
+
+
+def constants(servable: Servable) -> dict[str, str]:
+    """What no other weights change. `architecture`; `model_backend`: the way it is computed;
+    `config`: sha256 of all numbers the forward uses."""
     return {
         "architecture": servable.spec.architecture,
         "model_backend": servable.backend,
         "config": servable.config_hash(),
-        "weights": weights.hexdigest(),
     }
+
+
+def stored_of(servable: Servable, directory: Path) -> dict[str, StoredTensor]:
+    """The stored tensors that make the model, by name. Raises ConfigError: they do not."""
+    tensors = Checkpoint(directory).tensors
+    return {name: tensors[name] for name in sorted(servable.stored())}
+
+
+def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
+    """Reads all of their bytes, and names them.
+
+    Raises:
+        OSError: a file cannot be read, or is cut off.
+    """
+    digest = xxh3_128()
+    for name, tensor in stored.items():
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
+        for block in tensor.blocks(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()
 
 
 def tokenizer_hash(directory: Path) -> str:

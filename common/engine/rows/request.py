@@ -16,7 +16,7 @@ from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
 from common.requests.sampling import SamplingParams
 from common.requests.trial import TRIAL_TOKENS
-from common.requests.weights import AS_STARTED, WeightsId, made_with
+from common.requests.weights import UNNAMED, WeightsId, made_with
 
 Ints = NDArray[np.int32]
 
@@ -87,7 +87,7 @@ class Request:
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
     shared_in: Namespace = SHARED  # the same, whatever the weights
-    weights: WeightsId = AS_STARTED  # that compute it
+    weights: WeightsId = UNNAMED  # that compute it
     adapter: AdapterId = NO_ADAPTER  # that computes it
     prediction: Ints | None = None  # tokens that its client expects of the answer
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
