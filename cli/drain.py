@@ -15,16 +15,11 @@ from functools import partial
 from cli import client
 from cli.operating import command, turns
 from cli.operating.fleet import Fleet, Undone
-from common import settings
 from common.process.standard_output import say
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
-        prog="baton drain",
-        description=__doc__,
-        epilog=f"Exits with {command.EXIT_UNDONE} if it has not ended.",
-    )
+    parser = command.parser("drain", __doc__, "it has not ended")
     parser.add_argument(
         "address", type=client.address, metavar="ADDRESS", help="HOST:PORT, as the router has it"
     )

@@ -31,6 +31,8 @@ COMMANDS = {
     "pause": Command("cli.pause", "have nodes compute nothing for a while"),
     "continue": Command("cli.resume", "end what `baton pause` has begun"),
     "weights": Command("cli.weights", "have all nodes compute with other weights of the model"),
+    "sleep": Command("cli.sleep", "have nodes give memory back to the system for a while"),
+    "wake": Command("cli.wake", "have them take it again"),
     "profile": Command("cli.profile", "have torch's profiler watch some steps of nodes"),
     "drain": Command("cli.drain", "end a program, once its requests have ended or moved"),
     "switch": Command("cli.switch", "have a node take the other role, with its weights and cache"),

@@ -8,7 +8,6 @@ from functools import partial
 
 from cli.operating import command
 from cli.operating.fleet import Fleet
-from common import settings
 from common.process.standard_output import say
 from protos.router_pb2 import PauseRequest
 
@@ -21,11 +20,7 @@ _LONGEST_S = 150.0  # of all nodes of one role, then of the other
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
-        prog="baton pause",
-        description=__doc__,
-        epilog=f"Exits with {command.EXIT_UNDONE} if not all of them are paused; then none is.",
-    )
+    parser = command.parser("pause", __doc__, "not all of them are paused; then none is")
     parser.add_argument(
         "--mode",
         choices=MODES,

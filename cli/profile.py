@@ -9,7 +9,6 @@ from functools import partial
 
 from cli.operating import command
 from cli.operating.fleet import Fleet
-from common import settings
 from common.process.standard_output import say
 from protos.router_pb2 import StartProfileRequest, StopProfileRequest
 
@@ -17,11 +16,7 @@ _LONGEST_S = 90.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
-        prog="baton profile",
-        description=__doc__,
-        epilog=f"Exits with {command.EXIT_UNDONE} if one of them is not profiled.",
-    )
+    parser = command.parser("profile", __doc__, "one of them is not profiled")
     parser.add_argument(
         "--seconds",
         type=float,

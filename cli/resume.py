@@ -7,7 +7,6 @@ from functools import partial
 
 from cli.operating import command
 from cli.operating.fleet import Fleet
-from common import settings
 from common.process.standard_output import say
 from protos.router_pb2 import ContinueRequest
 
@@ -15,11 +14,7 @@ _LONGEST_S = 30.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
-        prog="baton continue",
-        description=__doc__,
-        epilog=f"Exits with {command.EXIT_UNDONE} if one of them does not answer.",
-    )
+    parser = command.parser("continue", __doc__, "one of them does not answer")
     command.add_one_or_all(parser)
     return parser.parse_args(arguments)
 

@@ -11,7 +11,6 @@ from functools import partial
 from cli import client
 from cli.operating import command
 from cli.operating.fleet import Fleet
-from common import settings
 from common.process.standard_output import say
 from protos.router_pb2 import UpdateWeightsRequest
 
@@ -19,11 +18,7 @@ _LONGEST_S = 1500.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
-        prog="baton weights",
-        description=__doc__,
-        epilog=f"Exits with {command.EXIT_UNDONE} if not all nodes have them, and says who does.",
-    )
+    parser = command.parser("weights", __doc__, "not all nodes have them, and says who does")
     parser.add_argument(
         "path", metavar="PATH", help="of a directory below every node's engine.weights_directory"
     )

@@ -9,6 +9,7 @@ from common.logs import kv
 from kvtransfer.backends.base import Backend, Owner, PagePool
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
+from kvtransfer.backends.rdma_proof import active_ports
 from kvtransfer.backends.tcp.backend import TcpBackend, memory_of
 
 log = logging.getLogger(__name__)
@@ -62,3 +63,16 @@ def rehearse(backends: Mapping[str, Backend], pool: PagePool) -> None:
         memory_of(pool)
     except TransferError as error:
         raise ConfigError(f"transfer.path: tcp cannot read into the pool: {error}") from None
+
+
+def why_pinned(backends: Mapping[str, Backend], pool: PagePool) -> str:
+    """Why the system cannot have the pool's memory back while it is served; "": it can."""
+    if pool.device != "cpu":
+        return "it is in a device's memory, which is not given back"
+    if "nixl" not in backends:
+        return ""
+    try:
+        ports = active_ports()
+    except TransferError:
+        return ""
+    return f"it is registered with RDMA ports ({', '.join(ports)})"

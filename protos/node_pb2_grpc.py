@@ -95,6 +95,16 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.PutWeightsResponse.FromString,
                 _registered_method=True)
+        self.ReleaseMemory = channel.unary_unary(
+                '/baton.v1.Node/ReleaseMemory',
+                request_serializer=protos_dot_router__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ReleaseMemoryResponse.FromString,
+                _registered_method=True)
+        self.ResumeMemory = channel.unary_unary(
+                '/baton.v1.Node/ResumeMemory',
+                request_serializer=protos_dot_router__pb2.ResumeMemoryRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ResumeMemoryResponse.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/baton.v1.Node/StartProfile',
                 request_serializer=protos_dot_router__pb2.StartProfileRequest.SerializeToString,
@@ -204,6 +214,22 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseMemory(self, request, context):
+        """Gives memory back to the system, until it is to take it again: FAILED_PRECONDITION while
+        requests are here and the node is not paused, or where it cannot. All KV is let go. The node is
+        paused meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeMemory(self, request, context):
+        """FAILED_PRECONDITION, with the reason, where there is no room, or its weights are not to be had.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartProfile(self, request, context):
         """Profiles the next steps with torch's profiler, and returns which file the trace is going to be,
         below the node's engine.profile_directory. FAILED_PRECONDITION without one.
@@ -288,6 +314,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.PutWeights,
                     request_deserializer=protos_dot_node__pb2.PutWeightsRequest.FromString,
                     response_serializer=protos_dot_node__pb2.PutWeightsResponse.SerializeToString,
+            ),
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=protos_dot_router__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ReleaseMemoryResponse.SerializeToString,
+            ),
+            'ResumeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeMemory,
+                    request_deserializer=protos_dot_router__pb2.ResumeMemoryRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ResumeMemoryResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -629,6 +665,60 @@ class Node:
             '/baton.v1.Node/PutWeights',
             protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
             protos_dot_node__pb2.PutWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/ReleaseMemory',
+            protos_dot_router__pb2.ReleaseMemoryRequest.SerializeToString,
+            protos_dot_router__pb2.ReleaseMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/ResumeMemory',
+            protos_dot_router__pb2.ResumeMemoryRequest.SerializeToString,
+            protos_dot_router__pb2.ResumeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -413,6 +413,26 @@ class UpdateWeightsResponse(_message.Message):
     aborted: int
     def __init__(self, id: _Optional[bytes] = ..., aborted: _Optional[int] = ...) -> None: ...
 
+class ReleaseMemoryRequest(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseMemoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeMemoryRequest(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ResumeMemoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StartProfileRequest(_message.Message):
     __slots__ = ("num_steps",)
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]

@@ -104,6 +104,16 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.ReleaseMemory = channel.unary_unary(
+                '/baton.v1.Router/ReleaseMemory',
+                request_serializer=protos_dot_router__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ReleaseMemoryResponse.FromString,
+                _registered_method=True)
+        self.ResumeMemory = channel.unary_unary(
+                '/baton.v1.Router/ResumeMemory',
+                request_serializer=protos_dot_router__pb2.ResumeMemoryRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ResumeMemoryResponse.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/baton.v1.Router/StartProfile',
                 request_serializer=protos_dot_router__pb2.StartProfileRequest.SerializeToString,
@@ -236,6 +246,20 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseMemory(self, request, context):
+        """Has all nodes give memory back to the system, or none: FAILED_PRECONDITION with those that do
+        not, and why. They are paused until they have it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeMemory(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartProfile(self, request, context):
         """Has torch's profiler watch the next steps of all nodes.
         """
@@ -345,6 +369,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=protos_dot_router__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=protos_dot_router__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=protos_dot_router__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ReleaseMemoryResponse.SerializeToString,
+            ),
+            'ResumeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeMemory,
+                    request_deserializer=protos_dot_router__pb2.ResumeMemoryRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ResumeMemoryResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -750,6 +784,60 @@ class Router:
             '/baton.v1.Router/UpdateWeights',
             protos_dot_router__pb2.UpdateWeightsRequest.SerializeToString,
             protos_dot_router__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/ReleaseMemory',
+            protos_dot_router__pb2.ReleaseMemoryRequest.SerializeToString,
+            protos_dot_router__pb2.ReleaseMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/ResumeMemory',
+            protos_dot_router__pb2.ResumeMemoryRequest.SerializeToString,
+            protos_dot_router__pb2.ResumeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,6 +12,7 @@ from common.engine.build import Engine
 from common.engine.drive import DrivenRole, drive, introduce
 from common.engine.loop.clock import StepClock
 from common.engine.memory.cache_events import CacheEvents
+from common.engine.occupation import Occupation
 from common.engine.run.profiler import Profiler
 from common.engine.schedule.scheduler import Scheduler
 from common.engine.tiers.meter import TierMeter
@@ -43,6 +44,7 @@ class EngineParts:
     desk: Desk
     sharing: PrefixSharing
     profiler: Profiler
+    memory: Occupation
 
     @classmethod
     def of(
@@ -78,6 +80,13 @@ class EngineParts:
             engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
             wake_engine=channel.wake,
         )
+        memory = Occupation(
+            engine.weights,
+            engine.pages,
+            (kv.tensor, engine.host_pool.tensor),
+            data_paths.why_pinned(paths, pool),
+            channel.wake,
+        )
         profiler = engine.profiler(config.engine, start.role, lambda: clock.reading.finished)
         profiler.tell = channel.wake
         tiers = TierMeter(engine.tiers, kv.page_bytes)
@@ -88,7 +97,7 @@ class EngineParts:
             meters=(clock.meter, reads, AdapterMeter(engine.adapters), tiers),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,
-            operations=Operations(engine.weights, profiler),
+            operations=Operations(engine.weights, memory, profiler),
             prepare=prepare,
         )
         sharing = PrefixSharing(
@@ -101,7 +110,7 @@ class EngineParts:
             tables=tables,
             port=transfer,
         )
-        return cls(clock, transfer, desk, sharing, profiler)
+        return cls(clock, transfer, desk, sharing, profiler, memory)
 
     def run(
         self, role: DrivenRole, scheduler: Scheduler, engine: Engine, start: EngineStart[C]
@@ -115,3 +124,4 @@ class EngineParts:
         finally:
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()
+            self.memory.close()

@@ -6,7 +6,7 @@ included. Not counted: what the transfer thread and the front do, and the forwar
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -212,6 +212,21 @@ class _Weights:
         raise WrongState("this bench asks for none")
 
 
+class _Memory:
+    """That stays."""
+
+    unused = False
+
+    def check(self, tags: Collection[str]) -> NoReturn:
+        raise WrongState("this bench gives none back")
+
+    def give_back(self, tag: str) -> NoReturn:
+        raise WrongState("this bench gives none back")
+
+    def take_again(self, tag: str) -> NoReturn:
+        raise WrongState("this bench gives none back")
+
+
 class _NoProfiler:
     """Begins nothing."""
 
@@ -232,7 +247,7 @@ def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
         steps_finished=lambda: 0,
         cache=CacheEvents(cache),
         adapters=AdapterLoader(no_shelf(), Library(0, 0)),
-        operations=Operations(_Weights(), _NoProfiler()),
+        operations=Operations(_Weights(), _Memory(), _NoProfiler()),
     )
 
 

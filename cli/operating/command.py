@@ -17,6 +17,16 @@ EXIT_UNDONE = 1
 LONGEST_S = 900.0
 
 
+def parser(name: str, description: str | None, undone: str) -> argparse.ArgumentParser:
+    """Of `baton NAME`.
+
+    Args:
+        undone: when it exits with EXIT_UNDONE.
+    """
+    epilog = f"Exits with {EXIT_UNDONE} if {undone}."
+    return settings.Parser(prog=f"baton {name}", description=description, epilog=epilog)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be done, and what speaks against it"

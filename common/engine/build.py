@@ -260,7 +260,7 @@ def build(config: EngineConfig) -> Engine:
         adapters=adapters,
         loader=AdapterLoader(shelf, adapters.library),
         guides=_guides(directory, model),
-        weights=WeightsUpdate(config, servable, model, named.result()),
+        weights=WeightsUpdate(config, directory, servable, model, named.result()),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,

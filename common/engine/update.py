@@ -1,11 +1,13 @@
 """Other weights for the model that is served, of the same shape: looked through beside the engine
-while that goes on, then put in the place of the present ones while it is at rest.
+while that goes on, then put in the place of the present ones while it is at rest. Then it can do
+without any, too.
 
-Both on a thread of its own, so the loop turns on. Weights are named by their content.
+All on a thread of its own, so the loop turns on. Weights are named by their content.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,18 +32,31 @@ _FIXED = (".k_scale", ".v_scale")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where weights are read."""
+
+    directory: Path
+    servable: Servable
+
+
 class WeightsUpdate:
     """Engine thread only.
 
     Attributes:
         id: of the weights that are computed with.
-        whole: False: what is there is a part of some and a part of others. Both are changed by the
-            other thread, while the engine is at rest.
+        whole: False: what is there is a part of some and a part of others, or nothing. Both are
+            changed by the other thread, while the engine is at rest.
         tell: called by another thread when something is done.
     """
 
     def __init__(
-        self, config: EngineConfig, served: Servable, model: Model, weights: WeightsId
+        self,
+        config: EngineConfig,
+        directory: Path,
+        served: Servable,
+        model: Model,
+        weights: WeightsId,
     ) -> None:
         self._config = config
         self._served = served
@@ -50,7 +65,8 @@ class WeightsUpdate:
         self._root = None if root is None else root.resolve()
         self._worker = ThreadPoolExecutor(1, "weights")
         self._under_way = False
-        self._prepared: tuple[WeightsId, Servable] | None = None
+        self._prepared: tuple[WeightsId, _Source] | None = None
+        self._source = _Source(directory, served)  # of those that are computed with
         self.id = weights
         self.whole = True
         self.tell: Callable[[], None] = lambda: None
@@ -84,6 +100,34 @@ class WeightsUpdate:
         if prepared is None or prepared[0] != weights:
             raise WrongState("these weights were not prepared")
         return self._begin(lambda: self._put(*prepared))
+
+    def check_drainable(self) -> None:
+        """Raises WrongState where their memory cannot be given back."""
+        if self._model.device.type != "cpu":
+            raise WrongState("weights: they are in a device's memory, which is not given back")
+        if not self._served.refillable:
+            raise WrongState("weights: a model that transformers computes keeps them")
+
+    def give_back(self) -> Future[None]:
+        """Gives their memory back to the system, until `bring_back`. After `check_drainable`.
+
+        Raises:
+            Overloaded: others are under way, or they are not whole.
+        """
+        if self._under_way or not self.whole:
+            raise Overloaded("weights: others are under way")
+        return self._begin(self._give_back)
+
+    def bring_back(self) -> Future[None]:
+        """Reads them again from where they were read. Fails with WrongState: others are there, or
+        none.
+
+        Raises:
+            Overloaded: others are under way.
+        """
+        if self._under_way:
+            raise Overloaded("weights: others are under way")
+        return self._begin(self._bring_back)
 
     def close(self) -> None:
         """Nothing is begun any more."""
@@ -119,17 +163,30 @@ class WeightsUpdate:
         except _UNREADABLE as error:  # whatever is wrong with a file, the engine goes on
             kind = type(error).__name__
             raise InvalidRequest(f"model_path: what is there cannot be read ({kind})") from error
-        self._prepared = weights, there
+        self._prepared = weights, _Source(directory, there)
         return weights
 
-    def _put(self, weights: WeightsId, there: Servable) -> None:
+    def _put(self, weights: WeightsId, source: _Source) -> None:
         if weights == self.id and self.whole:
             return
         self.whole = False
         try:
-            there.refill(self._model, self._config.quantize)
+            source.servable.refill(self._model, self._config.quantize)
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
         except (ConfigError, EngineFault, *_UNREADABLE) as error:
             raise WrongState(f"its weights are incomplete now: {error}") from error
-        self.id, self.whole = weights, True
+        self.id, self.whole, self._source = weights, True, source
+
+    def _give_back(self) -> None:
+        self.whole = False
+        self._served.drain(self._model)
+
+    def _bring_back(self) -> None:
+        source = self._source
+        try:
+            if content(stored_of(source.servable, source.directory)) != self.id:
+                raise WrongState("weights: other ones are now where they were read")
+        except (ConfigError, *_UNREADABLE) as error:
+            raise WrongState(f"weights: they cannot be read again: {error}") from error
+        self._put(self.id, source)

@@ -26,6 +26,8 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "/baton.v1.Node/Switch": _OPERATOR,
     "/baton.v1.Node/Pause": _ROUTER_TOO,
     "/baton.v1.Node/Continue": _ROUTER_TOO,
+    "/baton.v1.Node/ReleaseMemory": _ROUTER_TOO,
+    "/baton.v1.Node/ResumeMemory": _ROUTER_TOO,
     "/baton.v1.Node/StartProfile": _ROUTER_TOO,
     "/baton.v1.Node/StopProfile": _ROUTER_TOO,
     "/baton.v1.Node/FlushCache": _ROUTER_TOO,

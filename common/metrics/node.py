@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 
 from common import bounds
 from common.distribution import Counted
+from common.memory_tags import MEMORY_TAGS
 from common.metrics.declared import Declared, Values
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
@@ -181,6 +182,12 @@ PAUSES = Declared(
 )
 WEIGHT_UPDATES = Declared(
     "baton_weight_updates", "counter", "Times that other weights were put in place."
+)
+MEMORY_AWAY = Declared(
+    "baton_memory_away",
+    "gauge",
+    "1 for each part of the node's memory that is given back to the system, as an operator had it.",
+    {"part": MEMORY_TAGS},
 )
 DRAFT_TOKENS = Declared(
     "baton_draft_tokens",
@@ -360,7 +367,7 @@ BOTH = (
     *(WAITING, QUEUED, TOKEN_SECONDS),
     *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
-    *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, WEIGHT_UPDATES, HANDOFFS),
+    *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, WEIGHT_UPDATES, MEMORY_AWAY, HANDOFFS),
     *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
@@ -525,6 +532,8 @@ def _place(name: str) -> tuple[Declared | None, Values]:
         return PAGES, (rest,)
     if kind == "queue":
         return QUEUE, (rest,)
+    if kind == "away":
+        return MEMORY_AWAY, (rest,)
     if kind == "waiting":
         return WAITING, (rest,)
     key, _, label = rest.partition("/")

@@ -224,6 +224,7 @@ class Desk:
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
         operations = self._operations.counters()
         gauges |= {f"total_{name}": float(value) for name, value in operations.items()}
+        gauges |= self._operations.gauges()
         gauges |= self._own_totals()
         distributions = dict(inside.distributions())
         for meter in self._meters:

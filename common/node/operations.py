@@ -2,19 +2,21 @@
 
 from collections.abc import Iterator
 
+from common.node.memory_calls import Memory, MemoryCalls, Restful
 from common.node.messages import Answer, Ask
 from common.node.pauses import Pauses
 from common.node.profile_calls import ProfileCalls, Profiling
-from common.node.weight_calls import Renewable, WeightCalls, Weights
+from common.node.weight_calls import WeightCalls, Weights
 from common.requests.weights import WeightsId
 
 
 class Operations:
     """Engine thread only."""
 
-    def __init__(self, weights: Weights, profiler: Profiling) -> None:
+    def __init__(self, weights: Weights, memory: Memory, profiler: Profiling) -> None:
         self._pauses = Pauses()
         self._weights = WeightCalls(weights)
+        self._memory = MemoryCalls(memory)
         self._profiles = ProfileCalls(profiler)
 
     @property
@@ -25,19 +27,31 @@ class Operations:
     def counters(self) -> dict[str, int]:
         return {**self._pauses.counters(), **self._weights.counters()}
 
-    def take(self, ask: Ask, role: Renewable) -> Iterator[Answer]:
+    def gauges(self) -> dict[str, float]:
+        return self._memory.gauges()
+
+    def take(self, ask: Ask, role: Restful) -> Iterator[Answer]:
         """What is answered at once; `done` has the other answers."""
         match ask.what:
             case "pause":
+                self._memory.pause()
                 self._pauses.begin(ask, role)
-            case "continue" if reason := self._weights.why_paused:
+            case "continue" if reason := self._memory.why_paused or self._weights.why_paused:
                 yield Answer(ask.number, error=reason)
             case "continue":
                 yield from self._pauses.resume(ask, role)
             case "prepare_weights":
                 yield from self._weights.prepare(ask)
+            case "put_weights" if reason := self._memory.why_no_weights:
+                yield Answer(ask.number, error=reason)
             case "put_weights":
                 yield from self._weights.put(ask, role)
+            case "release_memory" if reason := self._weights.why_busy:
+                yield Answer(ask.number, error=reason)
+            case "release_memory":
+                yield from self._memory.release(ask, role)
+            case "resume_memory":
+                yield from self._memory.resume(ask, role)
             case "start_profile":
                 yield from self._profiles.start(ask)
             case "stop_profile":
@@ -45,8 +59,9 @@ class Operations:
             case unknown:
                 yield Answer(ask.number, error=f"unknown question {unknown!r}")
 
-    def done(self, role: Renewable) -> Iterator[Answer]:
+    def done(self, role: Restful) -> Iterator[Answer]:
         """To be called in each turn."""
         yield from self._pauses.reached(role)
         yield from self._weights.done(role)
+        yield from self._memory.done(role)
         yield from self._profiles.done()

@@ -10,6 +10,7 @@ import msgspec
 
 from common.config import NodeConfig, check_adapter_name
 from common.errors import InvalidRequest, NodeUnavailable, cut
+from common.memory_tags import memory_tags
 from common.node.cache_feed import CacheFeed
 from common.node.engine_link import EngineLink
 from common.node.supervision import Supervision
@@ -187,6 +188,22 @@ class NodeService(node_pb2_grpc.NodeServicer):
         weights = check_weights(request.id)
         await self._engine.ask("put_weights", weights.hex(), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
+
+    async def ReleaseMemory(
+        self, request: router_pb2.ReleaseMemoryRequest, context: Any
+    ) -> router_pb2.ReleaseMemoryResponse:
+        """FAILED_PRECONDITION with the reason why it stays, or some of it."""
+        tags = ",".join(memory_tags(request.tags))
+        await self._engine.ask("release_memory", tags, timeout_s=WEIGHTS_S)
+        return router_pb2.ReleaseMemoryResponse()
+
+    async def ResumeMemory(
+        self, request: router_pb2.ResumeMemoryRequest, context: Any
+    ) -> router_pb2.ResumeMemoryResponse:
+        """FAILED_PRECONDITION with the reason why some of it is away still."""
+        tags = ",".join(memory_tags(request.tags))
+        await self._engine.ask("resume_memory", tags, timeout_s=WEIGHTS_S)
+        return router_pb2.ResumeMemoryResponse()
 
     async def StartProfile(
         self, request: router_pb2.StartProfileRequest, context: Any

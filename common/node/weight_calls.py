@@ -64,11 +64,15 @@ class WeightCalls:
         return {"weight_updates": self._num_updates}
 
     @property
+    def why_busy(self) -> str:
+        """Why nothing else may be done to them; empty: it may."""
+        busy = self._wanted is not None or self._putting is not None
+        return "its weights are being changed" if busy else ""
+
+    @property
     def why_paused(self) -> str:
         """Why it must stay so; empty: it need not."""
-        if self._wanted is not None or self._putting is not None:
-            return "its weights are being changed"
-        return "" if self._weights.whole else "its weights are incomplete"
+        return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
     def prepare(self, ask: Ask) -> Iterator[Answer]:
         """`done` gives the answer, or this does."""

@@ -5,8 +5,10 @@ core reads matrices of many MiB twice as fast by the latter.
 """
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
 
 import torch
 from torch import Tensor
@@ -30,3 +32,24 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with contextlib.suppress(OSError):  # of a system that has none
         memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)
     return whole[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+def give_back(tensor: Tensor) -> None:
+    """Gives the memory of a tensor's storage back to the system. It keeps its address: what is read
+    there is zero until somebody writes, and then the memory is there again. Less than a page at
+    either end stays.
+
+    Args:
+        tensor: in host memory of this process's own, which no device has pinned.
+    Raises:
+        OSError: the system does not take it.
+    """
+    storage = tensor.untyped_storage()
+    begin, page = storage.data_ptr(), mmap.PAGESIZE
+    first, end = -(-begin // page) * page, (begin + storage.nbytes()) // page * page
+    if end > first and _libc.madvise(first, end - first, mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -16,7 +16,7 @@ _COMMANDS = frozenset(
     for name in (
         *("Drain", "Move", "LoadAdapter", "UnloadAdapter"),
         *("Pause", "Continue", "UpdateWeights", "FlushCache"),
-        *("StartProfile", "StopProfile"),
+        *("ReleaseMemory", "ResumeMemory", "StartProfile", "StopProfile"),
     )
 )
 

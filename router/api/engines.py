@@ -1,5 +1,6 @@
 """What operators ask of all engines, as SGLang has it: /pause_generation, /continue_generation,
-/update_weights_from_disk, /start_profile, /stop_profile, /flush_cache."""
+/update_weights_from_disk, /release_memory_occupation, /resume_memory_occupation, /start_profile,
+/stop_profile, /flush_cache."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Generic, TypeVar
@@ -20,6 +21,7 @@ from router.cluster.engine_calls import EngineCalls
 PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
 FLUSH_PATH = "/flush_cache"
 UPDATE_PATH = "/update_weights_from_disk"
+RELEASE_PATH, RESUME_PATH = "/release_memory_occupation", "/resume_memory_occupation"
 PROFILE_PATH, END_PROFILE_PATH = "/start_profile", "/stop_profile"
 
 F = TypeVar("F", bound=msgspec.Struct)
@@ -32,6 +34,10 @@ class PauseFields(msgspec.Struct, kw_only=True):
 class UpdateFields(msgspec.Struct, kw_only=True):
     model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
     abort_all_requests: bool = False
+
+
+class MemoryFields(msgspec.Struct, kw_only=True):
+    tags: Annotated[list[str], msgspec.Meta(max_length=8)] | None = None
 
 
 class ProfileFields(msgspec.Struct, kw_only=True):
@@ -70,6 +76,8 @@ COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
     CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
     UPDATE_PATH: ("Has all nodes compute with other weights of the model.", UpdateFields),
+    RELEASE_PATH: ("Has all nodes give memory back to the system.", MemoryFields),
+    RESUME_PATH: ("Has all nodes take it again.", MemoryFields),
     PROFILE_PATH: ("Has torch's profiler watch the next steps of all nodes.", ProfileFields),
     END_PROFILE_PATH: ("Ends that, and waits for the traces to be written.", NoFields),
     FLUSH_PATH: ("Empties the prefix caches of all nodes.", NoFields),
@@ -88,6 +96,8 @@ class Engines:
             PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
             CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
             UPDATE_PATH: {"POST": _Command(UpdateFields, self._update, _OF_UPDATES)},
+            RELEASE_PATH: {"POST": _Command(MemoryFields, self._release)},
+            RESUME_PATH: {"POST": _Command(MemoryFields, self._resume)},
             PROFILE_PATH: {"POST": _Command(ProfileFields, self._profile, _OF_PROFILES)},
             END_PROFILE_PATH: {"POST": _Command(NoFields, self._end_profile)},
             FLUSH_PATH: {"POST": _Command(NoFields, self._flush)},
@@ -106,6 +116,14 @@ class Engines:
         updated = await self._calls.update_weights(fields.model_path, abort=abort)
         weights = updated.id.hex()
         return {"success": True, "message": f"weights {weights}", "weights": weights}
+
+    async def _release(self, fields: MemoryFields) -> Mapping[str, Any]:
+        await self._calls.release_memory(fields.tags or ())
+        return {"status": "released"}
+
+    async def _resume(self, fields: MemoryFields) -> Mapping[str, Any]:
+        await self._calls.resume_memory(fields.tags or ())
+        return {"status": "resumed"}
 
     async def _profile(self, fields: ProfileFields) -> Mapping[str, Any]:
         return _traces("profiling", await self._calls.start_profile(fields.num_steps or 0))

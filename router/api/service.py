@@ -208,6 +208,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.UpdateWeightsResponse:
         return await self._engines.update_weights(request.path, abort=request.abort)
 
+    async def ReleaseMemory(
+        self, request: router_pb2.ReleaseMemoryRequest, context: Context
+    ) -> router_pb2.ReleaseMemoryResponse:
+        await self._engines.release_memory(request.tags)
+        return router_pb2.ReleaseMemoryResponse()
+
+    async def ResumeMemory(
+        self, request: router_pb2.ResumeMemoryRequest, context: Context
+    ) -> router_pb2.ResumeMemoryResponse:
+        await self._engines.resume_memory(request.tags)
+        return router_pb2.ResumeMemoryResponse()
+
     async def StartProfile(
         self, request: router_pb2.StartProfileRequest, context: Context
     ) -> router_pb2.ProfilesResponse:

@@ -1,9 +1,11 @@
 """What operators ask of the engines of all nodes at once: pauses, other weights, empty caches."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from common.errors import InvalidRequest, WrongState
+from common.memory_tags import memory_tags
 from common.pause_mode import PauseMode, pause_mode
 from common.requests.weights import WeightsId
 from protos import node_pb2, router_pb2
@@ -93,6 +95,36 @@ class EngineCalls:
         if len(found) > 1:
             raise InvalidRequest("model_path: nodes have read different weights there")
         return found.pop()
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """All nodes have given theirs back when this returns; if it raises, those that had it
+        before have it again.
+
+        Args:
+            tags: as in ReleaseMemoryRequest.
+        Raises:
+            InvalidRequest: there is no such part of memory.
+            WrongState: a node has not, or does not answer; or there is none.
+        """
+        request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
+        said = await ask_all(self._survey.members, "ReleaseMemory", request, _WEIGHTS_S)
+        if not said:
+            raise WrongState("there is no node that has memory")
+        if problems := _problems(said):
+            with suppress(WrongState):
+                await self.resume_memory(tags)
+            raise WrongState(problems)
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """
+        Args:
+            tags: as in ResumeMemoryRequest.
+        Raises:
+            InvalidRequest: there is no such part of memory.
+            WrongState: a node has not all of its memory, or does not answer; the others have.
+        """
+        request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
+        _check(await ask_all(self._survey.members, "ResumeMemory", request, _WEIGHTS_S))
 
     async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
         """

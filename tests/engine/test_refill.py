@@ -93,7 +93,9 @@ def shelf(tmp_path_factory):
 def update(shelf):
     served = open_checkpoint(shelf / "old")
     config = EngineConfig(model=str(shelf / "old"), weights_directory=shelf)
-    made = WeightsUpdate(config, served, load(shelf / "old", CPU, torch.float32), UNNAMED)
+    made = WeightsUpdate(
+        config, shelf / "old", served, load(shelf / "old", CPU, torch.float32), UNNAMED
+    )
     yield made
     made.close()
 
@@ -136,7 +138,9 @@ def test_what_are_no_weights_of_the_model_is_found_before_anything_changes(updat
 
 def test_without_a_directory_there_are_no_other_weights(shelf):
     config = EngineConfig(model=str(shelf / "old"))
-    update = WeightsUpdate(config, open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED)
+    update = WeightsUpdate(
+        config, shelf / "old", open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED
+    )
     with pytest.raises(InvalidRequest, match=r"has no engine\.weights_directory"):
         update.prepare("new")
     update.close()

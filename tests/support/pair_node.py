@@ -35,6 +35,7 @@ from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.models import Model, content, load, open_checkpoint, stored_of
+from common.engine.occupation import Occupation
 from common.engine.rows.batch import Launched
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import FinishReason
@@ -516,7 +517,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
             model.spec.eos_token_ids,
             AllPass(),
         ),
-        weights=WeightsUpdate(config, served, model, named),
+        weights=WeightsUpdate(config, directory, served, model, named),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
@@ -548,11 +549,13 @@ def _hello(engine: Engine, instance: int, address: str) -> Hello:
 
 
 def _desk(router: RouterEnd, engine: Engine, config: EngineConfig) -> Desk:
+    pools = (engine.pool.tensor, engine.host_pool.tensor)
+    memory = Occupation(engine.weights, engine.pages, pools, "", lambda: None)
     return Desk(
         router,
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: 0,
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
-        operations=Operations(engine.weights, engine.profiler(config, "test", lambda: 0)),
+        operations=Operations(engine.weights, memory, engine.profiler(config, "test", lambda: 0)),
     )

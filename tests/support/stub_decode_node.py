@@ -66,6 +66,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.calls_adapters: dict[str, bytes] = {}  # what it reads at a path; else its hash
         self.paused = ""  # in which mode; "": it is not
         self.refuses_pauses = ""  # why, if it does; and to empty its cache
+        self.away: set[str] = set()  # parts of its memory
         self.profiled: int | None = None  # steps; None: never
         self.prepared = self.weights = b""
         self.in_mode = ""  # in which it was paused while it has got weights
@@ -158,6 +159,20 @@ class StubNode(node_pb2_grpc.NodeServicer):
             raise WrongState(self.loses_weights or "it is not paused, or they are not prepared")
         self.weights, self.in_mode = request.id, self.paused
         return node_pb2.PutWeightsResponse()
+
+    async def ReleaseMemory(
+        self, request: router_pb2.ReleaseMemoryRequest, context: Any
+    ) -> router_pb2.ReleaseMemoryResponse:
+        if self.refuses_pauses:
+            raise WrongState(self.refuses_pauses)
+        self.away |= set(request.tags)
+        return router_pb2.ReleaseMemoryResponse()
+
+    async def ResumeMemory(
+        self, request: router_pb2.ResumeMemoryRequest, context: Any
+    ) -> router_pb2.ResumeMemoryResponse:
+        self.away -= set(request.tags)
+        return router_pb2.ResumeMemoryResponse()
 
     async def StartProfile(
         self, request: router_pb2.StartProfileRequest, context: Any

@@ -69,7 +69,7 @@ class Servable(Protocol):
 
     @property
     def refillable(self) -> bool:
-        """Whether `refill` can be called."""
+        """Whether `refill` and `drain` can be called."""
         ...
 
     def stored(self) -> Iterable[str]:
@@ -100,6 +100,10 @@ class Servable(Protocol):
             ConfigError: as `load`; nothing has changed.
             EngineFault: they differ in more than numbers; some of them are there already.
         """
+        ...
+
+    def drain(self, model: Model) -> None:
+        """Gives the memory of such a model's weights back to the system, until `refill`."""
         ...
 
     def config_hash(self) -> str:

@@ -12,6 +12,7 @@ from common.engine.models.checkpoint import Checkpoint, stored_names
 from common.engine.models.decoder import Decoder
 from common.engine.models.families import read_decoder
 from common.engine.models.heads import as_stored
+from common.engine.models.refill import drain
 from common.engine.models.spec import ModelSpec
 from common.engine.models.weights import (
     load_weights,
@@ -20,6 +21,7 @@ from common.engine.models.weights import (
     weight_bytes,
 )
 from common.errors import ConfigError
+from common.process.allocator import trim
 
 
 class NativeCheckpoint:
@@ -54,6 +56,12 @@ class NativeCheckpoint:
         if not isinstance(model, Decoder):
             raise ConfigError(f"{self._directory}: the model that runs is not computed natively")
         refill_weights(model, Checkpoint(self._directory), self._decoder, quantize)
+
+    def drain(self, model: object) -> None:
+        assert isinstance(model, Decoder)
+        for part in model.parts:
+            drain(part)
+        trim()
 
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())

@@ -1,5 +1,5 @@
-"""Other numbers in the tensors of a model that is there: whoever holds these, or has noted where
-they are, computes with them from then on."""
+"""Other numbers in the tensors of a model that is there, or none for a while: whoever holds these,
+or has noted where they are, computes with what is there from then on."""
 
 from dataclasses import fields, is_dataclass
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from common.errors import EngineFault
+from kernels.cpu.memory import give_back
 
 
 def refill(present: object, fresh: object) -> None:
@@ -18,6 +19,23 @@ def refill(present: object, fresh: object) -> None:
     """
     with torch.inference_mode():
         _refill(present, fresh, type(present).__name__)
+
+
+def drain(present: object) -> None:
+    """Gives the memory of all tensors of `present`, on the host, back to the system. They keep
+    their places, and `refill` fills them. Nothing may compute with them meanwhile."""
+    if isinstance(present, Tensor):
+        give_back(present)
+    elif is_dataclass(present):
+        for each in fields(present):
+            part = getattr(present, each.name)
+            if isinstance(part, Tensor) and part.is_mkldnn:
+                object.__setattr__(present, each.name, torch.empty(0))
+            else:
+                drain(part)
+    elif isinstance(present, tuple | list):
+        for part in present:
+            drain(part)
 
 
 def _refill(present: object, fresh: object, place: str) -> None:
@@ -41,7 +59,7 @@ def _refill(present: object, fresh: object, place: str) -> None:
 
 def _refill_field(owner: object, other: object, name: str, place: str) -> None:
     present, fresh = getattr(owner, name), getattr(other, name)
-    if isinstance(present, Tensor) and present.is_mkldnn:
+    if isinstance(present, Tensor) and isinstance(fresh, Tensor) and fresh.is_mkldnn:
         # Opaque: nobody can have noted its address, and nobody can write to it.
         object.__setattr__(owner, name, fresh)
     else:

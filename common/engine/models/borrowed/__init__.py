@@ -56,6 +56,9 @@ class BorrowedCheckpoint:
     def refill(self, model: object, quantize: Quantize) -> None:
         raise EngineFault("a model that transformers computes takes no other weights")
 
+    def drain(self, model: object) -> None:
+        raise EngineFault("a model that transformers computes keeps its weights")
+
     def config_hash(self) -> str:
         """Of all that the configuration says about what is computed."""
         config = self._skeleton.model.config.to_diff_dict()

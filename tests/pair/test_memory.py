@@ -1,0 +1,106 @@
+"""Memory given back and taken again by nodes that stay paired: answers are right, none is of KV
+that is gone."""
+
+import shutil
+
+import pytest
+
+from tests.pair.test_pauses import computes_nothing, one_runs, resumed, told
+from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, prepared, rig, shelf
+
+__all__ = ["greedy", "rig", "shelf"]  # fixtures
+
+ALL = "kv_cache,weights"
+
+
+def released(rig, *nodes, tags=ALL):
+    for node in nodes or (*rig.decode, *rig.prefill):
+        assert not told(rig, node, "release_memory", tags).error
+
+
+def taken_again(rig, *nodes, tags=ALL):
+    for node in nodes or rig.nodes:
+        assert not told(rig, node, "resume_memory", tags).error
+
+
+@pytest.mark.parametrize("tags", ["kv_cache", "weights", ALL])
+def test_paused_nodes_give_memory_back_and_answer_as_if_they_had_not(rig, greedy, tags):
+    assert ask(rig).tokens == greedy("old", PROMPT, 8)
+    running = rig.ask(PROMPT, MANY)
+    one_runs(rig)
+    (node, *_), pairs = rig.decode, rig.wires.num_begun
+    assert told(rig, node, "release_memory", tags).error == (
+        "requests are here: pause the node first"
+    )
+    pause(rig)
+    released(rig, tags=tags)
+    for node in rig.nodes:
+        assert node.pages("free") == node.engine.pages.num_pages
+        gone = not node.engine.pool.tensor.any()
+        assert gone == ("kv_cache" in tags)
+        assert "memory is given back" in told(rig, node, "continue").error
+    late = rig.ask(PROMPT, 8)
+    assert computes_nothing(rig) and not late.ended
+    taken_again(rig, tags=tags)
+    assert computes_nothing(rig)
+    resumed(rig)
+    rig.run()
+    assert running.tokens == greedy("old", PROMPT, MANY)
+    assert late.tokens == greedy("old", PROMPT, 8)
+    rig.flush(*rig.nodes)
+    again = ask(rig)
+    assert (again.tokens, again.cached_tokens) == (greedy("old", PROMPT, 8), 0)
+    assert rig.wires.num_begun == pairs
+
+
+def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
+    assert ask(rig).tokens == greedy("old", PROMPT, 8)
+    rig.until_free()
+    released(rig)
+    late = rig.ask(PROMPT, 8)
+    assert computes_nothing(rig) and not late.ended
+    taken_again(rig, tags="kv_cache")
+    assert computes_nothing(rig) and not late.ended
+    taken_again(rig, tags="weights")
+    rig.run()
+    assert (late.tokens, late.cached_tokens) == (greedy("old", PROMPT, 8), 0)
+
+
+def test_who_is_paused_meanwhile_stays_so(rig):
+    (node,) = rig.decode
+    released(rig, node)
+    assert not told(rig, node, "pause", "retract").fresh
+    taken_again(rig, node)
+    assert node.role.paused
+    resumed(rig, node)
+
+
+def test_other_weights_are_put_where_weights_are(rig, greedy):
+    pause(rig)
+    released(rig)
+    for node in rig.nodes:
+        weights = prepared(rig, node)
+        assert "memory is given back" in told(rig, node, "put_weights", weights.hex()).error
+        taken_again(rig, node, tags="weights")
+        assert not told(rig, node, "put_weights", weights.hex()).error
+        released(rig, node, tags="weights")
+        taken_again(rig, node)
+        assert node.desk.weights == weights
+    resumed(rig)
+    assert ask(rig).tokens == greedy("new", PROMPT, 8)
+
+
+def test_a_node_whose_weights_are_not_to_be_had_sleeps_on(rig, shelf, greedy):
+    (node,) = rig.decode
+    stored, aside = shelf / "old" / "model.safetensors", shelf / "aside"
+    released(rig, node)
+    shutil.move(stored, aside)
+    try:
+        assert "cannot be read again" in told(rig, node, "resume_memory", ALL).error
+        shutil.copy(shelf / "new" / "model.safetensors", stored)
+        assert "other ones are now" in told(rig, node, "resume_memory", ALL).error
+        assert node.role.paused
+    finally:
+        shutil.move(aside, stored)
+    taken_again(rig, node)
+    assert ask(rig).tokens == greedy("old", PROMPT, 8)
