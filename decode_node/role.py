@@ -255,7 +255,7 @@ class DecodeRole:
                     self._desk.links[event.address] = (event.path, event.gib_per_s)
                 case OwnerDown():
                     if self._dispatcher.owner_down(event, now):
-                        del self._desk.links[event.address]
+                        self._desk.links.pop(event.address, None)
                 case HandoffAdmitted():
                     self._handoffs.admitted(event)
                 case FirstToken():
@@ -357,6 +357,7 @@ class DecodeRole:
 
     def renew(self) -> None:
         self._port.post(ComputesWith(self._desk.weights))
+        self._desk.links.clear()
         for request in self._live:
             request.compute_with(self._desk.weights)
 

@@ -304,6 +304,7 @@ class PrefillRole:
 
     def renew(self) -> None:
         self._port.post(ComputesWith(self._desk.weights))
+        self._desk.links.clear()
         self._pooled.renew()
 
     def _give_up_all(self) -> None:

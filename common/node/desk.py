@@ -179,8 +179,11 @@ class Desk:
                     )
         self._cache.flush()
         self._tell_loaded()
-        self._tell(self._operations.done(inside))
+        answers = tuple(self._operations.done(inside))
+        if answers:
+            self._report_at = 0.0  # whoever hears that it is done shall not find it undone
         self._report(inside)
+        self._tell(answers)
 
     def notify(self, message: EngineMessage) -> None:
         """Tells the front something that it has not asked."""

@@ -34,7 +34,8 @@ class Renewable(Pausable, Protocol):
         ...
 
     def renew(self) -> None:
-        """There are other weights: what waits is computed with these."""
+        """There are other weights: what waits is computed with these, and the pairs of this node
+        end, for it pairs with those that have them too."""
         ...
 
 
@@ -43,6 +44,7 @@ class _Asked:
     number: int
     weights: WeightsId
     future: Future[Any]
+    before: WeightsId = UNNAMED  # that were computed with
 
 
 class WeightCalls:
@@ -105,13 +107,15 @@ class WeightCalls:
             asked, self._putting = self._putting, None
             if asked.future.exception() is None:
                 self._num_updates += 1
-                role.renew()
+                if self._weights.id != asked.before:
+                    role.renew()
             yield _answer(asked)
 
     def _put(self, ask: Ask) -> Iterator[Answer]:
         weights = bytes.fromhex(ask.argument)
         try:
-            self._putting = _Asked(ask.number, weights, self._weights.put(weights))
+            before = self._weights.id
+            self._putting = _Asked(ask.number, weights, self._weights.put(weights), before)
         except ServingError as error:
             yield Answer(ask.number, error=str(error))
 

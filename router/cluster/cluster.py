@@ -260,11 +260,12 @@ class Cluster:
         self._on_change()
 
     def _may_wake(self, client: DecodeClient) -> bool:
-        """Whether all that keeps a node from requests is a silence of its engine that may end."""
+        """Whether all that keeps a node from requests is a pause, in which its pairs may end and
+        come back, or a silence of its engine that may end."""
         status = client.status
         if status is None or status.state != "ready" or client.dead:
             return False
-        return not client.moves or self._survey.silent(client.address)
+        return client.paused or not client.moves or self._survey.silent(client.address)
 
     def _usable(self, clients: Sequence[DecodeClient]) -> Sequence[DecodeChoice]:
         """Those of the decode nodes that can take a request, with the prefill nodes they can read

@@ -1,5 +1,7 @@
 """What operators ask of the engines of all nodes at once: pauses, other weights, empty caches."""
 
+import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,6 +17,8 @@ from router.cluster.survey import Member, Survey
 _PAUSE_S = 65.0  # longer than a node takes
 _WEIGHTS_S = 605.0
 _PROFILE_S = 65.0
+_PAIRS_S = 30.0
+_LOOK_S = 0.1
 _ANSWER_S = 10.0
 
 
@@ -74,15 +78,34 @@ class EngineCalls:
             WrongState: a node could not be paused, and nothing has changed; or it has not changed,
                 and all stay paused.
         """
-        prepared = await self._prepare(path)
+        prepared, pairs = await self._prepare(path), await self._pairs()
         paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
         request = node_pb2.PutWeightsRequest(id=prepared)
         said = await ask_all(self._survey.members, "PutWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
             raise WrongState(f"{problems}; all nodes stay paused until this is done again")
+        await self._paired(pairs)
         if paused.fresh:
             await self.resume()
         return router_pb2.UpdateWeightsResponse(id=prepared, aborted=paused.aborted)
+
+    async def _pairs(self) -> frozenset[tuple[str, str]]:
+        """Each decode node with each node that it can read from."""
+        return frozenset(
+            (report.address, link.peer)
+            for report in await self._survey.look()
+            if report.role == "decode" and report.description is not None
+            for link in report.description.links
+        )
+
+    async def _paired(self, pairs: frozenset[tuple[str, str]]) -> None:
+        """Returns once these are again, as they are soon among nodes that have got other weights;
+        after a while in any case."""
+        until = time.monotonic() + _PAIRS_S
+        while time.monotonic() < until:
+            if pairs <= await self._pairs():
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def _prepare(self, path: str) -> WeightsId:
         request = node_pb2.PrepareWeightsRequest(path=path)

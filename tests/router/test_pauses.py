@@ -1,5 +1,6 @@
 """Pauses and empty caches as operators ask for them: of all nodes or of none."""
 
+import asyncio
 import json
 
 import pytest
@@ -12,12 +13,13 @@ from common.errors import NodeUnavailable
 from protos import router_pb2
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.api.engines import COMMANDS
+from router.cluster import cluster
 from router.policy import PlacementKey
 from tests.router.openai_rig import api_for
-from tests.router.rig import collect, eventually, router_for
+from tests.router.rig import collect, eventually, router_for, submitted_or_over
 from tests.router.test_replay import ask, two_nodes
 from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 from tests.support.stub_pooling_node import StubPoolingNode
 
 PAUSE, CONTINUE, FLUSH = "/pause_generation", "/continue_generation", "/flush_cache"
@@ -165,3 +167,21 @@ async def test_texts_are_embedded_at_nodes_that_are_not_paused(model):
                 answer = await post(router.http_port, "/v1/embeddings", {"input": "x"})
                 assert answer.status == 200
             assert (len(p0.calls), len(p1.calls)) == (0, 4)
+
+
+async def test_requests_wait_for_a_paused_node_whose_pairs_are_made_anew(model, monkeypatch):
+    monkeypatch.setattr(cluster, "GRACE_S", 0.0)
+    async with StubNode() as prefill:
+        async with StubDecodeNode(paired=[prefill.address], serves_alone=False) as decode:
+            where = {"decode": [decode.address], "prefill": [prefill.address]}
+            async with router_for(model, **where) as (client, router):
+                await client.wait_until_serving()
+                decode.change_status(paused=True, links=[])
+                await eventually(lambda: not router.cluster.ready)
+                answer = asyncio.create_task(collect(ask(client)))
+                await eventually(lambda: answer.done() or router.admission.num_live)
+                decode.change_status(paused=False, links=links_to([prefill.address]))
+                submit = await submitted_or_over(decode, answer)
+                assert submit is not None, answer.exception()
+                decode.say(ended={submit.request: FINISH_REASON_STOP})
+                await answer

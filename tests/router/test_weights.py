@@ -1,14 +1,16 @@
 """Other weights as operators ask for them: on all nodes, or a clear word about who has which."""
 
+import asyncio
+
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 
 from protos import router_pb2
 from tests.router.openai_rig import api_for
-from tests.router.rig import router_for
+from tests.router.rig import eventually, router_for
 from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 UPDATE, PAUSE = "/update_weights_from_disk", "/pause_generation"
 
@@ -108,3 +110,15 @@ async def test_what_could_be_no_weights_reaches_no_node(model, asked, param):
         answer = await api.post(UPDATE, **asked)
         assert (answer.status, answer.error["param"]) == (400, param)
         assert api.node.prepared == b""
+
+
+async def test_nodes_go_on_once_those_that_were_pairs_are_again(two):
+    two.decode.unpairs = True
+    updating = asyncio.create_task(two.update())
+    await eventually(lambda: all(two.weights))
+    asked = two.decode.num_described
+    await eventually(lambda: two.decode.num_described > asked + 1)
+    assert "" not in two.paused
+    two.decode.description.links.extend(links_to(["127.0.0.1:1"]))
+    assert (await updating).status == 200
+    assert two.paused == {""}

@@ -71,6 +71,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.prepared = self.weights = b""
         self.in_mode = ""  # in which it was paused while it has got weights
         self.refuses_weights = self.loses_weights = ""  # why, if it does
+        self.unpairs = False  # when it gets weights
         self.calls_weights = b""  # whatever the path
         self.address = ""
         self._port = port
@@ -158,6 +159,8 @@ class StubNode(node_pb2_grpc.NodeServicer):
         if self.loses_weights or not self.paused or request.id != self.prepared:
             raise WrongState(self.loses_weights or "it is not paused, or they are not prepared")
         self.weights, self.in_mode = request.id, self.paused
+        if self.unpairs:
+            del self.description.links[:]
         return node_pb2.PutWeightsResponse()
 
     async def ReleaseMemory(
