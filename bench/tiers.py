@@ -1,15 +1,18 @@
-"""What conversations gain by a tier of host memory below a prefix cache that is too small for them:
-time to first token, tokens that are computed, and what it costs those who are being answered.
+"""What conversations gain by tiers below a prefix cache that is too small for them: time to first
+token, tokens that are computed, and what it costs those who are being answered.
 
     python -m bench.tiers [--talks 6] [--turns 4] [--opening 1024] [--pages 256] [--tier-mib 1024]
+                          [--host-mib 64]
 
-Two systems of a router and a colocated node each, on this machine's cores, with random weights of
-Qwen3's shape; one of them has the tier. Both hold the same conversations, in turns: a turn of each
-in the one, the same in the other, whoever was first last time last. By the time that a conversation
-goes on, the others have taken its pages. Answers are greedy, and the same in both.
+Three systems of a router and a colocated node each, on this machine's cores, with random weights of
+Qwen3's shape: one without a tier; one with a tier of host memory, large enough for all of it; one
+with files, as large, below little host memory. All hold the same conversations, in turns: a turn of
+each in the one, the same in the next, in another order every time. By the time that a conversation
+goes on, the others have taken its pages. Answers are greedy, and the same in all.
 
 What is told of the first turn is left out: nobody has anything of it. The gaps are those between
-the tokens of answers, while other conversations' prompts are computed, saved and brought back.
+the tokens of answers, while other conversations' prompts are computed, copied and read. At last the
+node with files is started again, and says one more turn of each.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +34,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, free_ports
 from tests.support.scrapes import scraped, total
 
-_MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third of a millisecond
+MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third of a millisecond
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 8,
@@ -39,8 +42,9 @@ _MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third o
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
+AGAIN = "files, node started again"
 _PROMPT, _CACHED = "baton_prompt_tokens_total", "baton_cached_tokens_total"
-_BROUGHT = "baton_tier_tokens_total"
+_BROUGHT = {tier: ("baton_tier_tokens_total", {"tier": tier}) for tier in ("host", "file")}
 
 
 @dataclass(slots=True)
@@ -68,17 +72,43 @@ class _System:
         """Adds what there is now, times the sign, once the engine has told it."""
         await asyncio.sleep(2 * REPORT_INTERVAL_S)
         scrape = scraped(self.metrics_port)
-        for name in (_PROMPT, _CACHED, _BROUGHT):
-            self.counted[name] = self.counted.get(name, 0.0) + sign * total(scrape, name)
+        now = {name: total(scrape, name) for name in (_PROMPT, _CACHED)}
+        now |= {tier: total(scrape, name, **labels) for tier, (name, labels) in _BROUGHT.items()}
+        for name, number in now.items():
+            self.counted[name] = self.counted.get(name, 0.0) + sign * number
+
+    async def restarted(self) -> "_System":
+        """The same with its node started again, and nothing counted."""
+        (node,) = self.cluster.decode
+        await self.cluster.kill(node)
+        await self._until_ready(False)
+        await self.cluster.start_again(node)
+        await self._until_ready(True)
+        return _System(self.cluster, self.metrics_port)
+
+    async def _until_ready(self, wanted: bool) -> None:
+        async def found() -> bool:
+            (node,) = (await self.cluster.describe()).nodes
+            return (node.state == "ready") is wanted
+
+        await self.cluster.wait_until(found, "the router knows how its node is")
 
 
 async def measure(options: argparse.Namespace) -> dict[str, _System]:
     draw = Random(7)
     talks = [_drawn(draw, options.opening) for _ in range(options.talks)]
     flags = (f"--engine.cache.num-pages={options.pages}", "--engine.threads=1")
-    own = {"tier": (f"--engine.tiers.host-bytes={options.tier_mib << 20}",), "no tier": ()}
     with tempfile.TemporaryDirectory(prefix="baton-tiers-") as directory:
-        model = make_checkpoint(Path(directory) / "model", **_MODEL)
+        model = make_checkpoint(Path(directory) / "model", **MODEL)
+        own: dict[str, tuple[str, ...]] = {
+            "host memory": (f"--engine.tiers.host-bytes={options.tier_mib << 20}",),
+            "files": (
+                f"--engine.tiers.host-bytes={options.host_mib << 20}",
+                f"--engine.tiers.file-dir={directory}/pages",
+                f"--engine.tiers.file-bytes={options.tier_mib << 20}",
+            ),
+            "no tier": (),
+        }
         async with AsyncExitStack() as stack:
             systems = {}
             for name, ports in zip(own, free_ports(len(own)), strict=True):
@@ -94,18 +124,33 @@ async def measure(options: argparse.Namespace) -> dict[str, _System]:
                 if turn == 1:
                     for system in systems.values():
                         await system.count(-1)
-                said = [_drawn(draw, options.says) for _ in talks]
-                names = list(systems)[:: 1 if turn % 2 else -1]
+                names = list(systems)[turn % 3 :] + list(systems)[: turn % 3]
                 heard = {name: await _turn(systems[name], talks, options, turn) for name in names}
-                if heard["tier"] != heard["no tier"]:
-                    raise SystemExit("the two systems answer differently")
-                talks = [
-                    [*talk, *answer, *more]
-                    for talk, answer, more in zip(talks, heard["tier"], said, strict=True)
-                ]
+                talks = _go_on(talks, heard, draw, options)
             for system in systems.values():
                 await system.count(1)
+            again = systems[AGAIN] = await systems["files"].restarted()
+            heard = {AGAIN: await _turn(again, talks, options, options.turns)}
+            heard["no tier"] = await _turn(
+                _System(systems["no tier"].cluster, 0), talks, options, 0
+            )
+            _go_on(talks, heard, draw, options)
+            await again.count(1)
     return systems
+
+
+def _go_on(
+    talks: Sequence[Sequence[int]],
+    heard: Mapping[str, list[list[int]]],
+    draw: Random,
+    options: argparse.Namespace,
+) -> list[list[int]]:
+    """The next prompts, after what everybody has answered."""
+    answers = heard["no tier"]
+    if any(other != answers for other in heard.values()):
+        raise SystemExit("the systems answer differently")
+    pairs = zip(talks, answers, strict=True)
+    return [[*talk, *answer, *_drawn(draw, options.says)] for talk, answer in pairs]
 
 
 async def _turn(
@@ -128,10 +173,9 @@ def _drawn(draw: Random, count: int) -> list[int]:
 def _row(name: str, system: _System) -> dict[str, Any]:
     first, gaps = (record.percentiles(each, 1e3) for each in (system.first_tokens, system.gaps))
     counted = system.counted
-    shares = {
-        "device": (counted[_CACHED] - counted[_BROUGHT]) / counted[_PROMPT],
-        "host": counted[_BROUGHT] / counted[_PROMPT],
-    }
+    brought = {tier: counted[tier] for tier in _BROUGHT}
+    found = {"device": counted[_CACHED] - sum(brought.values()), **brought}
+    shares = {tier: tokens / counted[_PROMPT] for tier, tokens in found.items()}
     return {
         "system": name,
         **{f"first_{each}": number for each, number in first.items()},
@@ -153,17 +197,19 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="conversations")
     parser.add_argument("--pages", type=int, default=256, help="of 16 tokens, on the device")
     parser.add_argument("--tier-mib", type=int, default=1024)
+    parser.add_argument("--host-mib", type=int, default=64, help="above files")
     options = parser.parse_args()
     systems = asyncio.run(measure(options))
     rows = [_row(name, system) for name, system in systems.items()]
     columns = {"": "{system}", "TTFT p50 ms": "{first_p50}", "p90": "{first_p90}"}
     columns |= {"p99": "{first_p99}", "gap p50 ms": "{gap_p50}", "gap p99": "{gap_p99}"}
     columns |= {"found on device": "{device:.0%}", "in host memory": "{host:.0%}"}
+    columns |= {"in files": "{file:.0%}"}
     record.table(rows, columns | {"computed": "{computed}"})
     first = {name: statistics.median(system.first_tokens) for name, system in systems.items()}
-    ratio = first["tier"] / first["no tier"]
-    record.say(f"tier / no tier: TTFT p50 {ratio:.2f}")
-    record.emit("tiers", vars(options), rows, first_token_ratio=round(ratio, 3))
+    ratios = {name: round(each / first["no tier"], 3) for name, each in first.items()}
+    record.say(f"TTFT p50 over that without a tier: {ratios}")
+    record.emit("tiers", vars(options), rows, first_token_ratios=ratios)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,22 @@ class TiersConfig(Record):
         description="host memory for it, beside host_pages, pinned with CUDA; it pays if there is "
         "more of it than of the pool. 0: nowhere",
     )
+    file_dir: Path | None = Field(
+        None,
+        description="what leaves that host memory is in files below this directory, and is there "
+        "after a restart; for those only who may read prompts. Default: nowhere",
+    )
+    file_bytes: int = Field(
+        0, ge=0, description="of each node's files there; it pays if they are more than host_bytes"
+    )
+
+    @model_validator(mode="after")
+    def _files_are_below_host_memory(self) -> Self:
+        if (self.file_dir is not None) != (self.file_bytes > 0):
+            raise ValueError("file_dir and file_bytes go together")
+        if self.file_bytes and not self.host_bytes:
+            raise ValueError("file_dir: files are read by way of host_bytes, of which there are 0")
+        return self
 
 
 class SchedulerConfig(Record):

@@ -41,6 +41,11 @@ class PageTables:
         return len(self.windows)
 
     @property
+    def width(self) -> int:
+        """Pages that go with one page of tokens, its state's too."""
+        return self.num_tables + self.state_pages
+
+    @property
     def num_full(self) -> int:
         return self.windows.count(None)
 

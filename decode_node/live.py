@@ -195,4 +195,4 @@ class LiveRequests:
 def _complete(stamps: RequestStamps, request: Request) -> None:
     """With what the scheduler notes in the request itself."""
     stamps.admitted, stamps.away = request.admitted, request.away
-    stamps.cached_tokens = request.cached_tokens
+    stamps.cached_tokens, stamps.bringing = request.cached_tokens, request.bringing

@@ -470,6 +470,7 @@ class PrefillRole:
         self._sharing.admitted(request)
         stamps = self._stamps[handoff.serial]
         stamps.admitted, stamps.cached_tokens = request.admitted, request.cached_tokens
+        stamps.bringing = request.bringing
         self._pages.hold(lent, Holder.PUBLICATION)
         self._lent[handoff.serial] = lent
         self._port.post(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.config import EngineConfig
+from common.config import EngineConfig, TiersConfig
 from common.cores import threads_at_hand
 from common.engine.adapters.adapters import Adapters
 from common.engine.adapters.bank import AdapterBank
@@ -58,7 +58,11 @@ from common.engine.sizing import (
     resolve_shape,
 )
 from common.engine.speculate.speculator import Speculator, check_speculation
+from common.engine.tiers.file_cache import FileCache
+from common.engine.tiers.file_threads import FileThreads
 from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.page_files import PageFiles
+from common.engine.tiers.page_records import version_of
 from common.engine.tiers.tiers import Tiers
 from common.engine.update import WeightsUpdate
 from common.errors import ConfigError
@@ -149,7 +153,7 @@ class Engine:
         shape, host = self.shape, _Host(self.host_pool, self.tiers, self.copier)
         if not shape.tier_pages:
             shape = replace(shape, host_pages=_affordable_host_pages(config, shape))
-            host = _host(shape, self.pool, self.cache, self.pages)
+            host = _host(shape, self.pool, self.cache, self.pages, config.tiers, None)
         try:
             runner = _runner(
                 config,
@@ -186,6 +190,7 @@ class Engine:
         self.guides.close()
         self.loader.close()
         self.copier.close()
+        self.tiers.close()
         self.weights.close()
 
 
@@ -217,7 +222,11 @@ def build(config: EngineConfig) -> Engine:
     )
     pages = PageAllocator(shape.num_pages)
     cache = RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
-    host = _host(shape, pool, cache, pages)
+    told = _constants(servable, shape, str(precision), rounding)
+    version = None
+    if config.tiers.file_dir is not None and shape.tier_pages:
+        version = version_of(told, named.result())
+    host = _host(shape, pool, cache, pages, config.tiers, version)
     stream = open_stream(device)
     features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
     adapters = Adapters(Library(config.lora.max_loaded, config.lora.max_bytes), bank, table)
@@ -269,15 +278,7 @@ def build(config: EngineConfig) -> Engine:
             generates=model.spec.generates,
             num_labels=model.spec.num_labels,
         ),
-        constants={
-            **constants(servable),
-            "dtype": str(precision),
-            "quantize": rounding,
-            "page_size": str(page_size),
-            "kv_dtype": str(shape.layout.dtype).removeprefix("torch."),
-            "kv_layout": shape.layout.describe(),
-            "kv_token_bytes": str(shape.layout.token_bytes),
-        },
+        constants=told,
         tokenizer_hash=tokenizer_hash(directory),
         speculator=Speculator.of(config.speculation, config.scheduler.num_slots),
     )
@@ -290,6 +291,18 @@ def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
         return worker.submit(content, stored)
     finally:
         worker.shutdown(wait=False)
+
+
+def _constants(servable: Servable, shape: EngineShape, dtype: str, rounding: str) -> dict[str, str]:
+    return {
+        **constants(servable),
+        "dtype": dtype,
+        "quantize": rounding,
+        "page_size": str(shape.layout.page_size),
+        "kv_dtype": str(shape.layout.dtype).removeprefix("torch."),
+        "kv_layout": shape.layout.describe(),
+        "kv_token_bytes": str(shape.layout.token_bytes),
+    }
 
 
 def _guides(directory: Path, model: Model) -> Guides:
@@ -310,17 +323,37 @@ def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
     return num_pages
 
 
-def _host(shape: EngineShape, pool: KVPool, cache: RadixCache, pages: PageAllocator) -> _Host:
-    num_pages = shape.host_pages + shape.tier_pages
+def _host(
+    shape: EngineShape,
+    pool: KVPool,
+    cache: RadixCache,
+    pages: PageAllocator,
+    config: TiersConfig,
+    version: bytes | None,
+) -> _Host:
+    """
+    Args:
+        version: of pages in files; None: there are none.
+    Raises:
+        ConfigError: there is no room for it, or files cannot be where they are wanted.
+    """
+    num_pages, tables = shape.host_pages + shape.tier_pages, shape.layout.tables
     host_pool = HostPool(shape.layout, num_pages, shape.device)
     copier = PageCopier(pool, host_pool)
+    index, store = None, None
+    if version is not None and config.file_dir is not None:
+        memory = host_pool.tensor.numpy()
+        files = PageFiles(config.file_dir, memory, version=version, num_bytes=config.file_bytes)
+        index = FileCache(files.num_slots, tables.width, files.found())
+        store = FileThreads(files, lambda: copier.tell())
     tiers = Tiers(
-        HostCache(num_pages),
+        HostCache(num_pages, index),
         enabled=shape.tier_pages > 0,
         cache=cache,
         pages=pages,
-        tables=shape.layout.tables,
+        tables=tables,
         copier=copier,
+        store=store,
     )
     return _Host(host_pool, tiers, copier)
 

@@ -343,23 +343,36 @@ LOANS = Declared(
     {"outcome": ("held", "lost", "refused")},
 )
 
+_TIERS = {"tier": ("host", "file")}
 TIER_PAGES = Declared(
-    "baton_tier_pages", "gauge", "Host pages that are kept below the prefix cache."
+    "baton_tier_pages", "gauge", "Pages that are kept in a tier below the prefix cache.", _TIERS
 )
 TIER_TOKENS = Declared(
     "baton_tier_tokens",
     "counter",
-    "Tokens of prompts whose KV was brought back from a tier below the prefix cache.",
-    {"tier": ("host",)},
+    "Tokens of prompts whose KV was brought back from a tier below the prefix cache; file: it was "
+    "in no other.",
+    _TIERS,
 )
 TIER_BYTES = Declared(
     "baton_tier_bytes",
     "counter",
-    "Bytes copied to a tier below the prefix cache, and brought back from there.",
-    {"copy": ("saved", "brought")},
+    "Bytes saved to host memory below the prefix cache, and brought back from there; written to "
+    "files below that, and read back.",
+    {"copy": ("saved", "brought", "written", "read")},
 )
 TIER_EVICTED = Declared(
-    "baton_tier_evicted", "counter", "Pages of tokens that went from there to make room."
+    "baton_tier_evicted",
+    "counter",
+    "Pages of tokens that went from a tier to make room.",
+    _TIERS,
+)
+TIER_FAULTS = Declared(
+    "baton_tier_faults",
+    "counter",
+    "Pages that could not be written to a file, for want of room or otherwise, or not be read; "
+    "damaged: what was read was not what had been written. They are computed anew.",
+    {"fault": ("full", "write", "read", "damaged")},
 )
 
 BOTH = (
@@ -372,7 +385,7 @@ BOTH = (
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
     *(ADAPTERS, ADAPTER_BYTES, ADAPTER_SLOTS, ADAPTER_FILLS, ADAPTERS_EVICTED),
-    *(TIER_PAGES, TIER_TOKENS, TIER_BYTES, TIER_EVICTED),
+    *(TIER_PAGES, TIER_TOKENS, TIER_BYTES, TIER_EVICTED, TIER_FAULTS),
 )
 DECODE = (
     *(OPENED, RETRIES, HANDOFF_SECONDS, HANDOFF_TOKENS, PAGES_READ, LOCAL_PREFILLS, CANARIES),
@@ -424,6 +437,7 @@ _TOTALS = {
     "tier_tokens": TIER_TOKENS,
     "tier_bytes": TIER_BYTES,
     "tier_evicted": TIER_EVICTED,
+    "tier_faults": TIER_FAULTS,
 }
 _GAUGES = {
     "host_pages": HOST_PAGES,
@@ -525,8 +539,9 @@ def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:
 
 def _place(name: str) -> tuple[Declared | None, Values]:
     """Which series a value of a report is; None for what is told otherwise."""
-    if name in _GAUGES:
-        return _GAUGES[name], ()
+    gauge, _, label = name.partition("/")
+    if gauge in _GAUGES:
+        return _GAUGES[gauge], _values(label)
     kind, _, rest = name.partition("_")
     if kind == "pages":
         return PAGES, (rest,)

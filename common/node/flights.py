@@ -1,6 +1,6 @@
 """A request's stamps as the events that people read. Made when somebody asks, never before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from common.node.stamps import AttemptStamps, HandoffStamps, RequestStamps
 from common.requests.flight import Event, Flight
@@ -38,6 +38,7 @@ def _moments_of_request(stamps: RequestStamps) -> Iterator[Event]:
         came += f" and {stamps.num_generated} that are out already"
     yield Event(stamps.received, "submitted", came)
     yield Event(stamps.taken, "taken", "by the engine thread, between two steps")
+    yield from _moments_of_bringing(stamps.bringing)
     yield Event(stamps.unpaired, "waits", "for a prefill node to be paired again")
     for number, attempt in enumerate(stamps.attempts, 1):
         yield from _moments_of_attempt(attempt, number, stamps.ended)
@@ -69,11 +70,19 @@ def _moments_of_attempt(stamps: AttemptStamps, number: int, ended: float) -> Ite
         yield Event(ended, "given up", f"{name}: {stamps.reason}")
 
 
+def _moments_of_bringing(moments: Sequence[float]) -> Iterator[Event]:
+    for began in moments[::2]:
+        yield Event(began, "bringing", "what a tier below the prefix cache has of it")
+    for ended in moments[1::2]:
+        yield Event(ended, "brought", "from a tier to the prefix cache")
+
+
 def _moments_of_handoff(stamps: HandoffStamps) -> Iterator[Event]:
     came = f"hand-off {stamps.attempt}, {stamps.num_prompt} prompt tokens"
     yield Event(stamps.opened, "opened", came)
     granted = f"its reader has {stamps.prefix_tokens} tokens already"
     yield Event(stamps.granted, "granted", granted)
+    yield from _moments_of_bringing(stamps.bringing)
     yield Event(stamps.admitted, "prefills", f"{stamps.cached_tokens} tokens were cached here")
     yield Event(stamps.done, "computed", f"chunks: {stamps.num_chunks}")
     end = "released" if stamps.held else "dropped"

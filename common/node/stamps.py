@@ -56,6 +56,7 @@ class RequestStamps(msgspec.Struct, array_like=True, eq=False):
     why_here: str = ""  # it is prefilled on this node
     cached_tokens: int = 0  # of its prompt, in either node's cache
     end: str = ""  # how it ended
+    bringing: list[float] = []  # when a tier's part of it began to be brought, was there, began ...
 
     def open(self, attempt: AttemptStamps) -> None:
         """Of more than can be told, the last ones are."""
@@ -114,6 +115,7 @@ class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
     prefix_tokens: int = 0  # that its reader had
     held: bool = False  # its reader has everything
     reason: str = ""  # of one that was dropped without
+    bringing: list[float] = []  # as RequestStamps.bringing
 
     def times(self) -> PrefillTimes:
         """Of a hand-off whose last chunk is done."""

@@ -101,3 +101,15 @@ def test_what_was_refused_says_so_on_both_nodes(known):
         (here,) = explained(rig, rig.decode[0])
         assert whats(here) == ["submitted", "taken", "ended"]
         assert here.events[-1].detail.startswith("error: ")
+
+
+def test_what_a_tier_had_of_a_prompt_is_told_too(known):
+    small = Size(num_pages=12, tier_pages=100, host_pages=0)
+    with PairRig(known.loaded, prefill=(), decode=[small]) as rig:
+        prompts = [[(seed * 31 + 7 * at) % 250 for at in range(100)] for seed in range(3)]
+        for number, prompt in enumerate((*prompts, prompts[0])):
+            rig.run(rig.ask(prompt, request_id=f"{number}"))
+            rig.until_free()
+        told = whats(explained(rig, rig.decode[0], "3")[0])
+        at = told.index("bringing")
+        assert told[at + 1] == "brought" and told.index("prefills") > at

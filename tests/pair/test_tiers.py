@@ -1,6 +1,8 @@
 """Prompts whose prefix has been forgotten by the cache, and is brought back from host memory: the
 answers are those of a node that computes everything, whatever the pages hold."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.config import SharingConfig
@@ -84,6 +86,20 @@ def test_answers_are_the_same_wherever_the_pages_have_been(model, architecture, 
         assert brought(node) >= len(PROMPTS) * (TURNS - 1) * (LONG - 16)
     else:  # from places where there were windows, or a state, to go on from
         assert brought(node) >= 64
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
+def test_answers_are_the_same_from_files(model, architecture, tmp_path):
+    """Of host memory there is little, and all is asked of the next process once more."""
+    known = model(architecture)
+    size = small(known)
+    size = replace(size, host_pages=0, tier_pages=size.tier_pages // 5, file_dir=tmp_path)
+    told = []
+    for _ in range(2):
+        node, tokens = in_turns(known, size, "auto", prefill=False)
+        told.append(tokens)
+    assert told[0] == told[1] == in_turns(known, ROOM, "auto", prefill=False)[1]
+    assert node.engine.tiers.file_tokens >= 64
 
 
 def test_a_decode_node_reads_only_what_no_tier_of_its_own_has(known: Known) -> None:

@@ -178,3 +178,27 @@ def test_a_node_with_incomplete_weights_does_not_go_on(rig, shelf):
     assert told(rig, node, "continue").error == "its weights are incomplete"
     put(rig, node, "old")
     resumed(rig, node)
+
+
+def test_files_have_nothing_of_other_weights(shelf, greedy, tmp_path):
+    """Nor of the first ones, when these are back: what was cached is gone from everywhere."""
+    loaded = Loaded.from_directory(shelf / "old")
+    size = Size(
+        num_pages=12, tier_pages=40, weights_directory=shelf, file_dir=tmp_path, host_pages=0
+    )
+    with PairRig(loaded, prefill=(), decode=[size], own_models=True) as rig:
+        (node,) = rig.decode
+        assert ask(rig).tokens == greedy("old", PROMPT, 8)
+        rig.until(lambda: len(node.engine.tiers.files.cache) >= 4, "pages are in files")
+        for weights in ("new", "old"):
+            pause(rig)
+            put(rig, node, weights)
+            assert not len(node.engine.tiers.files.cache)
+            resumed(rig)
+            again = ask(rig)
+            assert (again.tokens, again.cached_tokens) == (greedy(weights, PROMPT, 8), 0)
+            assert ask(rig).cached_tokens > 0
+    with PairRig(loaded, prefill=(), decode=[size], own_models=True) as rig:
+        asked = ask(rig)
+        assert asked.tokens == greedy("old", PROMPT, 8)
+        assert not rig.decode[0].engine.tiers.brought_tokens

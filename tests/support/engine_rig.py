@@ -8,6 +8,7 @@ another namespace has written.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +22,10 @@ from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.engine.speculate.speculator import Speculator
+from common.engine.tiers.file_cache import FileCache
 from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.page_files import PageFiles
+from common.engine.tiers.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from common.engine.tiers.tiers import Tiers
 from common.page_tables import num_pages_of
 from common.requests.namespace import SHARED, Namespace
@@ -29,6 +33,7 @@ from common.requests.prediction import NOTHING, Predicted
 from common.requests.sampling import SamplingParams
 from tests.support.fake_copier import FakeCopier
 from tests.support.fake_runner import FakeRunner, next_token, state_of
+from tests.support.late_files import LateFiles
 
 VOCABULARY = 97
 FAR = 1e18
@@ -51,6 +56,10 @@ class Rig:
     context: int = 1024
     host_pages: int = 64
     tier_pages: int = 0
+    file_dir: Path | None = None  # of the tier below
+    file_pages: int = 0
+    made_with: bytes = b""  # weights
+    whose: dict[int, Namespace | None] = field(default_factory=dict)  # each slot of a file is
     eos: tuple[int, ...] = ()
     overlap: bool = True
     overlap_prefills: bool = True
@@ -76,13 +85,15 @@ class Rig:
         )
         self.written_in: dict[int, Namespace] = {}  # by page
         self.copier = FakeCopier(self.runner, self.written_in)
+        self.store, index = self._files()
         self.tiers = Tiers(
-            HostCache(self.host_pages + self.tier_pages),
+            HostCache(self.host_pages + self.tier_pages, index),
             enabled=self.tier_pages > 0,
             cache=self.cache,
             pages=self.pages,
             tables=self.table.tables,
             copier=self.copier,
+            store=self.store,
         )
         self.admitted: list[tuple[int, Ints]] = []
         self.scheduler = Scheduler(
@@ -109,6 +120,19 @@ class Rig:
         self.before_poll: list[Callable[[], None]] = []
         self.landed: list[tuple[Request, Holding]] = []
         self.trials: list[int] = []  # keys, one for each step of a suspect alone
+
+    def _files(self) -> tuple[LateFiles | None, FileCache | None]:
+        if self.file_dir is None:
+            return None, None
+        memory = self.runner.host_kv.view(np.uint8)
+        files = PageFiles(
+            self.file_dir,
+            memory,
+            version=version_of({}, self.made_with),
+            num_bytes=HEADER_BYTES + self.file_pages * (memory.shape[1] + RECORD_BYTES),
+        )
+        late = LateFiles(files, self.copier.on_host, self.whose)
+        return late, FileCache(files.num_slots, self.table.tables.width, files.found())
 
     def use(self, runner: FakeRunner) -> None:
         """Puts the engine on this runner."""

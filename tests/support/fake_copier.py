@@ -44,7 +44,8 @@ class FakeCopier:
     num_copies: int = 0
 
     def __post_init__(self) -> None:
-        self._on_host: dict[int, Namespace | None] = {}  # None: of states kept, which nobody notes
+        # Whose each host page is; None: of states kept, which nobody notes.
+        self.on_host: dict[int, Namespace | None] = {}
 
     def save(self, copies: PageCopies) -> FakeCopy:
         return self._begin(copies, brings=False)
@@ -57,11 +58,11 @@ class FakeCopier:
         pairs = zip(copies.device_pages.tolist(), copies.host_pages.tolist(), strict=True)
         if brings:
             kv[copies.device_pages] = host[copies.host_pages]
-            known = {page: self._on_host.get(there) for page, there in pairs}
+            known = {page: self.on_host.get(there) for page, there in pairs}
             self.written_in |= {page: whose for page, whose in known.items() if whose is not None}
         else:
             host[copies.host_pages] = kv[copies.device_pages]
-            self._on_host |= {there: self.written_in.get(page) for page, there in pairs}
+            self.on_host |= {there: self.written_in.get(page) for page, there in pairs}
 
     def _begin(self, copies: PageCopies, *, brings: bool) -> FakeCopy:
         self.num_copies += 1

@@ -45,9 +45,13 @@ from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Stream
 from common.engine.sizing import resolve_shape
 from common.engine.speculate.speculator import Speculator
+from common.engine.tiers.file_cache import FileCache
+from common.engine.tiers.file_threads import FileThreads
 from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.page_files import PageFiles
+from common.engine.tiers.page_records import version_of
 from common.engine.tiers.tiers import Tiers
-from common.engine.update import WeightsUpdate
+from common.engine.update import WeightsUpdate, content_of
 from common.node.desk import Desk
 from common.node.ipc import FrameSocket
 from common.node.messages import (
@@ -113,6 +117,8 @@ class Size:
     num_slots: int = 8
     host_pages: int = -1
     tier_pages: int = 0  # of host memory, below the prefix cache
+    file_dir: Path | None = None  # of files below that
+    file_bytes: int = 1 << 24
     prefix_cache: bool = True
     max_waiting: int = 64
     kept_in: str = "auto"  # CacheConfig.dtype
@@ -481,13 +487,25 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     pages = PageAllocator(shape.num_pages, lifo=True)
     cache = RadixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache)
     copier = PageCopier(pool, host_pool)
+    index, store = None, None
+    if size.file_dir is not None:
+        servable = open_checkpoint(loaded.directory)
+        files = PageFiles(
+            size.file_dir,
+            host_pool.tensor.numpy(),
+            version=version_of({}, content_of(servable, loaded.directory)),
+            num_bytes=size.file_bytes,
+        )
+        index = FileCache(files.num_slots, shape.layout.tables.width, files.found())
+        store = FileThreads(files, lambda: copier.tell())
     tiers = Tiers(
-        HostCache(num_host_pages),
+        HostCache(num_host_pages, index),
         enabled=shape.tier_pages > 0,
         cache=cache,
         pages=pages,
         tables=shape.layout.tables,
         copier=copier,
+        store=store,
     )
     stream = common.make_stream()
     features = every_feature(

@@ -330,6 +330,7 @@ class PairRig:
         for node in self.nodes:
             self._exits.callback(node.engine.stream.close)
             self._exits.callback(node.engine.copier.close)
+            self._exits.callback(node.engine.tiers.close)
             self._exits.callback(node.engine.weights.close)
             self._exits.callback(node.transfer.stop, TIMEOUT_S)
             node.transfer.start()

@@ -2,6 +2,7 @@
 copy does. When it is over the tree has it, or not: the request goes on as if there had been none.
 """
 
+import time
 from collections.abc import Callable, Iterator
 
 from common.engine.rows.request import Ints, Request
@@ -43,7 +44,9 @@ class TierLine:
         def over() -> None:
             self._over.append(key)
 
-        if not self._tiers.bring(self._ways.pop(key), self._room(), over):
+        if self._tiers.bring(self._ways.pop(key), self._room(), over):
+            request.bringing.append(time.monotonic())
+        else:
             over()
 
     def remove(self, request: Request) -> bool:
@@ -56,6 +59,7 @@ class TierLine:
         for key in over:
             request = self._waiting.pop(key, None)
             if request is not None:
+                request.note_brought(time.monotonic())
                 yield request, None
 
 

@@ -94,6 +94,7 @@ class Request:
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     brought: bool | None = None  # what a tier below has of it; False: that is on its way
+    bringing: list[float] = field(default_factory=list)  # when that began, was over, began ...
     slot: int | None = field(default=None)
     compiled: Any = None  # what its guide has become, before it waits for anything else
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # as far as it is computed
@@ -114,6 +115,12 @@ class Request:
             self.away.append(now)
         else:
             self.away.pop()
+
+    def note_brought(self, now: float) -> None:
+        """What was brought for it, if anything was, is there."""
+        if len(self.bringing) % 2:
+            self.bringing.append(now)
+            del self.bringing[: -2 * MAX_ABSENCES]
 
     @property
     def is_away(self) -> bool:

@@ -333,11 +333,13 @@ class Admission:
 
         def over() -> None:
             request.brought = True
+            request.note_brought(time.monotonic())
 
         if request.brought is None:
             way = self._tiers.way(self._wanted(request), request.namespace)
             if way is not None and self._tiers.bring(way, self._cache.num_available, over):
                 request.brought = False
+                request.bringing.append(time.monotonic())
         return request.brought is False
 
     def _wanted(self, request: Request) -> Ints:

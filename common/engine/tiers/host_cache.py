@@ -17,6 +17,7 @@ from common.engine.memory.page_keys import PageKey
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import NO_PAGE
+from common.engine.tiers.file_cache import FileCache, FiledPages
 from common.errors import EngineFault
 
 
@@ -30,6 +31,7 @@ class HostPages:
         in_tree: the prefix tree has it too.
         copies: under way, into these pages or from them: until they are over it stays.
         saves: of these, into them: until they are over it is not all there.
+        from_file: it was read from a file, and has not been brought to the device since.
     """
 
     name: int
@@ -37,6 +39,7 @@ class HostPages:
     in_tree: bool = True
     copies: int = 0
     saves: int = 0
+    from_file: bool = False
 
     def present(self) -> list[int]:
         return [page for page in self.pages if page != NO_PAGE]
@@ -49,11 +52,13 @@ class HostCache:
         pages: who holds which host page. REQUEST: with the KV of a retracted one; STEP: a launched
             one copies it; COPY: so does somebody else; CACHE: it is found by its key.
         num_evicted: keys that are not here any more, since the start.
-        journal: is told of those that the tree has not either.
+        journal: is told of those that neither the tree nor a file has.
+        files: the tier below this one.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, files: FileCache | None = None) -> None:
         self.pages = PageAllocator(num_pages)
+        self.files = FileCache(0, 0) if files is None else files
         self.num_evicted = 0
         self.journal: CacheJournal | None = None
         self._kept: OrderedDict[PageKey, HostPages] = OrderedDict()  # used longest ago first
@@ -93,13 +98,26 @@ class HostCache:
             if kept is not None:
                 kept.in_tree = True
                 self._kept.move_to_end(key)
+            self.files.touch(key)
 
-    def add(self, key: PageKey, name: int, num_pages: int) -> HostPages:
+    def add(self, key: PageKey, name: int, num_pages: int, *, in_tree: bool = True) -> HostPages:
         """What is kept under a key, from now on, with room for so many pages."""
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = HostPages(name, [NO_PAGE] * num_pages)
+            kept = self._kept[key] = HostPages(name, [NO_PAGE] * num_pages, in_tree)
         return kept
+
+    def take_in(self, read: Iterable[tuple[PageKey, FiledPages, int, int]], width: int) -> None:
+        """Learns pages that were read from files: key, name and whether the tree has it, place,
+        host page, which somebody holds. What is here under other page numbers stays as it is."""
+        taken = []
+        for key, filed, place, page in read:
+            kept = self.add(key, filed.name, width, in_tree=filed.in_tree)
+            if kept.pages[place] == NO_PAGE:
+                kept.pages[place] = page
+                kept.from_file = True
+                taken.append(page)
+        self.pages.hold(np.array(taken, np.int32), Holder.CACHE)
 
     def pin(self, kept: Sequence[HostPages]) -> Ints:
         """Holds all pages of these, distinct ones, for a copy; returns which."""
@@ -116,22 +134,31 @@ class HostCache:
         self.pages.drop(pages, Holder.COPY)
 
     def left_tree(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        """The tree has forgotten these; returns the names of those that are not here either."""
+        """The tree has forgotten these; returns the names of those that nobody has any more."""
+        self.files.left_tree(keys)
         lost = []
         for key, name in zip(keys, names, strict=True):
             kept = self._kept.get(key)
-            if kept is None:
-                lost.append(name)
-            else:
+            if kept is not None:
                 kept.in_tree = False
+            elif key not in self.files:
+                lost.append(name)
         return lost
 
+    def left_files(self, gone: Iterable[tuple[PageKey, FiledPages]]) -> None:
+        """No file has these any more."""
+        if self.journal is not None:
+            left = (filed.name for key, filed in gone if not filed.in_tree and key not in self)
+            self.journal.removed(left)
+
     def names(self) -> Iterator[int]:
-        return (kept.name for kept in self._kept.values())
+        """Of all pages here, and of those in files."""
+        yield from (kept.name for kept in self._kept.values())
+        yield from self.files.names()
 
     def clear(self) -> None:
         """Forgets everything; what is being copied is held until that is over."""
-        kept = list(self._kept.values())
+        kept = list(self._kept.items())
         self._kept.clear()
         self._drop(kept)
 
@@ -148,7 +175,7 @@ class HostCache:
 
     def _evict(self, num_pages: int) -> None:
         """Of keys that no copy is under way of, until so many pages are free."""
-        gone: list[HostPages] = []
+        gone: list[tuple[PageKey, HostPages]] = []
         busy: list[tuple[PageKey, HostPages]] = []
         left = num_pages
         while left > 0 and self._kept:
@@ -156,7 +183,7 @@ class HostCache:
             if kept.copies:
                 busy.append((key, kept))
                 continue
-            gone.append(kept)
+            gone.append((key, kept))
             left -= len(kept.present())
         for key, kept in reversed(busy):
             self._kept[key] = kept
@@ -164,8 +191,10 @@ class HostCache:
         self.num_evicted += len(gone)
         self._drop(gone)
 
-    def _drop(self, gone: Sequence[HostPages]) -> None:
-        pages = [page for kept in gone for page in kept.present()]
+    def _drop(self, gone: Sequence[tuple[PageKey, HostPages]]) -> None:
+        pages = [page for _, kept in gone for page in kept.present()]
         self.pages.drop(np.array(pages, np.int32), Holder.CACHE)
         if self.journal is not None:
-            self.journal.removed(kept.name for kept in gone if not kept.in_tree)
+            self.journal.removed(
+                kept.name for key, kept in gone if not kept.in_tree and key not in self.files
+            )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from common.distribution import Counted
+from common.engine.tiers.page_files import Fault
 from common.engine.tiers.tiers import Tiers
 
 
@@ -14,13 +15,22 @@ class TierMeter:
         self._page_bytes = page_bytes
 
     def gauges(self) -> Mapping[str, float]:
-        tiers, host = self._tiers, self._tiers.host
+        tiers, host, files = self._tiers, self._tiers.host, self._tiers.files
+        pages = {
+            "saved": tiers.saves.num_pages,
+            "brought": tiers.brought_pages,
+            "written": files.num_written,
+            "read": files.num_read,
+        }
         return {
-            "tier_pages": float(host.num_cached),
-            "total_tier_tokens/host": float(tiers.brought_tokens),
-            "total_tier_bytes/saved": float(tiers.saves.num_pages * self._page_bytes),
-            "total_tier_bytes/brought": float(tiers.brought_pages * self._page_bytes),
-            "total_tier_evicted": float(host.num_evicted),
+            "tier_pages/host": float(host.num_cached),
+            "tier_pages/file": float(files.cache.num_filled),
+            "total_tier_tokens/host": float(tiers.brought_tokens - tiers.file_tokens),
+            "total_tier_tokens/file": float(tiers.file_tokens),
+            **{f"total_tier_bytes/{how}": float(n * self._page_bytes) for how, n in pages.items()},
+            "total_tier_evicted/host": float(host.num_evicted),
+            "total_tier_evicted/file": float(files.cache.num_evicted),
+            **{f"total_tier_faults/{each.value}": float(files.faults[each]) for each in Fault},
         }
 
     def distributions(self) -> Mapping[str, Counted]:

@@ -2,7 +2,7 @@
 steps, a few at a time. So what is evicted has been copied before, and eviction waits for nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,15 +38,23 @@ class Saves:
         num_pages: saved since the start.
     Args:
         width: pages of one page of tokens, see HostPages.
+        saved: told which keys host memory has more of.
     """
 
     def __init__(
-        self, host: HostCache, pages: PageAllocator, copier: Copier, *, width: int
+        self,
+        host: HostCache,
+        pages: PageAllocator,
+        copier: Copier,
+        *,
+        width: int,
+        saved: Callable[[Sequence[PageKey]], None],
     ) -> None:
         self._host = host
         self._pages = pages
         self._copier = copier
         self._width = width
+        self._saved = saved
         self.copies = Copies(host, pages)
         self.num_pages = 0
         self._num_saving = 0
@@ -138,8 +146,9 @@ class Saves:
         assert host is not None  # room was looked at before
         self._pages.hold(device, Holder.COPY)
         numbers = host.tolist()
+        deepest_first = lacking[::-1]  # what is deepest is forgotten first
         saved: list[HostPages] = []
-        for one in reversed(lacking):  # what is deepest is forgotten first
+        for one in deepest_first:
             kept = self._host.add(one.key, one.name, self._width)
             for place in reversed(one.pages):
                 kept.pages[place] = numbers.pop()
@@ -147,10 +156,12 @@ class Saves:
             saved.append(kept)
         self._num_saving += len(device)
         copy = self._copier.save(PageCopies(device, host))
-        self.copies.add(copy, device, saved, lambda: self._landed(saved, device))
+        keys = [one.key for one in deepest_first]
+        self.copies.add(copy, device, saved, lambda: self._landed(keys, saved, device))
 
-    def _landed(self, saved: Sequence[HostPages], device: Ints) -> None:
+    def _landed(self, keys: Sequence[PageKey], saved: Sequence[HostPages], device: Ints) -> None:
         self._num_saving -= len(device)
         self.num_pages += len(device)
         for kept in saved:
             kept.saves -= 1
+        self._saved(keys)

@@ -1,11 +1,13 @@
-"""The tier of host memory below the prefix tree: what the tree forgets is brought back from there.
+"""The tiers below the prefix tree, host memory and files: what the tree forgets is brought back
+from there.
 
-    the tree learns a page --save--> host memory too --the tree forgets it--> host memory alone
-                                                   <--bring, before a prompt's turn--'
+    the tree learns a page --save--> host memory too --write--> a file too
+    ... and each forgets it when it must: tree first, host memory next, files last ...
+    the tree  <--bring--  host memory  <--read--  a file,  before a prompt's turn
 
-Whatever the tree learns is copied at once, beside the steps. So eviction waits for nothing: the
-copy is there already. Nobody waits for a copy but who is going to have use for it. What is brought
-belongs to the tree, not to who wanted it.
+Whatever is learnt is copied further down at once, beside the steps. So eviction waits for nothing:
+the copy is there already. Nobody waits for a copy but who is going to have use for it. What is
+brought belongs to the tree, not to who wanted it.
 
 A page is held for COPY, on the device and in host memory, until its copy is over. What a copy
 brings the tree learns then. Pages of windows and of states are kept with the page of tokens that
@@ -13,7 +15,7 @@ they go with: one can go on from where all of them are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -25,7 +27,9 @@ from common.engine.memory.radix_nodes import Node
 from common.engine.rows.batch import Ints, PageCopies
 from common.engine.rows.holding import Holding
 from common.engine.tiers.copies import Copier, Copies, Copy
+from common.engine.tiers.file_tier import FileTier, PageStore
 from common.engine.tiers.host_cache import HostCache
+from common.engine.tiers.page_files import Fault, SlotRead, SlotWrite
 from common.engine.tiers.saves import Saves
 from common.engine.tiers.ways import Way, Ways
 from common.errors import EngineFault
@@ -33,21 +37,14 @@ from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 
 
-@dataclass(slots=True, eq=False)
-class _Brought:
-    way: Way
-    fresh: Ints
-    age: int  # of the tiers, when it began
-    waiting: list[Callable[[], None]] = field(default_factory=list)
-
-
 class Tiers:
     """Engine thread only.
 
     Attributes:
         host: the pages below; others hold some of them too.
-        saves: what the tree has learnt, on its way there.
-        brought_tokens, brought_pages: since the start.
+        files: the tier below that.
+        saves: what the tree has learnt, on its way to host memory.
+        brought_tokens, brought_pages: since the start; file_tokens of these were in files alone.
     """
 
     def __init__(
@@ -59,12 +56,18 @@ class Tiers:
         pages: PageAllocator,
         tables: PageTables,
         copier: Copier,
+        store: PageStore | None = None,
     ) -> None:
-        """Has the tree tell what it learns, if `enabled`."""
-        width = tables.num_tables + tables.state_pages
+        """Has the tree tell what it learns, if `enabled`.
+
+        Args:
+            store: of what `host` has the index of, if there are files.
+        """
         self.host = host
-        self.saves = Saves(host, pages, copier, width=width)
+        self.files = FileTier(host, store or _NoStore(), width=tables.width)
+        self.saves = Saves(host, pages, copier, width=tables.width, saved=self.files.saved)
         self.brought_tokens = 0
+        self.file_tokens = 0
         self.brought_pages = 0
         self._enabled = enabled and cache.enabled
         self._cache = cache
@@ -73,15 +76,15 @@ class Tiers:
         self._copier = copier
         self._ways = Ways(host, cache, tables)
         self._brings = Copies(host, pages)
-        self._brought: dict[PageKey, _Brought] = {}
+        self._coming: dict[PageKey, list[Callable[[], None]]] = {}  # who waits, by Way.key
         self._age = 0  # times that everything was forgotten
         if self._enabled:
             cache.keep_below(self)
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
-        return bool(self.saves.copies or self._brings)
+        """Whether copies are under way, or pages are read or written."""
+        return bool(self.saves.copies or self._brings or self.files.busy)
 
     def copied(self) -> Iterator[Ints]:
         """Pages on the device that are held for copies."""
@@ -91,19 +94,26 @@ class Tiers:
     def copied_on_host(self) -> Iterator[Ints]:
         yield from self.saves.copies.host_pages()
         yield from self._brings.host_pages()
+        yield from self.files.host_pages()
 
     def poll(self) -> None:
-        """Takes up the copies that are done.
+        """Takes up what is done.
 
         Raises:
             Exception: what a copy raised.
         """
         self.saves.poll()
+        self.files.poll()
         self._brings.poll()
 
+    def close(self) -> None:
+        """Ends the threads of files; what waits to be written is given up."""
+        self.files.close()
+
     def check(self) -> None:
-        """Raises EngineFault where host pages and keys disagree. O(host pages)."""
+        """Raises EngineFault where pages and keys disagree. O(host pages and slots of files)."""
         self.host.check()
+        self.files.check()
 
     # What the tree tells --------------------------------------------------------------------------
 
@@ -125,6 +135,7 @@ class Tiers:
         self._age += 1
         self.saves.clear()
         self.host.clear()
+        self.files.clear()
 
     # What is brought back -------------------------------------------------------------------------
 
@@ -140,12 +151,36 @@ class Tiers:
             way: of now.
             room: pages that may be taken now.
         """
-        under_way = self._brought.get(way.key)
-        if under_way is not None:
-            under_way.waiting.append(lambda: self._bring_rest(way, room, then))
+        coming = self._coming.get(way.key)
+        if coming is not None:
+            coming.append(lambda: self._bring_rest(self._find(way), room, then))
             return True
         if len(way.host) > room:
             return False
+        return self._read(way, room, then) if way.filed else self._bring(way, then)
+
+    def _find(self, wanted: Way) -> Way | None:
+        return self.way(wanted.token_ids, wanted.namespace)
+
+    def _bring_rest(self, way: Way | None, room: int, then: Callable[[], None]) -> None:
+        """Of what was wanted while something else was under way."""
+        if way is None or not self.bring(way, room, then):
+            then()
+
+    def _read(self, way: Way, room: int, then: Callable[[], None]) -> bool:
+        """From files; then it is brought from host memory, as much of it as is there."""
+
+        def read() -> None:
+            there = self._ways.find(way.token_ids, way.namespace, filed=False)
+            self._bring_rest(there, room, then)
+
+        if not self.files.read(way.filed, way.kept, lambda: self._over(way)):
+            return False
+        self._coming[way.key] = [read]
+        return True
+
+    def _bring(self, way: Way, then: Callable[[], None]) -> bool:
+        """From host memory."""
         match = self._cache.match(way.token_ids, way.namespace)
         prefix = match.shared[:, : way.prefix].ravel()
         self._pages.hold(prefix, Holder.COPY)
@@ -153,31 +188,29 @@ class Tiers:
         if fresh is None:
             self._pages.drop(prefix, Holder.COPY)
             return False
-        brought = self._brought[way.key] = _Brought(way, fresh, self._age)
-        brought.waiting.append(then)
-        copy = self._copier.bring(PageCopies(fresh, way.host))
+        self._coming[way.key] = [then]
+        copy, age = self._copier.bring(PageCopies(fresh, way.host)), self._age
         held = np.concatenate((prefix, fresh))
-        self._brings.add(copy, held, way.kept, lambda: self._take_in(brought))
+        self._brings.add(copy, held, way.kept, lambda: self._take_in(way, fresh, age))
         return True
 
-    def _bring_rest(self, wanted: Way, room: int, then: Callable[[], None]) -> None:
-        """Of what was wanted while something was brought that begins alike."""
-        way = self.way(wanted.token_ids, wanted.namespace)
-        if way is None or not self.bring(way, room, then):
-            then()
-
-    def _take_in(self, brought: _Brought) -> None:
+    def _take_in(self, way: Way, fresh: Ints, age: int) -> None:
         """Into the tree with it."""
-        way = brought.way
-        del self._brought[way.key]
         here = self._cache.match(way.token_ids, way.namespace).shared[:, : way.prefix]
         # Else it was forgotten meanwhile, or what it goes on from.
-        if brought.age == self._age and here.shape[1] == way.prefix:
-            holding = Holding.laid_out(self._tables, here, brought.fresh, len(way.token_ids))
+        if age == self._age and here.shape[1] == way.prefix:
+            holding = Holding.laid_out(self._tables, here, fresh, len(way.token_ids))
             self._cache.insert(way.token_ids, holding, way.namespace, state=holding.state)
             self.brought_tokens += way.gained
-            self.brought_pages += len(brought.fresh)
-        for then in brought.waiting:
+            self.brought_pages += len(fresh)
+            num_filed = sum(kept.from_file for kept in way.kept)
+            self.file_tokens += min(way.gained, num_filed * self._tables.page_size)
+            for kept in way.kept:
+                kept.from_file = False
+        self._over(way)
+
+    def _over(self, way: Way) -> None:
+        for then in self._coming.pop(way.key):
             then()
 
 
@@ -193,3 +226,17 @@ class _NoCopier:
 
     def bring(self, copies: PageCopies) -> Copy:
         raise EngineFault("there is no tier to copy from")
+
+
+class _NoStore:
+    def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]:
+        raise EngineFault("there are no files to write to")
+
+    def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]:
+        raise EngineFault("there are no files to read from")
+
+    def clear(self) -> None:
+        """There is nothing."""
+
+    def close(self) -> None:
+        """There is nothing."""

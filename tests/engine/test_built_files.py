@@ -1,0 +1,147 @@
+"""Files below host memory as an engine is built with them: what they are versioned by."""
+
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config import CacheConfig, EngineConfig, TiersConfig
+from common.engine.build import Engine, build
+from common.engine.memory.pages import Holder
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.rows.holding import Holding
+from common.errors import ConfigError
+from tests.support.checkpoints import make_checkpoint
+
+TOKENS = np.arange(5, 69, dtype=np.int32)  # four pages
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model")
+
+
+def engine_of(model: Path, files: Path, **cache: object) -> Engine:
+    config = EngineConfig(
+        model=str(model),
+        device="cpu",
+        cpu_kernels="off",
+        threads=1,
+        cache=CacheConfig(num_pages=16, host_pages=0, **cache),  # type: ignore[arg-type]
+        tiers=TiersConfig(host_bytes=1 << 20, file_dir=files, file_bytes=1 << 20),
+    )
+    return build(config)
+
+
+def kept(engine: Engine) -> int:
+    """Pages of tokens that files have."""
+    return len(engine.tiers.files.cache)
+
+
+def fill(engine: Engine) -> None:
+    """With what four pages hold now, as if it had been computed."""
+    pages = engine.cache.allocate(4, Holder.REQUEST)
+    assert pages is not None
+    engine.pool.tensor[pages.tolist()] = 7
+    engine.cache.insert(TOKENS, Holding.of(pages))
+    engine.pages.drop(pages, Holder.REQUEST)
+    until = time.monotonic() + PATIENCE_S
+    while kept(engine) < 4 or engine.tiers.busy:
+        assert time.monotonic() < until
+        engine.tiers.poll()
+        time.sleep(0.01)
+
+
+def filled(model: Path, files: Path) -> dict[str, str]:
+    engine = engine_of(model, files)
+    try:
+        fill(engine)
+        return engine.fingerprint
+    finally:
+        engine.close()
+
+
+def change_outside_of_samples(model: Path) -> None:
+    """One number that a fingerprint does not look at: the last of the largest tensor."""
+    stored = max(Checkpoint(model).tensors.values(), key=lambda each: each.num_bytes)
+    content = bytearray(stored.path.read_bytes())
+    content[stored.offset + stored.num_bytes - 3] ^= 1
+    stored.path.write_bytes(content)
+
+
+def test_the_same_model_finds_its_pages_wherever_it_lies(model: Path, tmp_path: Path) -> None:
+    filled(model, tmp_path / "files")
+    engine = engine_of(shutil.copytree(model, tmp_path / "elsewhere"), tmp_path / "files")
+    assert kept(engine) == 4
+    way = engine.tiers.way(TOKENS, b"")
+    assert way is not None and len(way.filed) == 4
+    over: list[bool] = []
+    assert engine.tiers.bring(way, 16, lambda: over.append(True))
+    until = time.monotonic() + PATIENCE_S
+    while not over:
+        assert time.monotonic() < until
+        engine.tiers.poll()
+        time.sleep(0.01)
+    match = engine.cache.match(TOKENS)
+    assert match.num_tokens == len(TOKENS)
+    assert (engine.pool.tensor[match.holding.flat().tolist()] == 7).all()
+    engine.close()
+
+
+def test_other_weights_find_none_that_no_fingerprint_tells_apart(
+    model: Path, tmp_path: Path
+) -> None:
+    told = filled(model, tmp_path / "files")
+    change_outside_of_samples(model)
+    engine = engine_of(model, tmp_path / "files")
+    assert engine.fingerprint == told
+    assert kept(engine) == 0 and engine.tiers.way(TOKENS, b"") is None
+    engine.close()
+
+
+def test_pages_of_other_numbers_are_of_no_use(model: Path, tmp_path: Path) -> None:
+    filled(model, tmp_path / "files")
+    engine = engine_of(model, tmp_path / "files", dtype="fp8_e4m3")
+    assert kept(engine) == 0
+    engine.close()
+
+
+def test_the_other_role_of_a_node_has_them_too(model: Path, tmp_path: Path) -> None:
+    engine = engine_of(model, tmp_path / "files")
+    fill(engine)
+    config = EngineConfig(
+        model=str(model),
+        device="cpu",
+        cache=CacheConfig(num_pages=16, host_pages=5),
+        tiers=TiersConfig(host_bytes=1 << 20, file_dir=tmp_path / "files", file_bytes=1 << 20),
+    )
+    assert engine.equipped(config).tiers is engine.tiers
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "told, sentence",
+    [
+        ({"file_dir": "x", "host_bytes": 1}, "file_dir and file_bytes go together"),
+        ({"file_bytes": 1, "host_bytes": 1}, "file_dir and file_bytes go together"),
+        ({"file_dir": "x", "file_bytes": 1}, "by way of host_bytes"),
+    ],
+)
+def test_half_of_what_files_need_is_refused(told: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        TiersConfig.model_validate(told)
+
+
+def test_files_that_have_no_room_for_a_page_are_refused(model: Path, tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(model),
+        device="cpu",
+        cpu_kernels="off",
+        threads=1,
+        tiers=TiersConfig(host_bytes=1 << 20, file_dir=tmp_path / "files", file_bytes=4097),
+    )
+    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_bytes: 4097 have no room"):
+        build(config)

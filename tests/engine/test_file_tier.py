@@ -1,0 +1,396 @@
+"""The tier of files below host memory: what host memory forgets is read back, after a restart too;
+what is not whole there, or made with something else, is computed anew."""
+
+import os
+import random
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config import SchedulerConfig
+from common.engine.tiers.file_tier import AFTER_FAULT_S
+from common.engine.tiers.page_files import Fault, PageFiles
+from common.engine.tiers.page_records import HEADER_BYTES, RECORD_BYTES, version_of
+from common.errors import ConfigError
+from common.requests.namespace import SHARED, namespace_of
+from common.requests.prefix_hash import page_names
+from tests.engine.test_tiers import KINDS, SIZE, Talks, Told, ask, drawn, fill_the_pool, in_tree
+from tests.support.engine_rig import Rig
+
+LONG = SchedulerConfig(new_token_ratio=0.01, min_new_token_ratio=0.01)
+
+
+def small(path: Path, **options: object) -> Rig:
+    """Neither device nor host memory has room for two long prompts."""
+    told = {"num_pages": 16, "host_pages": 0, "tier_pages": 48, "file_pages": 400, **options}
+    return Rig(file_dir=path, **told)  # type: ignore[arg-type]
+
+
+def restarted(rig: Rig, **options: object) -> Rig:
+    """The next process of the same node."""
+    rig.run()
+    rig.tiers.close()
+    return replace(rig, **options)  # type: ignore[arg-type]
+
+
+def file_of(path: Path, name: str = "pages") -> Path:
+    return path / "0" / name
+
+
+def forgotten(rig: Rig, prompt: list[int]) -> None:
+    """Asks for so much else that only files have the prompt."""
+    fill_the_pool(rig, 500)
+    fill_the_pool(rig, 600)
+    assert in_tree(rig, prompt) == 0
+    way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
+    assert way is not None and len(way.filed) == len(prompt) // SIZE
+
+
+def test_what_host_memory_forgets_is_read_back(tmp_path):
+    rig = small(tmp_path)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    forgotten(rig, prompt)
+    before = rig.runner.num_tokens
+    again = ask(rig, [*prompt, 1, 2, 3])
+    assert again.cached_tokens == rig.tiers.file_tokens == 160
+    assert rig.runner.num_tokens - before < SIZE
+    rig.assert_at_rest()
+
+
+def test_it_is_there_after_a_restart(tmp_path):
+    rig = small(tmp_path)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    rig = restarted(rig)
+    assert set(page_names(prompt, SIZE, SHARED)) <= set(rig.cache.page_names())
+    assert ask(rig, [*prompt, 5]).cached_tokens == 160
+    rig.assert_at_rest()
+
+
+def test_other_weights_find_nothing_of_it(tmp_path):
+    rig = small(tmp_path, made_with=b"a")
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    rig = restarted(rig, made_with=b"b")
+    assert not len(rig.tiers.files.cache) and file_of(tmp_path).stat().st_size == 0
+    assert ask(rig, prompt).cached_tokens == 0
+
+
+def test_one_namespace_gets_nothing_of_another(tmp_path):
+    rig = small(tmp_path)
+    prompt, salted = drawn(1, 160), namespace_of("salt")
+    ask(rig, prompt, namespace=salted)
+    rig = restarted(rig)
+    assert ask(rig, prompt).cached_tokens == 0
+    rig = restarted(rig)
+    assert ask(rig, prompt, namespace=salted).cached_tokens == 144
+
+
+def damage(path: Path, at: int, how: int) -> None:
+    """By one bit, or up to the end."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= how
+    path.write_bytes(content if how else content[:at])
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_page_that_is_not_what_was_written_is_computed_anew(tmp_path, running):
+    rig = small(tmp_path)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    slot = written_slots(rig, prompt)[5]
+    if running:
+        forgotten(rig, prompt)
+    damage(file_of(tmp_path), slot * 4 * SIZE + 7, 1)
+    rig = rig if running else restarted(rig)
+    assert ask(rig, [*prompt, 5]).cached_tokens == 5 * SIZE
+    assert rig.tiers.files.faults == {Fault.DAMAGED: 1}
+    rig.assert_at_rest()
+    assert ask(rig, [*prompt, 5]).cached_tokens == 160
+
+
+def written_slots(rig: Rig, prompt: list[int]) -> list[int]:
+    keys = rig.cache.keys(np.array(prompt, np.int32))
+    return [rig.tiers.files.cache.get(key).slots[0] for key in keys]
+
+
+@pytest.mark.parametrize(
+    "name, at, how, left",
+    [
+        ("index", HEADER_BYTES + 5 * RECORD_BYTES + 20, 1, 9),
+        ("index", HEADER_BYTES + 5 * RECORD_BYTES + 20, 0, 5),
+        ("pages", 5 * 4 * SIZE + 7, 0, 5),
+        ("index", 20, 1, 0),
+        ("index", 20, 0, 0),
+    ],
+    ids=["record", "torn record", "torn page", "header", "torn header"],
+)
+def test_of_files_that_were_cut_off_or_changed_the_rest_is_found(tmp_path, name, at, how, left):
+    rig = small(tmp_path)
+    ask(rig, drawn(1, 160), 1)
+    assert len(rig.tiers.files.cache) == 10
+    rig.run()
+    rig.tiers.close()
+    damage(file_of(tmp_path, name), at, how)
+    rig = replace(rig)
+    assert len(rig.tiers.files.cache) == left
+    ask(rig, drawn(1, 160))
+    rig.assert_at_rest()
+
+
+def test_a_record_in_anothers_place_is_none(tmp_path):
+    rig = small(tmp_path)
+    ask(rig, drawn(1, 160), 1)
+    rig.run()
+    rig.tiers.close()
+    index = bytearray(file_of(tmp_path, "index").read_bytes())
+    first, second = HEADER_BYTES, HEADER_BYTES + RECORD_BYTES
+    index[first:second] = index[second : second + RECORD_BYTES]
+    file_of(tmp_path, "index").write_bytes(index)
+    assert len(replace(rig).tiers.files.cache) == 9
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path):
+    rig = small(tmp_path, file_pages=30)
+    old, used = drawn(1, 160), drawn(2, 160)
+    ask(rig, old, 1)
+    ask(rig, used, 1)
+    ask(rig, old, 1)
+    ask(rig, drawn(3, 160), 1)
+    ask(rig, drawn(4, 160), 1)
+    rig = restarted(rig)
+    assert rig.tiers.files.cache.num_filled == 30
+    assert file_of(tmp_path).stat().st_size <= 30 * 4 * SIZE
+    assert ask(rig, [*used, 5], 1).cached_tokens == 0
+    rig = restarted(rig)
+    assert rig.tiers.way(np.array(drawn(4, 160), np.int32), SHARED) is not None
+
+
+def test_fewer_bytes_than_before_keep_what_they_have_room_for(tmp_path):
+    rig = small(tmp_path)
+    ask(rig, drawn(1, 160), 1)
+    rig = restarted(rig, file_pages=4)
+    assert rig.tiers.files.cache.num_filled == 4
+    assert file_of(tmp_path).stat().st_size == 4 * 4 * SIZE
+
+
+def test_a_flush_forgets_the_files_too_and_gives_the_disk_back(tmp_path):
+    rig = small(tmp_path)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    rig.store.delays.extend([3] * 10)
+    ask(rig, drawn(2, 160))
+    rig.scheduler.flush_cache()
+    rig.check()
+    assert not set(rig.cache.page_names())
+    rig = restarted(rig)
+    assert ask(rig, prompt).cached_tokens == 0
+    assert file_of(tmp_path).stat().st_size < 30 * 4 * SIZE
+
+
+def test_what_was_being_read_at_a_flush_is_not_taken_in(tmp_path):
+    rig = small(tmp_path)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    forgotten(rig, prompt)
+    rig.store.delays.append(3)
+    request = rig.request(prompt, 4)
+    rig.come(request)
+    assert rig.coming and rig.tiers.busy
+    rig.scheduler.flush_cache()
+    rig.check()
+    rig.run()
+    assert request.cached_tokens == 0 and rig.tokens[request.key] == rig.expected(request)[0]
+    rig.assert_at_rest()
+
+
+def test_who_wants_the_same_waits_for_the_one_read(tmp_path):
+    rig = small(tmp_path, num_pages=40, tier_pages=60)
+    stem = drawn(1, 160)
+    ask(rig, stem)
+    forgotten(rig, stem)
+    rig.store.delays.append(4)
+    twins = [rig.request([*stem, number], 4) for number in range(3)]
+    for twin in twins:
+        rig.come(twin)
+    assert len(rig.coming) == 3
+    rig.run()
+    assert [twin.cached_tokens for twin in twins] == [160] * 3
+    assert rig.tiers.file_tokens == 160 and rig.tiers.files.num_read == 10
+    rig.assert_at_rest()
+
+
+def test_a_full_disk_leaves_the_room_that_there_is(tmp_path):
+    rig = small(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_BYTES + 20 * RECORD_BYTES, before[1]))
+    try:
+        for seed in range(8):
+            ask(rig, drawn(seed, 160), 1)
+        assert set(rig.tiers.files.faults) == {Fault.FULL}
+        rig.check()
+        last = drawn(7, 160)
+        rig = restarted(rig)
+        assert ask(rig, [*last, 5], 1).cached_tokens == 160
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    rig.assert_at_rest()
+
+
+def test_a_disk_that_fails_ends_nothing_and_is_tried_again(tmp_path):
+    rig = small(tmp_path)
+    files, now = rig.store.files, [0.0]
+    rig.tiers.files._now = lambda: now[0]
+    real, files._pages = files._pages, os.open(file_of(tmp_path), os.O_RDONLY)
+    ask(rig, drawn(1, 160), 1)
+    assert set(rig.tiers.files.faults) == {Fault.WRITE}
+    num_faults = rig.tiers.files.faults.total()
+    ask(rig, drawn(2, 160), 1)
+    assert rig.tiers.files.faults.total() == num_faults
+    os.close(files._pages)
+    files._pages, now[0] = real, AFTER_FAULT_S
+    ask(rig, drawn(3, 160), 1)
+    assert rig.tiers.files.num_written >= 10
+    rig.assert_at_rest()
+
+
+def test_requests_that_leave_the_device_find_room_beside_it(tmp_path):
+    rig = small(tmp_path, num_pages=12, tier_pages=30, config=LONG)
+    rig.store.delays.extend([2, 0, 5] * 30)
+    for seed in range(6):
+        ask(rig, drawn(seed, 100))
+    requests = [rig.add(drawn(10 + i, 40), 60, ignore_eos=True) for i in range(3)]
+    rig.run()
+    counters = rig.scheduler.counters()
+    assert counters["retractions"] and not counters["recomputed"]
+    for request in requests:
+        assert rig.tokens[request.key] == rig.expected(request)[0]
+    rig.assert_at_rest()
+
+
+def test_watchers_hear_of_a_page_until_no_file_has_it(tmp_path):
+    rig = small(tmp_path, file_pages=110)
+    prompt = drawn(1, 160)
+    names = set(page_names(prompt, SIZE, SHARED))
+    ask(rig, prompt)
+    told = Told(rig)
+    forgotten(rig, prompt)
+    told.check()
+    assert names <= told.names
+    fill_the_pool(rig, 200)
+    fill_the_pool(rig, 300)
+    told.check()
+    assert not names & told.names
+
+
+def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: int) -> Rig:
+    """Conversations, of which one process after the other hears a part."""
+    rng = random.Random(seed)
+    wide = len(windows) + (state_pages > 0)
+    rig = Rig(
+        num_pages=rng.choice((16, 20, 40)) * wide + 2 * state_pages,
+        windows=windows,
+        state_pages=state_pages,
+        num_slots=rng.choice((1, 3)),
+        context=512,
+        host_pages=rng.choice((0, 8)),
+        tier_pages=rng.choice((40, 90)) * wide,
+        file_dir=path,
+        file_pages=rng.choice((60, 400)) * wide,
+        overlap=rng.random() < 0.7,
+        config=SchedulerConfig(chunk_tokens=rng.choice((-1, 32, 100))),
+    )
+    said = None
+    for _ in range(2):
+        rig.copier.delays.extend(rng.choices((0, 0, 1, 4), k=300))
+        rig.store.delays.extend(rng.choices((0, 0, 1, 6), k=300))
+        told = Told(rig)
+        talks = Talks(rig, rng, left=25)
+        talks.talks = talks.talks if said is None else said
+        rig.before_poll.append(talks.poll)
+        rig.run_until(lambda t=talks, r=rig: not (t.left or t.going or r.has_work))
+        told.check()
+        rig.assert_at_rest()
+        for key, request in rig.requests.items():
+            assert rig.tokens[key] == rig.expected(request)[0][: len(rig.tokens[key])]
+        said, last, rig = talks.talks, rig, restarted(rig)
+    return last
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("windows, state_pages", KINDS)
+@pytest.mark.parametrize("seed", range(40))
+def test_conversations_go_on_right_whatever_is_where(seed, tmp_path, windows, state_pages):
+    talk(seed, tmp_path, windows, state_pages)
+
+
+@pytest.mark.parametrize("windows, state_pages", KINDS)
+def test_conversations_go_on_from_files(tmp_path, windows, state_pages):
+    rigs = [talk(seed, tmp_path / str(seed), windows, state_pages) for seed in (50, 51)]
+    assert sum(rig.tiers.file_tokens for rig in rigs) > 200
+
+
+MEMORY = np.zeros((4, 64), np.uint8)
+
+
+def opened(path: Path, num_bytes: int = 1 << 16, version: bytes = b"v" * 16) -> PageFiles:
+    return PageFiles(path, MEMORY, version=version, num_bytes=num_bytes)
+
+
+def test_each_node_has_a_directory_of_its_own(tmp_path):
+    first, second = opened(tmp_path), opened(tmp_path)
+    assert first.directory != second.directory
+    first.close()
+    third = opened(tmp_path)
+    assert third.directory == first.directory
+    second.close()
+    third.close()
+
+
+def test_a_node_takes_rather_what_was_left_by_its_like(tmp_path):
+    first, second = opened(tmp_path), opened(tmp_path, version=b"w" * 16)
+    place = second.directory
+    first.close()
+    second.close()
+    again = opened(tmp_path, version=b"w" * 16)
+    assert again.directory == place
+    again.close()
+
+
+def test_nobody_else_may_read_it(tmp_path):
+    files = opened(tmp_path / "new")
+    assert [p.stat().st_mode & 0o777 for p in (tmp_path / "new", files.directory)] == [0o700] * 2
+    assert {p.stat().st_mode & 0o777 for p in files.directory.iterdir()} == {0o600}
+    files.close()
+
+
+def test_a_directory_that_all_nodes_have_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.engine.tiers.page_files.MOST_NODES", 1)
+    files = opened(tmp_path)
+    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_dir: 1 nodes have"):
+        opened(tmp_path)
+    files.close()
+
+
+def test_what_cannot_be_there_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_dir: .*file"):
+        opened(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_bytes: 4096 have no room"):
+        opened(tmp_path, num_bytes=4096)
+
+
+def test_versions_differ_in_every_field():
+    told = {"dtype": "float32", "page_size": "16"}
+    versions = {
+        version_of(told, b""),
+        version_of(told, b"w"),
+        version_of(told | {"dtype": "bfloat16"}, b""),
+        version_of(told | {"more": ""}, b""),
+        version_of({"dtype": "float32page_size", "": "16"}, b""),
+    }
+    assert len(versions) == 5
