@@ -29,8 +29,9 @@ import grpc.aio
 from bench.support import record
 from cli.operating.fleet import Fleet
 from cli.planner.__main__ import Planner
-from cli.planner.decide import Rules, Switch
+from cli.planner.decide import Move, Rules, Switch
 from cli.planner.pressure import Limits
+from common.identity.secret import operator_keys
 from common.metrics.planner import PlannerMetrics
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
@@ -98,7 +99,9 @@ async def planned(cluster: Cluster, options: argparse.Namespace) -> AsyncIterato
         settle_s=4.0,
         idle_s=600.0,
     )
-    fleet = Fleet((), None, cluster.operator)
+    assert cluster.operator is not None
+    key = operator_keys(cluster.operator.keyrings.current())[0]
+    fleet = Fleet((("authorization", f"Bearer {key}"),), None, cluster.operator)
     planner = Planner(fleet, PlannerMetrics(), rules, router=cluster.address, act=True)
     made: list[str] = []
     began = time.perf_counter()
@@ -106,8 +109,11 @@ async def planned(cluster: Cluster, options: argparse.Namespace) -> AsyncIterato
     async def run() -> None:
         while True:
             decision = await planner.look()
-            if isinstance(decision, Switch):
-                made.append(f"{time.perf_counter() - began:.0f} s {decision.role}")
+            match decision:
+                case Switch(role=role):
+                    made.append(f"{time.perf_counter() - began:.0f} s {role}")
+                case Move():
+                    made.append(f"{time.perf_counter() - began:.0f} s move")
             await asyncio.sleep(0.5)
 
     task = asyncio.create_task(run())
@@ -154,8 +160,10 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             async with planned(cluster, options) as made:
                 told = [await load(cluster, kind, options) for kind in kinds]
             rows.append(_row("planner", told, options, changes="; ".join(made)))
-            for node in cluster.nodes:
-                await cluster.until_has_role(node, (await node.describe()).role)
+            # The cluster is to know all that have changed before it looks whether they have paired.
+            nodes = [(node, (await node.describe()).role) for node in cluster.nodes]
+            cluster.prefill = [node for node, role in nodes if role == "prefill"]
+            cluster.decode = [node for node, role in nodes if role == "decode"]
     return rows
 
 
