@@ -18,6 +18,7 @@ from common.config import EngineConfig
 from common.engine.models import Model, Servable, open_checkpoint
 from common.engine.models.below import below
 from common.engine.models.fingerprint import content, stored_of
+from common.engine.sizing import free_bytes
 from common.errors import ConfigError, EngineFault, InvalidRequest, Overloaded, WrongState
 from common.requests.weights import WeightsId
 
@@ -105,8 +106,6 @@ class WeightsUpdate:
         """Raises WrongState where their memory cannot be given back."""
         if self._model.device.type != "cpu":
             raise WrongState("weights: they are in a device's memory, which is not given back")
-        if not self._served.refillable:
-            raise WrongState("weights: a model that transformers computes keeps them")
 
     def give_back(self) -> Future[None]:
         """Gives their memory back to the system, until `bring_back`. After `check_drainable`.
@@ -147,13 +146,10 @@ class WeightsUpdate:
     def _look_through(self, directory: Path) -> WeightsId:
         root, here = self._root, self._served
         try:
-            if not here.refillable:
-                raise InvalidRequest(
-                    "model_path: a model that transformers computes takes no other weights"
-                )
             there = open_checkpoint(directory, self._config.model_backend)
             if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
                 raise InvalidRequest("model_path: its configuration is that of another model")
+            self._check_room(there)
             stored = stored_of(there, directory)
             if fixed := [name for name in stored if name.endswith(_FIXED)]:
                 raise InvalidRequest(f"model_path: {fixed[0]} cannot be changed in a running node")
@@ -165,6 +161,19 @@ class WeightsUpdate:
             raise InvalidRequest(f"model_path: what is there cannot be read ({kind})") from error
         self._prepared = weights, _Source(directory, there)
         return weights
+
+    def _check_room(self, there: Servable) -> None:
+        """Raises InvalidRequest where they do not fit beside the present ones, and have to."""
+        if not there.refilled_whole:
+            return
+        device, config = self._model.device, self._config
+        wanted = there.weight_bytes(device, self._model.dtype, config.quantize)
+        left = free_bytes(device, config.cache.memory_fraction)
+        if wanted > left:
+            raise InvalidRequest(
+                f"model_path: {wanted / 2**30:.2f} GiB are wanted beside the present weights, "
+                f"{left / 2**30:.2f} GiB are left"
+            )
 
     def _put(self, weights: WeightsId, source: _Source) -> None:
         if weights == self.id and self.whole:

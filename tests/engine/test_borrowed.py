@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from common.engine.models import fingerprint, load, open_checkpoint
 from common.errors import ConfigError
+from tests.engine.test_model_precision import logits_of
+from tests.engine.test_refill import TOKENS, int8
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.seen_logits import Recorder
 from tests.support.steps import Steps
@@ -50,6 +52,24 @@ def checkpoints(tmp_path_factory):
         return made[kind]
 
     return checkpoint
+
+
+@pytest.mark.parametrize(
+    "kind, quantize",
+    [("gemma3n_text", "none"), ("qwen3_moe", "none"), pytest.param("gpt2", "int8", marks=int8)],
+)
+def test_other_weights_are_those_that_it_computes_with(checkpoints, tmp_path, kind, quantize):
+    new = make_tiny(tmp_path, kind, seed=1, **CLASSES[kind])
+    model = load(checkpoints(kind), CPU, torch.float32, quantize, "transformers")
+    fresh = load(new, CPU, torch.float32, quantize, "transformers")
+    before, wanted = logits_of(model, TOKENS), logits_of(fresh, TOKENS)
+    assert not torch.equal(before, wanted)
+    servable = open_checkpoint(new, "transformers")
+    servable.refill(model, quantize)
+    torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
+    servable.drain(model)
+    servable.refill(model, quantize)
+    torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
 
 
 def tokens_of(length, seed):

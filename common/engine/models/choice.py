@@ -68,8 +68,8 @@ class Servable(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def refillable(self) -> bool:
-        """Whether `refill` and `drain` can be called."""
+    def refilled_whole(self) -> bool:
+        """Whether `refill` has all weights in memory twice; else it is one part of them."""
         ...
 
     def stored(self) -> Iterable[str]:

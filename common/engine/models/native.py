@@ -29,7 +29,7 @@ class NativeCheckpoint:
 
     backend = "native"
     computed = "natively"
-    refillable = True
+    refilled_whole = False
 
     def __init__(self, directory: Path) -> None:
         """

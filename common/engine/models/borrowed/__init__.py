@@ -13,12 +13,14 @@ import torch
 
 from common.config import Quantize
 from common.engine.models.borrowed import loading
+from common.engine.models.borrowed.held import drain_modules, refill_modules
 from common.engine.models.borrowed.model import BorrowedModel
 from common.engine.models.borrowed.skeleton import Skeleton, skeleton
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.fields import Fields, eos_token_ids
 from common.engine.models.spec import ModelSpec
-from common.errors import EngineFault
+from common.errors import ConfigError
+from common.process.allocator import trim
 
 # Of a configuration: KV does not depend on these.
 _NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
@@ -28,7 +30,7 @@ class BorrowedCheckpoint:
     """A checkpoint that a class of transformers computes; see Servable."""
 
     backend = "transformers"
-    refillable = False
+    refilled_whole = True
 
     def __init__(self, directory: Path, because: str) -> None:
         """
@@ -54,10 +56,15 @@ class BorrowedCheckpoint:
         return loading.load(self._directory, self._skeleton, self.spec, device, dtype, quantize)
 
     def refill(self, model: object, quantize: Quantize) -> None:
-        raise EngineFault("a model that transformers computes takes no other weights")
+        if not isinstance(model, BorrowedModel):
+            raise ConfigError(f"{self._directory}: the model that runs is not transformers'")
+        refill_modules(model.modules, self.load(model.device, model.dtype, quantize).modules)
+        trim()
 
     def drain(self, model: object) -> None:
-        raise EngineFault("a model that transformers computes keeps its weights")
+        assert isinstance(model, BorrowedModel)
+        drain_modules(model.modules)
+        trim()
 
     def config_hash(self) -> str:
         """Of all that the configuration says about what is computed."""

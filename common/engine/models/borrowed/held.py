@@ -1,8 +1,11 @@
-"""A class's matrices in the form that this machine multiplies them in.
+"""A class's matrices in the form that this machine multiplies them in, and other numbers in them.
 
 Only modules that multiply by a matrix and add a bias, and do nothing else. Experts that a class
 keeps as one stack, and matrices that it multiplies by in its own code, stay as they were loaded.
 """
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,8 @@ from transformers import PreTrainedModel
 
 from common.engine.models.borrowed.skeleton import products
 from common.engine.models.linear import Form, Linear
+from common.engine.models.refill import drain, refill
+from common.errors import EngineFault
 from common.process.allocator import trim
 
 
@@ -52,3 +57,28 @@ def hold(model: PreTrainedModel, form: Form) -> None:
         model.get_submodule(parent).register_module(leaf, held)
         del module, weight
         trim()
+
+
+def refill_modules(present: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
+    """Copies all that modules of the same classes have to its places in `present`. Raises
+    EngineFault as `refill`."""
+    here, there = list(_places(present)), list(_places(fresh))
+    if len(here) != len(there):
+        raise EngineFault("the weights differ in more than numbers")
+    for pair in zip(here, there, strict=True):
+        refill(*pair)
+
+
+def drain_modules(present: Sequence[nn.Module]) -> None:
+    """Gives the memory of all that they have back to the system, until `refill_modules`."""
+    for place in _places(present):
+        drain(place)
+
+
+def _places(modules: Sequence[nn.Module]) -> Iterator[object]:
+    """What numbers are in: tensors as the class has them, and products that are held."""
+    for module in chain.from_iterable(each.modules() for each in modules):
+        yield from (each.detach() for each in module.parameters(recurse=False))
+        yield from module.buffers(recurse=False)
+        if isinstance(module, Held):
+            yield module.linear

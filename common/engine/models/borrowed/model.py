@@ -44,6 +44,11 @@ class BorrowedModel:
         self._decoder = decoder_of(model)
         self._head = _without(model, self._decoder)
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """That have all its weights."""
+        return self._decoder, self._head
+
     def forward(
         self,
         batch: ForwardBatch,
