@@ -1,9 +1,9 @@
 """The tier of files below host memory: what host memory forgets is read back, after a restart too;
 what is not whole there, or made with something else, is computed anew."""
 
+import errno
 import os
 import random
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
+from common.engine.tiers import page_files
 from common.engine.tiers.file_tier import AFTER_FAULT_S
 from common.engine.tiers.page_files import Fault, PageFiles
 from common.engine.tiers.page_records import HEADER_BYTES, RECORD_BYTES, version_of
@@ -224,20 +225,22 @@ def test_who_wants_the_same_waits_for_the_one_read(tmp_path):
     rig.assert_at_rest()
 
 
-def test_a_full_disk_leaves_the_room_that_there_is(tmp_path):
+def test_a_full_disk_leaves_the_room_that_there_is(tmp_path, monkeypatch):
+    most, write_all = HEADER_BYTES + 20 * RECORD_BYTES, page_files._write_all
+
+    def write(file: int, data: memoryview, at: int) -> None:
+        if at + len(data) > most:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_all(file, data, at)
+
+    monkeypatch.setattr(page_files, "_write_all", write)
     rig = small(tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_BYTES + 20 * RECORD_BYTES, before[1]))
-    try:
-        for seed in range(8):
-            ask(rig, drawn(seed, 160), 1)
-        assert set(rig.tiers.files.faults) == {Fault.FULL}
-        rig.check()
-        last = drawn(7, 160)
-        rig = restarted(rig)
-        assert ask(rig, [*last, 5], 1).cached_tokens == 160
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for seed in range(8):
+        ask(rig, drawn(seed, 160), 1)
+    assert set(rig.tiers.files.faults) == {Fault.FULL}
+    rig.check()
+    rig = restarted(rig)
+    assert ask(rig, [*drawn(7, 160), 5], 1).cached_tokens == 160
     rig.assert_at_rest()
 
 
