@@ -1,7 +1,7 @@
 """The demo model: two million parameters at most that recall, copy, reverse and add.
 
-`tasks` makes what it learns and is asked, `train` makes the weights in `weights/`, `evaluate`
-measures them. Importing this package loads none of that.
+`tasks` and `structured` make what it learns and is asked, `train` makes the weights in `weights/`,
+`evaluate` measures them. Importing this package loads none of that.
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from cli.demo import DIRECTORY, tasks
+from cli.demo import DIRECTORY, structured, tasks
 from cli.demo.rows import Encoder, loss_and_right
 from cli.demo.tasks import Exchange
 
@@ -123,6 +123,23 @@ def _add(random: Random, num_digits: int) -> Exchange:
     return tasks.add(a, b)
 
 
+def _json_sum(random: Random) -> Exchange:
+    return structured.sum_as_json(tasks.number(random), tasks.number(random))
+
+
+def _call(random: Random) -> Exchange:
+    return structured.called(f"tools {structured.TOOL}", *structured.sums(random))
+
+
+def _result(random: Random) -> Exchange:
+    return structured.told_by_tool(f"tools {structured.TOOL}", *structured.sums(random))
+
+
+def _recall_with_tool(random: Random) -> Exchange:
+    asked = word_recall(random, 64)
+    return Exchange(f"tools {structured.TOOL}, {asked.prompt}", asked.answer)
+
+
 CASES = (
     Case("recall", "2048 tokens of facts, known words", 500, partial(word_recall, num_tokens=2048)),
     Case("recall", "2048 tokens of facts, any words", 300, partial(_any_recall, num_tokens=2048)),
@@ -135,6 +152,11 @@ CASES = (
     Case("add", "two numbers of 1 digit", 1000, partial(_add, num_digits=1)),
     Case("add", "two numbers of 2 digits", 1000, partial(_add, num_digits=2)),
     Case("add", "two numbers of 3 digits", 1000, partial(_add, num_digits=3)),
+    Case("add", "a number of more digits: says that it cannot", 500, structured.too_large),
+    Case("json", "a sum", 1000, _json_sum),
+    Case("tool", "a sum of up to 6 digits: called", 1000, _call),
+    Case("tool", "what it has found: told", 500, _result),
+    Case("tool", "64 tokens of facts, known words: not called", 500, _recall_with_tool),
 )
 
 

@@ -5,10 +5,12 @@ that the caller gives.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from cli.demo.tokenizer import CALL, CALL_END
 from cli.demo.words import COMMANDS, LETTERS, MARKS, WORDS
 
 Draw = Callable[[Random], str]
@@ -16,25 +18,47 @@ Draw = Callable[[Random], str]
 MAX_DIGITS = 3
 MAX_REVERSED = 12
 _SINGLE_TOKENS = frozenset((*MARKS, *COMMANDS, *WORDS, *LETTERS))
+_CALL_MARKS = (CALL, CALL_END)
 _ONE_WORD_KEYS = 400  # tokens of facts up to which there are surely words enough
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One prompt and the only right answer."""
+    """One prompt and the only right answer.
+
+    exact: the answer is for programs, and its characters are just those: no space in front, and
+        none around marks.
+    """
 
     prompt: str
     answer: str
+    exact: bool = False
 
     @property
     def num_tokens(self) -> int:
-        return cost(self.prompt) + cost(self.answer) + 1
+        return cost(self.prompt) + (exact_cost if self.exact else cost)(self.answer) + 1
 
 
 def cost(text: str) -> int:
     """How many tokens: one for a known word or a mark, else the space and every character."""
-    words = text.replace(",", " ,").split()
-    return sum(1 if word in _SINGLE_TOKENS else 1 + len(word) for word in words)
+    marks = sum(text.count(mark) for mark in _CALL_MARKS)
+    words = _without_marks(text, " ").replace(",", " , ").split()
+    return marks + sum(1 if word in _SINGLE_TOKENS else 1 + len(word) for word in words)
+
+
+def exact_cost(text: str) -> int:
+    """The same of an exact answer: known words with a space in front are still one token."""
+    marks = sum(text.count(mark) for mark in _CALL_MARKS)
+    characters = _without_marks(text, "")
+    words = re.findall(r" [a-z]+", characters)
+    saved = sum(len(word) - 1 for word in words if word[1:] in _SINGLE_TOKENS)
+    return marks + len(characters) - saved
+
+
+def _without_marks(text: str, put_in: str) -> str:
+    for mark in _CALL_MARKS:
+        text = text.replace(mark, put_in)
+    return text
 
 
 # Words ------------------------------------------------------------------------------------------

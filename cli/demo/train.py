@@ -8,7 +8,8 @@ what was said before; recall alone stays at guessing for thousands of steps. And
 of the first two batches double in length, up to LENGTHS[-1], whenever recall has been learned at
 the length before; they start with known words only. A second course, at full length from the
 start, with smaller steps and with more facts in a conversation, takes recall from nearly always to
-practically always right.
+practically always right. A third one is about answers as JSON and calls of a tool; each of its
+steps has only one of the batches before.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from cli.demo import evaluate, tasks
+from cli.demo import evaluate, structured, tasks
 from cli.demo.rows import Encoder, loss_and_right
+from cli.demo.tasks import Exchange
 from cli.demo.tokenizer import make_tokenizer
 
 SEED = 7
@@ -35,10 +37,16 @@ WARM_UP_STEPS = 100
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2304)
 LONGEST_COPY = 512
 SHORT_LENGTH = 32
+JSON_LENGTH = 64
+CALL_LENGTH = 96
 BATCH_TOKENS = 1024
 LEARNED = 0.9
 WINDOW = 400  # answers over which that is counted
 REPORT_STEPS = 50
+
+
+# Its name, how long a row is, and what makes the conversation of one.
+Batch = tuple[str, int, Callable[[Random, int], list[Exchange]]]
 
 
 class Course(NamedTuple):
@@ -49,11 +57,13 @@ class Course(NamedTuple):
     size: float  # of the largest steps, as a share of the optimizers' own
     stage: int  # index in LENGTHS of the length it begins at
     known: float  # share of the steps with known words only, of which most facts fit into a length
+    structured: bool = False  # whether it is about answers for programs
 
 
 COURSES = (
     Course(SEED, steps=3000, size=1.0, stage=0, known=0.0),
     Course(SEED + 1, steps=1100, size=0.4, stage=len(LENGTHS) - 1, known=0.5),
+    Course(SEED + 2, steps=900, size=0.3, stage=len(LENGTHS) - 1, known=0.5, structured=True),
 )
 
 
@@ -166,11 +176,18 @@ def train(
     for step in range(course.steps):
         length = curriculum.draw_length()
         word = curriculum.draw_word()
-        for name, row_length, conversation in (
+        batches: list[Batch] = [
             ("recall", length, partial(tasks.recalls, word=word)),
             ("copy", min(length, LONGEST_COPY), partial(tasks.copies, word=word)),
             ("short", SHORT_LENGTH, tasks.sums_and_lists),
-        ):
+        ]
+        if course.structured:
+            batches = [
+                random.choices(batches, (2, 1, 1))[0],  # lest it be forgotten
+                ("json", JSON_LENGTH, structured.json_answers),
+                ("calls", CALL_LENGTH, structured.calls),
+            ]
+        for name, row_length, conversation in batches:
             count = max(1, BATCH_TOKENS // row_length)
             rows = encoder.rows(
                 [conversation(random, row_length) for _ in range(count)], row_length

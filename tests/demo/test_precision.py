@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from cli.demo import DIRECTORY
 from cli.demo.evaluate import CASES, Case
+from cli.demo.rows import Encoder
 from cli.demo.tasks import Exchange
 from common.engine.models import Model, load
 from common.engine.models.linear import onednn
@@ -49,16 +50,8 @@ def tokenizer():
 
 def num_right(model: Model, tokenizer, exchanges: Sequence[Exchange]) -> int:
     """Greedy answers through the engine that are right to their end."""
-
-    def encoded(texts: list[str]) -> list[list[int]]:
-        encode = tokenizer.backend_tokenizer.encode_batch_fast
-        return [text.ids for text in encode(texts, add_special_tokens=False)]
-
-    prompts = encoded([exchange.prompt for exchange in exchanges])
-    answers = [
-        [*ids, tokenizer.eos_token_id]
-        for ids in encoded([exchange.answer for exchange in exchanges])
-    ]
+    encoder = Encoder(tokenizer)
+    prompts, answers = encoder.prompts(exchanges), encoder.answers(exchanges)
     longest = max(map(len, answers))
     context = -(-(max(map(len, prompts)) + longest + 1) // PAGE) * PAGE
     num_slots = max(1, BATCH_TOKENS // context)

@@ -1,10 +1,12 @@
 """Every task's answer is the true one, told from its prompt alone."""
 
+import json
 from random import Random
 
 import pytest
 
-from cli.demo import evaluate, tasks
+from cli.demo import evaluate, structured, tasks
+from cli.demo.rows import Encoder
 from cli.demo.tokenizer import make_tokenizer
 from cli.demo.words import LETTERS, WORDS
 
@@ -17,6 +19,16 @@ def _told(prompt: str, before: dict[str, str]) -> str:
     Args:
         before: facts of the conversation so far; those of this prompt are added.
     """
+    if prompt.startswith("tools"):
+        tools, _, prompt = prompt.partition(", ")
+        if "result" in prompt:
+            return prompt.split()[-2]
+        if structured.TOOL in tools.split()[1:] and prompt.startswith("add "):
+            called = {
+                "name": "add",
+                "arguments": dict(zip("ab", map(int, prompt.split()[1:3]), strict=True)),
+            }
+            return f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
     *told, asked = prompt.removesuffix(" =").split(", ")
     for fact in told:
         key, value = fact.split(" = ")
@@ -24,7 +36,9 @@ def _told(prompt: str, before: dict[str, str]) -> str:
         before[key] = value
     match asked.split():
         case ["add", a, b]:
-            return str(int(a) + int(b))
+            return "too large" if max(len(a), len(b)) > 3 else str(int(a) + int(b))
+        case ["json", "add", a, b]:
+            return json.dumps({"answer": int(a) + int(b)})
         case ["copy", *words]:
             return " ".join(words)
         case ["reverse", *words]:
@@ -41,6 +55,8 @@ def test_the_answers_that_training_shows_are_true(word, num_tokens):
             tasks.recalls(random, num_tokens, word),
             tasks.copies(random, num_tokens, word),
             tasks.sums_and_lists(random, num_tokens),
+            structured.json_answers(random, 128),
+            *(structured.calls(random, 96) for _ in range(10)),
         ):
             before: dict[str, str] = {}
             for exchange in conversation:
@@ -68,6 +84,13 @@ def test_the_tokens_of_a_conversation_are_counted_as_the_tokenizer_makes_them():
     for exchange in conversation:
         answered = f"{exchange.prompt} {exchange.answer}{tokenizer.eos_token}"
         assert exchange.num_tokens == len(tokenizer(answered).input_ids)
+    encoder = Encoder(tokenizer)
+    for exchange in [
+        *structured.json_answers(random, 300),
+        *(one for _ in range(50) for one in structured.calls(random, 96)),
+    ]:
+        tokens = encoder.rows([[exchange]], 2 * exchange.num_tokens).tokens
+        assert exchange.num_tokens == int((tokens != tokenizer.pad_token_id).sum())
 
 
 def test_a_conversation_asks_for_keys_from_all_over_its_facts():

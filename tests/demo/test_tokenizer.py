@@ -2,6 +2,7 @@
 
 import pytest
 
+from cli.demo import structured
 from cli.demo.rows import Encoder
 from cli.demo.tasks import Exchange
 from cli.demo.tokenizer import END, make_tokenizer
@@ -61,3 +62,31 @@ def test_a_chat_is_the_transcript_that_training_shows(tokenizer):
     assert ids == rows.tokens[0].tolist()
     assert tokenizer.decode(rows.following[0, -1]) == " tea"
     assert tokenizer.convert_tokens_to_ids(END) == tokenizer.eos_token_id
+
+
+def test_a_chat_with_a_tool_is_the_transcript_that_training_shows(tokenizer):
+    template = ChatTemplate(tokenizer.chat_template, {})
+    called = {"name": "add", "arguments": {"a": 12345, "b": 678}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    messages = [
+        {"role": "user", "content": "add 12345 678"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": called}]},
+        {"role": "tool", "content": "13023"},
+    ]
+    for said, shown in (
+        (messages[:1], structured.called("tools add", 12345, 678)),
+        (messages, structured.told_by_tool("tools add", 12345, 678)),
+    ):
+        chat = template.render(said, tools=tools, max_characters=1000)
+        ids = tokenizer(chat, add_special_tokens=False).input_ids
+        rows = Encoder(tokenizer).rows([[shown]], shown.num_tokens)
+        assert rows.tokens[0, : len(ids)].tolist() == ids
+        begins = (rows.answers[0] >= 0).nonzero()[0]
+        assert begins == len(ids) - 1
+
+
+def test_an_answer_for_programs_has_no_space_in_front_and_none_around_its_marks(tokenizer):
+    shown = structured.called("tools add", 1, 23)
+    rows = Encoder(tokenizer).rows([[shown]], shown.num_tokens)
+    asked = rows.following[rows.answers >= 0]
+    assert tokenizer.decode(asked) == f"{shown.answer}{END}"
