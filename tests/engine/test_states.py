@@ -9,6 +9,7 @@ from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.holding import Holding
+from common.engine.rows.request import FinishReason
 from common.engine.schedule.boundaries import stretch
 from tests.engine.test_scheduler_random import Traffic
 from tests.support.engine_rig import VOCABULARY, Rig, ints
@@ -57,6 +58,29 @@ def test_without_a_prefix_cache_no_state_is_kept():
     one = rig(prefix_cache=False)
     assert served(one, prompt(100)) == served(one, prompt(100)) == 0
     assert one.pages.num_free == one.num_pages
+
+
+@pytest.mark.parametrize("chunk, length", [(-1, 100), (32, 100), (32, 59)])
+def test_of_a_row_whose_numbers_are_not_finite_nothing_is_kept(chunk, length):
+    """Nor of the one that is launched before that is known."""
+    poison = VOCABULARY  # no token of a prompt
+    one = rig(poison=poison, config=SchedulerConfig(chunk_tokens=chunk))
+    request = one.add([poison, *prompt(length)], 4)
+    one.run()
+    assert one.finished[request.key].reason is FinishReason.ERROR
+    assert one.cache.num_pages == 0
+    one.assert_at_rest()
+
+
+def test_a_launched_step_holds_the_states_that_it_writes():
+    one = rig(config=SchedulerConfig(chunk_tokens=32))
+    request = one.add(prompt(100), 20)
+    while request.key not in one.finished:
+        one.step()
+        if one.in_flight is not None:
+            slots = one.in_flight.batch.slots
+            assert (one.pages.holds(Holder.STEP)[one.table.state[slots]] > 0).all()
+    one.run()
 
 
 def test_a_request_that_waits_for_a_state_of_another_goes_on_from_it():
