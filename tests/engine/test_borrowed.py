@@ -221,6 +221,13 @@ def test_a_class_that_cannot_be_served_is_refused_by_name_before_weights_are_rea
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash"])
+def test_a_class_that_reads_numbers_out_of_tensors_can_be_tried_without_weights(tmp_path, kind):
+    """Which expert has tokens, as an index, or how many there are."""
+    tiny_config(kind).save_pretrained(tmp_path)
+    assert open_checkpoint(tmp_path).spec.layers
+
+
 def test_an_encoder_is_refused(tmp_path):
     tiny_config("bert", is_decoder=False).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="it is an encoder"):

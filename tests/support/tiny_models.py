@@ -113,6 +113,7 @@ _OWN: Mapping[str, Mapping[str, object]] = {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": VOCABULARY_SIZE,
     },
+    "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 
 

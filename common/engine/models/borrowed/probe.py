@@ -7,10 +7,12 @@ then tells, layer by layer, what it was called with.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -90,7 +92,7 @@ def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
     model.set_attn_implementation(NAME)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode(), _all_nonzero():
+        with torch.inference_mode(), _all_nonzero(), _ReadAsOnes():  # type: ignore[no-untyped-call]
             # Without a mask classes look for packed sequences, in numbers that are not there.
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
     except Refused:
@@ -122,6 +124,24 @@ def _all_nonzero() -> Iterator[None]:
         yield
     finally:
         fx_config.meta_nonzero_assume_all_nonzero = before
+
+
+class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a class reads out of a tensor that has no number is 1: an expert that there is, a count
+    that is not 0."""
+
+    _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in self._READS and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
 
 
 def _attending(call: _Call, name: str) -> Attending:
