@@ -27,6 +27,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc.aio
+
 from bench.support import record
 from bench.support.models import QWEN3_450M
 from common.node.desk import REPORT_INTERVAL_S
@@ -81,17 +83,17 @@ class _System:
         """The same with its node started again, and nothing counted."""
         (node,) = self.cluster.decode
         await self.cluster.kill(node)
-        await self._until_ready(False)
         await self.cluster.start_again(node)
-        await self._until_ready(True)
+
+        async def answers() -> bool:
+            try:
+                await self.cluster.generate([2, 3], max_tokens=1)
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+        await self.cluster.wait_until(answers, "the node answers again")
         return _System(self.cluster, self.metrics_port)
-
-    async def _until_ready(self, wanted: bool) -> None:
-        async def found() -> bool:
-            (node,) = (await self.cluster.describe()).nodes
-            return (node.state == "ready") is wanted
-
-        await self.cluster.wait_until(found, "the router knows how its node is")
 
 
 async def measure(options: argparse.Namespace) -> dict[str, _System]:
