@@ -51,7 +51,7 @@ from common.engine.tiers.host_cache import HostCache
 from common.engine.tiers.page_files import PageFiles
 from common.engine.tiers.page_records import version_of
 from common.engine.tiers.tiers import Tiers
-from common.engine.update import WeightsUpdate, content_of
+from common.engine.update import WeightsUpdate
 from common.node.desk import Desk
 from common.node.ipc import FrameSocket
 from common.node.messages import (
@@ -493,7 +493,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         files = PageFiles(
             size.file_dir,
             host_pool.tensor.numpy(),
-            version=version_of({}, content_of(servable, loaded.directory)),
+            version=version_of({}, content(stored_of(servable, loaded.directory))),
             num_bytes=size.file_bytes,
         )
         index = FileCache(files.num_slots, shape.layout.tables.width, files.found())
