@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from common.priority import HIGHEST, LOWEST
-from common.serve_protocol import MAX_ADAPTERS
+from common.serve_protocol import MAX_ADAPTERS, MAX_IMAGES
 
 _COLLECTOR = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 
@@ -517,6 +517,19 @@ class ClientsConfig(Record):
         return origins
 
 
+class ImagesConfig(Record):
+    """Images in conversations with a model that sees them, see docs/images.md."""
+
+    max_images: int = Field(8, ge=1, le=MAX_IMAGES, description="of one request")
+    max_tokens: Positive = Field(1280, description="of one image: a larger one is made smaller")
+    fetch: bool = Field(
+        False,
+        description="fetch images that a request names by an address: http(s), of public hosts, "
+        "without redirects",
+    )
+    fetch_s: Seconds = Field(10.0, description="longest time for one of them")
+
+
 class RouterConfig(Record):
     """The router. It loads the tokenizer and the chat template of `model`, never its weights."""
 
@@ -546,6 +559,7 @@ class RouterConfig(Record):
         description="router processes that share the ports; each has --max-requests of its own",
     )
     clients: ClientsConfig = ClientsConfig()
+    images: ImagesConfig = ImagesConfig()
     max_requests: Positive = Field(
         1024, description="live requests, of which one client has 7/8 at most"
     )

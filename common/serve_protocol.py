@@ -7,13 +7,16 @@ of messages that this one does not know, is ignored: the version changes where t
 VERSION = 4
 FIRST_MESSAGE_S = 10.0  # for a router, from opening the stream
 
-# Of one message to a node: 10 MB at most, 5 bytes for a token and 20 KB for all else of a Submit.
+# Of one message to a node: 12 MB at most, 5 bytes for a token and 20 KB for all else of a Submit.
+# Bytes of images count as tokens do, unless the message has a single Submit.
 MAX_SUBMITS = 256
 MAX_TOKENS = 1 << 20
 MAX_CANCELS = 4096
 MAX_PEERS = 1024
 # Of one Submit.
 MAX_CANDIDATES = 64
+MAX_IMAGES = 64
+MAX_PIXEL_BYTES = 6 << 20  # of all of them
 # Of one Step, in each of its columns: many times the requests that a node can have.
 MAX_ROWS = 1 << 16
 MAX_LINKS = 4096  # of one Status

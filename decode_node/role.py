@@ -400,6 +400,7 @@ class DecodeRole:
             shared_in=within(message.namespace, message.adapter),
             adapter=message.adapter,
             prediction=np.frombuffer(message.prediction, np.int32) if message.prediction else None,
+            images=message.images,
         )
         request.compute_with(self._desk.weights)
         request.suspect_of(message.engine_deaths)
@@ -421,8 +422,8 @@ class DecodeRole:
             times = REPLAYS_TIMES if message.num_generated else 1
             if self._num_waiting >= times * self._max_waiting:
                 raise Overloaded(f"{self._num_waiting} requests wait here already")
-            self._limits.check(token_ids)
-            self._limits.check_sampling(message.sampling)
+            self._limits.check(token_ids, message.images)
+            self._limits.check_sampling(message.sampling, message.images)
             if request.prediction is not None:
                 self._limits.check_prediction(request.prediction)
             self._adapters.hold(request)

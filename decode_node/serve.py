@@ -45,6 +45,7 @@ from common.node.messages import (
 from common.node.streams import Outgoing
 from common.node.supervision import Supervision
 from common.queueing.drain import Backlog
+from common.requests import images
 from common.requests.adapter import check_adapter
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import check_namespace
@@ -417,6 +418,8 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
     if len(submit.request_id) > MAX_REQUEST_ID:
         raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
     check_priority(submit.priority)
+    seen = images.from_proto(submit.images)
+    images.check_images(seen, submit.token_ids)
     return SubmitRequest(
         stream=stream.number,
         request=submit.request,
@@ -438,6 +441,7 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
         own_address=stream.own_address,
         adapter=check_adapter(submit.adapter),
         prediction=_tokens("prediction", submit.prediction),
+        images=seen,
     )
 
 

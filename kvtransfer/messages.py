@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.images import Image
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
@@ -58,6 +59,7 @@ class Open(Message, frozen=True, tag=True):
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
     adapter: AdapterId = NO_ADAPTER  # that computes it, and that the namespace is within
     weights: WeightsId = UNNAMED  # likewise
+    images: tuple[Image, ...] = ()  # PROMPT: of its prompt
 
 
 class Grant(Message, frozen=True, tag=True):

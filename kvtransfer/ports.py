@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.images import Image
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
@@ -52,6 +53,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
     adapter: AdapterId = NO_ADAPTER
     weights: WeightsId = UNNAMED
+    images: tuple[Image, ...] = ()  # PROMPT: of its prompt
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -192,6 +194,7 @@ class Opened(msgspec.Struct, frozen=True):
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where this node may read what it lacks
     adapter: AdapterId = NO_ADAPTER
     weights: WeightsId = UNNAMED
+    images: tuple[Image, ...] = ()  # PROMPT: of its prompt
 
 
 class Granted(msgspec.Struct, frozen=True):

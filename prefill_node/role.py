@@ -369,8 +369,8 @@ class PrefillRole:
             reason = f"{num_waiting} prompts wait here already"
             return self._fail(event.serial, reason, retryable=True)
         try:
-            self._limits.check(event.token_ids)
-            self._limits.check_sampling(event.sampling)
+            self._limits.check(event.token_ids, event.images)
+            self._limits.check_sampling(event.sampling, event.images)
             start_by = self._start_by(event, now)
             self._tokens.take(event.serial, len(event.token_ids))
         except InvalidRequest as error:
@@ -398,6 +398,7 @@ class PrefillRole:
             priority=event.priority,
             namespace=event.namespace,
             adapter=event.adapter,
+            images=event.images,
         )
         request.suspect_of(event.engine_deaths)
         try:

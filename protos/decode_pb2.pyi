@@ -1,3 +1,4 @@
+from protos import images_pb2 as _images_pb2
 from protos import last_words_pb2 as _last_words_pb2
 from protos import prefixes_pb2 as _prefixes_pb2
 from protos import router_pb2 as _router_pb2
@@ -82,7 +83,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ..., own_address: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "prefix_at", "adapter", "prediction")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "prefix_at", "adapter", "prediction", "images")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +101,7 @@ class Submit(_message.Message):
     PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -117,7 +119,8 @@ class Submit(_message.Message):
     prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
     adapter: bytes
     prediction: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[_images_pb2.Image]
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., prediction: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ...) -> None: ...
 
 class MoveFrom(_message.Message):
     __slots__ = ("address", "ticket")

@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos import images_pb2 as protos_dot_images__pb2
 from protos import last_words_pb2 as protos_dot_last__words__pb2
 from protos import prefixes_pb2 as protos_dot_prefixes__pb2
 from protos import sampling_pb2 as protos_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x17protos/last_words.proto\x1a\x15protos/prefixes.proto\x1a\x15protos/sampling.proto\"\xdf\x01\n\nFromReader\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x64one\x18\x04 \x01(\x0b\x32\x0e.baton.v1.DoneH\x00\x12\"\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x42\t\n\x07message\"\x99\x02\n\tFromOwner\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12&\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AdmittedH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12&\n\x08released\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReleasedH\x00\x12\"\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x12)\n\nlast_words\x18\x07 \x01(\x0b\x32\x13.baton.v1.LastWordsH\x00\x42\t\n\x07message\"\xf8\x01\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\x06\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12!\n\x05paths\x18\x04 \x03(\x0b\x32\x12.baton.v1.DataPath\x12!\n\x07regions\x18\x05 \x03(\x0b\x32\x10.baton.v1.Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x08\x44\x61taPath\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"=\n\x06Region\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"?\n\tHandoffId\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\x8e\x03\n\x04Open\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rnum_generated\x18\x03 \x01(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x10\n\x08\x62udget_s\x18\x05 \x01(\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\x12\x15\n\rengine_deaths\x18\t \x01(\r\x12\x14\n\x07queue_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12#\n\x04kind\x18\x0b \x01(\x0e\x32\x15.baton.v1.HandoffKind\x12\x0e\n\x06ticket\x18\x0c \x01(\x06\x12\x10\n\x08priority\x18\r \x01(\x11\x12%\n\tprefix_at\x18\x10 \x03(\x0b\x32\x12.baton.v1.PrefixAt\x12\x0f\n\x07\x61\x64\x61pter\x18\x0e \x01(\x0c\x12\x0f\n\x07weights\x18\x11 \x01(\x0c\x42\n\n\x08_queue_s\"g\n\x05Grant\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x15\n\rprefix_tokens\x18\x02 \x01(\r\x12\x13\n\x0broom_tokens\x18\x03 \x01(\r\x12\x11\n\tgib_per_s\x18\x04 \x01(\x01\"Z\n\x08\x41\x64mitted\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0e\x63ompute_tokens\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\"\xb7\x02\n\x05Ready\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x06 \x01(\rH\x00\x88\x01\x01\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefillTimes\x12$\n\x08logprobs\x18\x08 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x0f\n\x07\x63hecked\x18\n \x03(\r\x12\x0c\n\x04sums\x18\x0b \x03(\x06\x12\x11\n\ttoken_ids\x18\x0c \x03(\rB\x0e\n\x0c_first_token\"Y\n\x0cPrefillTimes\x12\x13\n\x0b\x62ootstrap_s\x18\x01 \x01(\x01\x12\x11\n\twaiting_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\"\'\n\x04\x44one\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"9\n\x08Released\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0c\n\x04held\x18\x02 \x01(\x08\"9\n\x06\x43\x61ncel\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x06\x46\x61iled\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"C\n\x04\x42\x65\x61t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\ropen_handoffs\x18\x02 \x01(\r\x12\x12\n\nconnecting\x18\x03 \x01(\x08*V\n\x0bHandoffKind\x12\x17\n\x13HANDOFF_KIND_PROMPT\x10\x00\x12\x15\n\x11HANDOFF_KIND_LIVE\x10\x01\x12\x17\n\x13HANDOFF_KIND_PREFIX\x10\x02\x32\x43\n\nKvTransfer\x12\x35\n\x04Pair\x12\x14.baton.v1.FromReader\x1a\x13.baton.v1.FromOwner(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/images.proto\x1a\x17protos/last_words.proto\x1a\x15protos/prefixes.proto\x1a\x15protos/sampling.proto\"\xdf\x01\n\nFromReader\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x64one\x18\x04 \x01(\x0b\x32\x0e.baton.v1.DoneH\x00\x12\"\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x42\t\n\x07message\"\x99\x02\n\tFromOwner\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12&\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AdmittedH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12&\n\x08released\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReleasedH\x00\x12\"\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12\x1e\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x0e.baton.v1.BeatH\x00\x12)\n\nlast_words\x18\x07 \x01(\x0b\x32\x13.baton.v1.LastWordsH\x00\x42\t\n\x07message\"\xf8\x01\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\x06\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12!\n\x05paths\x18\x04 \x03(\x0b\x32\x12.baton.v1.DataPath\x12!\n\x07regions\x18\x05 \x03(\x0b\x32\x10.baton.v1.Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x08\x44\x61taPath\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"=\n\x06Region\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"?\n\tHandoffId\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xaf\x03\n\x04Open\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rnum_generated\x18\x03 \x01(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x10\n\x08\x62udget_s\x18\x05 \x01(\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\x12\x15\n\rengine_deaths\x18\t \x01(\r\x12\x14\n\x07queue_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12#\n\x04kind\x18\x0b \x01(\x0e\x32\x15.baton.v1.HandoffKind\x12\x0e\n\x06ticket\x18\x0c \x01(\x06\x12\x10\n\x08priority\x18\r \x01(\x11\x12%\n\tprefix_at\x18\x10 \x03(\x0b\x32\x12.baton.v1.PrefixAt\x12\x0f\n\x07\x61\x64\x61pter\x18\x0e \x01(\x0c\x12\x0f\n\x07weights\x18\x11 \x01(\x0c\x12\x1f\n\x06images\x18\x12 \x03(\x0b\x32\x0f.baton.v1.ImageB\n\n\x08_queue_s\"g\n\x05Grant\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x15\n\rprefix_tokens\x18\x02 \x01(\r\x12\x13\n\x0broom_tokens\x18\x03 \x01(\r\x12\x11\n\tgib_per_s\x18\x04 \x01(\x01\"Z\n\x08\x41\x64mitted\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0e\x63ompute_tokens\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\"\xb7\x02\n\x05Ready\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x06 \x01(\rH\x00\x88\x01\x01\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefillTimes\x12$\n\x08logprobs\x18\x08 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x0f\n\x07\x63hecked\x18\n \x03(\r\x12\x0c\n\x04sums\x18\x0b \x03(\x06\x12\x11\n\ttoken_ids\x18\x0c \x03(\rB\x0e\n\x0c_first_token\"Y\n\x0cPrefillTimes\x12\x13\n\x0b\x62ootstrap_s\x18\x01 \x01(\x01\x12\x11\n\twaiting_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\"\'\n\x04\x44one\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"9\n\x08Released\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0c\n\x04held\x18\x02 \x01(\x08\"9\n\x06\x43\x61ncel\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x06\x46\x61iled\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"C\n\x04\x42\x65\x61t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\ropen_handoffs\x18\x02 \x01(\r\x12\x12\n\nconnecting\x18\x03 \x01(\x08*V\n\x0bHandoffKind\x12\x17\n\x13HANDOFF_KIND_PROMPT\x10\x00\x12\x15\n\x11HANDOFF_KIND_LIVE\x10\x01\x12\x17\n\x13HANDOFF_KIND_PREFIX\x10\x02\x32\x43\n\nKvTransfer\x12\x35\n\x04Pair\x12\x14.baton.v1.FromReader\x1a\x13.baton.v1.FromOwner(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,42 +37,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO_FINGERPRINTENTRY']._loaded_options = None
   _globals['_HELLO_FINGERPRINTENTRY']._serialized_options = b'8\001'
-  _globals['_HANDOFFKIND']._serialized_start=2379
-  _globals['_HANDOFFKIND']._serialized_end=2465
-  _globals['_FROMREADER']._serialized_start=109
-  _globals['_FROMREADER']._serialized_end=332
-  _globals['_FROMOWNER']._serialized_start=335
-  _globals['_FROMOWNER']._serialized_end=616
-  _globals['_HELLO']._serialized_start=619
-  _globals['_HELLO']._serialized_end=867
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=817
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=867
-  _globals['_DATAPATH']._serialized_start=869
-  _globals['_DATAPATH']._serialized_end=917
-  _globals['_REGION']._serialized_start=919
-  _globals['_REGION']._serialized_end=980
-  _globals['_HANDOFFID']._serialized_start=982
-  _globals['_HANDOFFID']._serialized_end=1045
-  _globals['_OPEN']._serialized_start=1048
-  _globals['_OPEN']._serialized_end=1446
-  _globals['_GRANT']._serialized_start=1448
-  _globals['_GRANT']._serialized_end=1551
-  _globals['_ADMITTED']._serialized_start=1553
-  _globals['_ADMITTED']._serialized_end=1643
-  _globals['_READY']._serialized_start=1646
-  _globals['_READY']._serialized_end=1957
-  _globals['_PREFILLTIMES']._serialized_start=1959
-  _globals['_PREFILLTIMES']._serialized_end=2048
-  _globals['_DONE']._serialized_start=2050
-  _globals['_DONE']._serialized_end=2089
-  _globals['_RELEASED']._serialized_start=2091
-  _globals['_RELEASED']._serialized_end=2148
-  _globals['_CANCEL']._serialized_start=2150
-  _globals['_CANCEL']._serialized_end=2207
-  _globals['_FAILED']._serialized_start=2209
-  _globals['_FAILED']._serialized_end=2308
-  _globals['_BEAT']._serialized_start=2310
-  _globals['_BEAT']._serialized_end=2377
-  _globals['_KVTRANSFER']._serialized_start=2467
-  _globals['_KVTRANSFER']._serialized_end=2534
+  _globals['_HANDOFFKIND']._serialized_start=2433
+  _globals['_HANDOFFKIND']._serialized_end=2519
+  _globals['_FROMREADER']._serialized_start=130
+  _globals['_FROMREADER']._serialized_end=353
+  _globals['_FROMOWNER']._serialized_start=356
+  _globals['_FROMOWNER']._serialized_end=637
+  _globals['_HELLO']._serialized_start=640
+  _globals['_HELLO']._serialized_end=888
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=838
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=888
+  _globals['_DATAPATH']._serialized_start=890
+  _globals['_DATAPATH']._serialized_end=938
+  _globals['_REGION']._serialized_start=940
+  _globals['_REGION']._serialized_end=1001
+  _globals['_HANDOFFID']._serialized_start=1003
+  _globals['_HANDOFFID']._serialized_end=1066
+  _globals['_OPEN']._serialized_start=1069
+  _globals['_OPEN']._serialized_end=1500
+  _globals['_GRANT']._serialized_start=1502
+  _globals['_GRANT']._serialized_end=1605
+  _globals['_ADMITTED']._serialized_start=1607
+  _globals['_ADMITTED']._serialized_end=1697
+  _globals['_READY']._serialized_start=1700
+  _globals['_READY']._serialized_end=2011
+  _globals['_PREFILLTIMES']._serialized_start=2013
+  _globals['_PREFILLTIMES']._serialized_end=2102
+  _globals['_DONE']._serialized_start=2104
+  _globals['_DONE']._serialized_end=2143
+  _globals['_RELEASED']._serialized_start=2145
+  _globals['_RELEASED']._serialized_end=2202
+  _globals['_CANCEL']._serialized_start=2204
+  _globals['_CANCEL']._serialized_end=2261
+  _globals['_FAILED']._serialized_start=2263
+  _globals['_FAILED']._serialized_end=2362
+  _globals['_BEAT']._serialized_start=2364
+  _globals['_BEAT']._serialized_end=2431
+  _globals['_KVTRANSFER']._serialized_start=2521
+  _globals['_KVTRANSFER']._serialized_end=2588
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from common.engine.build import Engine
 from common.engine.drive import DrivenRole, drive, introduce
 from common.engine.loop.clock import StepClock
 from common.engine.memory.cache_events import CacheEvents
+from common.engine.models.vision.meter import SeeingMeter
 from common.engine.occupation import Occupation
 from common.engine.run.profiler import Profiler
 from common.engine.schedule.scheduler import Scheduler
@@ -94,7 +95,10 @@ class EngineParts:
             channel,
             pages_by_holder=engine.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
-            meters=(clock.meter, reads, AdapterMeter(engine.adapters), tiers),
+            meters=(
+                *(clock.meter, reads, tiers),
+                *(AdapterMeter(engine.adapters), SeeingMeter(engine.model.seeing)),
+            ),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,
             operations=Operations(engine.weights, memory, profiler),

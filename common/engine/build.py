@@ -277,6 +277,7 @@ def build(config: EngineConfig) -> Engine:
             num_pages=shape.num_pages,
             generates=model.spec.generates,
             num_labels=model.spec.num_labels,
+            image_token_side=model.spec.image_token_side,
         ),
         constants=told,
         tokenizer_hash=tokenizer_hash(directory),
@@ -398,6 +399,7 @@ def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free)
     if model.device.type == "cpu":
         return shape
+    seeing = 0 if model.seeing is None else model.seeing.needed_bytes()
     footprint = measure_footprint(
         model, shape, bank, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
     )
@@ -407,9 +409,10 @@ def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape
             forward_mib=footprint.forward >> 20,
             graphs_mib=footprint.graphs >> 20,
             state_mib=footprint.state >> 20,
+            images_mib=seeing >> 20,
         ),
     )
-    free = free_bytes(model.device, fraction) - footprint.total
+    free = free_bytes(model.device, fraction) - footprint.total - seeing
     return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
 
 

@@ -146,6 +146,10 @@ class WeightsUpdate:
     def _look_through(self, directory: Path) -> WeightsId:
         root, here = self._root, self._served
         try:
+            if not here.changeable:
+                raise InvalidRequest(
+                    "model_path: a model that is shown images takes no other weights"
+                )
             there = open_checkpoint(directory, self._config.model_backend)
             if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
                 raise InvalidRequest("model_path: its configuration is that of another model")

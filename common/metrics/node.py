@@ -221,6 +221,19 @@ ADAPTER_FILLS = Declared("baton_adapter_fills", "counter", "Adapters copied into
 ADAPTERS_EVICTED = Declared(
     "baton_adapters_evicted", "counter", "Adapters that went from host memory to make room."
 )
+IMAGES = Declared(
+    "baton_images",
+    "counter",
+    "Images that a chunk of a prompt had tokens of. Encoded: then; kept: their embeddings were "
+    "still there.",
+    {"embeddings": ("encoded", "kept")},
+)
+IMAGE_SECONDS = Declared(
+    "baton_image_encoding_seconds",
+    "counter",
+    "Time that forwards took longer for encoding images; on a GPU, until that was launched.",
+)
+IMAGE_BYTES = Declared("baton_image_bytes", "gauge", "Embeddings of images that are kept.")
 HANDOFFS = Declared(
     "baton_handoffs",
     "counter",
@@ -384,6 +397,7 @@ BOTH = (
     *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
+    *(IMAGES, IMAGE_SECONDS, IMAGE_BYTES),
     *(ADAPTERS, ADAPTER_BYTES, ADAPTER_SLOTS, ADAPTER_FILLS, ADAPTERS_EVICTED),
     *(TIER_PAGES, TIER_TOKENS, TIER_BYTES, TIER_EVICTED, TIER_FAULTS),
 )
@@ -434,6 +448,8 @@ _TOTALS = {
     "pooled_prompts": POOLED,
     "adapter_fills": ADAPTER_FILLS,
     "adapters_evicted": ADAPTERS_EVICTED,
+    "images": IMAGES,
+    "image_seconds": IMAGE_SECONDS,
     "tier_tokens": TIER_TOKENS,
     "tier_bytes": TIER_BYTES,
     "tier_evicted": TIER_EVICTED,
@@ -445,6 +461,7 @@ _GAUGES = {
     "adapters": ADAPTERS,
     "adapter_bytes": ADAPTER_BYTES,
     "adapter_slots": ADAPTER_SLOTS,
+    "image_bytes": IMAGE_BYTES,
     "tier_pages": TIER_PAGES,
 }
 _DISTRIBUTIONS = {

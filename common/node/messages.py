@@ -14,6 +14,7 @@ from common.node.stamps import HandoffStamps, RequestStamps
 from common.queueing.drain import Backlog
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.flight import Flights
+from common.requests.images import Image
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
@@ -65,6 +66,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold some of it, as far as is known
     own_address: str = ""  # of this node, as the router calls it; "": not told
     prediction: bytes = b""  # little-endian int32: what its client expects of the answer
+    images: tuple[Image, ...] = ()  # of its prompt, checked
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):

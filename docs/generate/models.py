@@ -62,6 +62,11 @@ second turn on, but for the last two columns:
 The last row is what a hybrid could have at most. What it lacks are answers, of which no state is
 kept: the next turn computes them anew.
 
+## Images
+
+Of Qwen2.5-VL images are served too, by its decoder's blocks and transformers' own encoder, in any
+prompt: [Images](images.md).
+
 ## Layers with latents
 
 DeepSeek-V2 and V3 (R1 and V3.1 too) keep one vector of a token and layer, 512 numbers of which each

@@ -48,6 +48,8 @@ from protos import kvtransfer_pb2
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 1024
+# Prompts with images are megabytes each, and may come all at once: two seconds of 1 Gbit/s.
+_MAX_UNSENT_BYTES = 256 << 20
 _LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to say why
 
 Outward: TypeAlias = kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner
@@ -62,7 +64,7 @@ class PairStream:
         self.number = number
         self.as_reader = as_reader
         self.outgoing: Outgoing[Outward] = Outgoing(
-            last_words=None if as_reader else wire.last_words
+            last_words=None if as_reader else wire.last_words, max_bytes=_MAX_UNSENT_BYTES
         )
         self.reason = "the peer has closed the stream"  # why it is over
         self.engine_died = False  # the peer's, which is why

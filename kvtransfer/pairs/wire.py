@@ -9,6 +9,7 @@ import operator
 from typing import TypeAlias, cast
 
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
+from common.requests import images
 from common.requests.adapter import check_adapter
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import check_namespace
@@ -219,6 +220,8 @@ def _open(body: pb.Open) -> Open:
         check_priority(body.priority)
         sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
         prefix_at = prefix_hints.from_proto(body.prefix_at)
+        seen = images.from_proto(body.images)
+        images.check_images(seen, body.token_ids)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
     return Open(
@@ -238,6 +241,7 @@ def _open(body: pb.Open) -> Open:
         prefix_at=prefix_at,
         adapter=adapter,
         weights=weights,
+        images=seen,
     )
 
 
@@ -259,6 +263,7 @@ def _open_proto(record: Open) -> pb.Open:
         prefix_at=prefix_hints.to_proto(record.prefix_at),
         adapter=record.adapter,
         weights=record.weights,
+        images=images.to_proto(record.images),
     )
 
 

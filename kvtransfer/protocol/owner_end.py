@@ -222,6 +222,7 @@ class OwnerEnd:
                 message.prefix_at,
                 message.adapter,
                 message.weights,
+                message.images,
             )
         )
 

@@ -371,6 +371,7 @@ class ReaderEnd:
             command.prefix_at,
             command.adapter,
             command.weights,
+            command.images,
         )
         self._actions.append(Send(stream, message))
 

@@ -19,6 +19,7 @@ from common import rpc, serve_protocol
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.requests.adapter import AdapterId, check_adapter
+from common.requests.images import to_proto
 from common.requests.logprobs import from_proto
 from common.requests.prediction import Predicted
 from common.requests.prefix_at import PrefixAt
@@ -196,6 +197,7 @@ class DecodeClient:
             prefix_at=prefix_hints.to_proto(prefix_at),
             adapter=job.adapter,
             prediction=job.prediction,
+            images=to_proto(job.images),
         )
         self._untold[number] = timeline, submission or timeline.submissions[-1]
         self._unsent.submit(submit)

@@ -77,7 +77,8 @@ class Unsent:
         num_tokens = 0
         for submit in self._submits.values():
             num_tokens += len(submit.token_ids) + len(submit.prediction)
-            num_tokens += submit.sampling.ByteSize() // _TOKEN_BYTES
+            num_bytes = submit.sampling.ByteSize() + sum(len(each.pixels) for each in submit.images)
+            num_tokens += num_bytes // _TOKEN_BYTES
             if taken and (num_tokens > MAX_TOKENS or len(taken) == MAX_SUBMITS):
                 break
             taken.append(submit)

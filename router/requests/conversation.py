@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequest
+from router.images.picture import Picture
 from router.requests.wanted import Ending, Messages, ToolCall, Turn
 from router.text.chat_template import ChatTemplate
 from router.text.limits import MAX_MESSAGES, MAX_SETTINGS_BYTES, MAX_VALUES
@@ -110,7 +111,9 @@ class Arguments(dict[str, Any]):
 
 def _as_templates_know_it(turn: Turn, number: int, reasoning: str) -> dict[str, Any]:
     told: dict[str, Any] = {"role": turn.role, "content": turn.content}
-    if turn.content is None and not turn.tool_calls:
+    if turn.parts:
+        told["content"] = [_part(part) for part in turn.parts]
+    elif turn.content is None and not turn.tool_calls:
         told["content"] = ""  # templates join it to text
     if turn.name is not None:
         told["name"] = turn.name
@@ -134,6 +137,10 @@ def _as_templates_know_it(turn: Turn, number: int, reasoning: str) -> dict[str, 
     return told
 
 
+def _part(part: str | Picture) -> dict[str, str]:
+    return {"type": "image"} if isinstance(part, Picture) else {"type": "text", "text": part}
+
+
 def _arguments(text: str, where: str) -> Arguments:
     # Its values cost more than its bytes, and what is in a text nobody has counted yet.
     if sum(map(text.count, "[{,")) > MAX_VALUES:
@@ -150,6 +157,7 @@ def _arguments(text: str, where: str) -> Arguments:
 def _texts(turn: Turn) -> Iterator[str]:
     """All that it brings into a prompt."""
     yield turn.role
+    yield from (part for part in turn.parts if isinstance(part, str))
     for text in (turn.content, turn.name, turn.reasoning, turn.tool_call_id):
         if text is not None:
             yield text

@@ -7,7 +7,9 @@ before tokens are counted, and a number of tokens before one of them is.
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
+from common.requests.images import Image
 from common.requests.thought import Thought
+from router.images.pictures import Pictures
 from router.parsers import think
 from router.parsers.speech import Speech, Thinks
 from router.requests import conversation
@@ -41,11 +43,14 @@ class Prompts:
         chat_template: ChatTemplate | None,
         limits: Limits,
         speech: Speech,
+        pictures: Pictures | None = None,
     ) -> None:
         """
         Args:
             speech: how the model writes what it thinks.
+            pictures: reads images; None: the model sees none.
         """
+        self._pictures = pictures
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
@@ -133,12 +138,14 @@ class Prompts:
             case TokenIds():
                 check_length(prompt.token_ids, self._limits, prompt.field)
                 return list(prompt.token_ids)
-            case Messages():
+            case Messages(pictures=[]):
                 return await self._encode(
                     self._render(prompt), prompt.field, add_special_tokens=False
                 )
             case Prediction(text=text):
                 return await self._encode(text, prompt.field, add_special_tokens=False)
+            case Messages():
+                raise InvalidRequest("messages: with images they are only made tokens of to answer")
             case Nothing():
                 raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
 
@@ -149,9 +156,21 @@ class Prompts:
                 shared.rendered_end = text[-_END_CHARACTERS:]
                 token_ids = await self._encode(text, messages.field, add_special_tokens=False)
                 check_prompt(token_ids, self._limits, messages.field)
+                if messages.pictures:
+                    token_ids, shared.images = await self._with_images(messages, token_ids)
+                    check_length(token_ids, self._limits, messages.field)
                 return token_ids
             case prompt:
                 return await self.checked(prompt)
+
+    async def _with_images(
+        self, messages: Messages, token_ids: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[Image]]:
+        if self._pictures is None:
+            raise InvalidRequest("messages: this model sees no images; only text is supported")
+        left = self._limits.context_length - len(token_ids)
+        images = await self._pictures.read(messages.pictures, left)
+        return self._pictures.placed(token_ids, images)
 
     async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> Sequence[int]:
         await self._check_size(text, field)

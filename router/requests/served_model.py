@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from common.config import ImagesConfig
+from router.images.pictures import Pictures
 from router.parsers.speech import Speech, speech_of
 from router.requests.prompts import Prompts
 from router.text.chat_template import ChatTemplate
@@ -29,11 +31,14 @@ class ServedModel:
 
 
 def served_model(
-    files: ModelFiles, reasoning_parser: str = "auto", tool_parser: str = "auto"
+    files: ModelFiles,
+    reasoning_parser: str = "auto",
+    tool_parser: str = "auto",
+    images: ImagesConfig | None = None,
 ) -> ServedModel:
     """
     Args:
-        reasoning_parser, tool_parser: as of RouterConfig.
+        reasoning_parser, tool_parser, images: as of RouterConfig.
     Raises:
         ConfigError: the tokenizer or chat template cannot be used.
     """
@@ -41,8 +46,14 @@ def served_model(
     template = (
         ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
     )
-    limits = Limits(files.context_length, files.vocabulary_size, tokenizer.longest_token_bytes)
+    limits = Limits(
+        files.context_length,
+        files.vocabulary_size,
+        tokenizer.longest_token_bytes,
+        sees_images=files.vision is not None,
+    )
     speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
     speech = replace(speech, spelt=not tokenizer.special(speech.call_markers()))
-    prompts = Prompts(tokenizer, template, limits, speech)
+    pictures = None if files.vision is None else Pictures(files.vision, images or ImagesConfig())
+    prompts = Prompts(tokenizer, template, limits, speech, pictures)
     return ServedModel(files, tokenizer, limits, prompts, speech)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from common.errors import InvalidRequest
 from common.requests import sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from router.requests import namespaces
@@ -45,6 +46,7 @@ class Job(msgspec.Struct, frozen=True):
     silent: bool = False  # see Wanted
     priority: int = 0
     prediction: Sequence[int] = ()  # what is expected of the answer
+    images: Sequence[Image] = ()  # of the prompt
 
 
 async def parse(
@@ -81,6 +83,8 @@ async def parse(
     token_ids = await prompts.checked(wanted.prompt)
     if params.guide is not None or params.thinking_budget >= 0:
         params = replace(params, thought=prompts.thought(wanted.prompt))
+    if wanted.prompt.images and params.prompt_logprobs >= 0:
+        raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
     check_prompt_logprobs(params, len(token_ids))
     context_left = limits.context_length - len(token_ids)
     if params.max_tokens > context_left:
@@ -103,6 +107,7 @@ async def parse(
         silent=wanted.silent,
         priority=priority,
         prediction=await prompts.checked(wanted.prediction) if wanted.prediction else (),
+        images=wanted.prompt.images,
     )
 
 

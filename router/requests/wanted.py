@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 import msgspec
 
+from common.requests.images import Image
 from common.requests.sampling import SamplingParams
+from router.images.picture import Picture
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request for as many tokens as the context leaves
 
@@ -40,11 +42,12 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 class Turn(msgspec.Struct, frozen=True):
     role: str
-    content: str | None  # None: nothing was said
+    content: str | None  # None: nothing was said, or in parts
     name: str | None = None  # of who speaks, for templates that heed it
     reasoning: str | None = None  # likewise, before it spoke
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str | None = None  # of the call that this answers
+    parts: Sequence[str | Picture] = ()  # of one with pictures: texts and those, in order
 
 
 class Ending(Enum):
@@ -65,6 +68,10 @@ class Messages(msgspec.Struct, frozen=True):
     settings: Mapping[str, Any] = msgspec.field(default_factory=dict)  # the template's own
     reasoning_effort: str | None = None  # likewise
     ending: Ending = Ending.OPENED
+
+    @property
+    def pictures(self) -> Sequence[Picture]:
+        return [part for turn in self.turns for part in turn.parts if isinstance(part, Picture)]
 
 
 class TokenIds(msgspec.Struct, frozen=True):
@@ -97,6 +104,7 @@ class SharedPrompt(msgspec.Struct):
 
     prompt: Prompt
     token_ids: Sequence[int] | None = None  # None: not yet
+    images: Sequence[Image] = ()  # of them, once there are token ids
     rendered_end: str = ""  # of a conversation, once there are token ids: what the answer follows
     turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 

@@ -32,6 +32,7 @@ class Limits:
     context_length: int  # tokens of prompt and answer together
     vocabulary_size: int
     longest_token_bytes: int  # of the text that one token stands for
+    sees_images: bool = False
 
     @property
     def text_bytes(self) -> int:
@@ -46,6 +47,8 @@ class Limits:
     @property
     def body_bytes(self) -> int:
         """Of an HTTP request's body, which has a prompt or a list of them."""
+        if self.sees_images:
+            return MAX_MESSAGE_BYTES
         prompts = MAX_CHOICES * self.context_length * _BYTES_PER_TOKEN
         return min(_ROOM_BYTES + max(prompts, self.text_bytes), MAX_MESSAGE_BYTES)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.model_directory import model_directory
+from common.vision_files import VisionFiles, vision_files
 from router.text.pooling_files import PoolingFiles, pooling_files
 
 
@@ -22,6 +23,7 @@ class ModelFiles:
     chat_template: str | None
     special_tokens: dict[str, str]  # "bos_token": "<s>", as chat templates name them
     pooling: PoolingFiles = field(default_factory=PoolingFiles)
+    vision: VisionFiles | None = None  # of a model that sees images
 
 
 def load(model: str) -> ModelFiles:
@@ -49,6 +51,7 @@ def load(model: str) -> ModelFiles:
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=special_tokens,
         pooling=pooling_files(lambda name: _any_json(directory / name), config),
+        vision=vision_files(directory),
     )
 
 

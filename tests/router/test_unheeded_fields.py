@@ -242,10 +242,10 @@ def test_the_completions_of_clients_are_taken(client: str) -> None:
                 "role": "user",
                 "content": [
                     {"type": "text", "text": "x"},
-                    {"type": "image_url", "image_url": {"url": "data:"}},
+                    {"type": "image_url", "image_url": {"url": "data:", "size": 3}},
                 ],
             },
-            "content[1].image_url",
+            "content[1].image_url.size",
         ),
     ],
     ids=str,

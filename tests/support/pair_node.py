@@ -67,6 +67,7 @@ from common.node.messages import (
 from common.node.operations import Operations
 from common.node.outbox import Outbox
 from common.requests.guide import Guide
+from common.requests.images import Image
 from common.requests.logprobs import TokenLogprobs
 from common.requests.prediction import NOTHING, Predicted
 from common.requests.sampling import SamplingParams
@@ -157,6 +158,7 @@ class Asked:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter: bytes = b""
+    images: tuple[Image, ...] = ()
     ticket: int = 0
     moves: bool = False  # it runs elsewhere, and is to come here
     predicted: Predicted = NOTHING
@@ -541,6 +543,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
             vocabulary_size=model.spec.vocabulary_size,
             tables=shape.layout.tables,
             num_pages=shape.num_pages,
+            image_token_side=model.spec.image_token_side,
         ),
         constants={"model": str(common.loaded.directory)},
         tokenizer_hash="",

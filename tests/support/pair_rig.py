@@ -23,6 +23,7 @@ from common.engine.run.stream import Stream, WorkerStream
 from common.node.ipc import FrameSocket, socket_pair
 from common.node.messages import Ask, CancelSubmitted, MoveFrom, StreamEnded, SubmitRequest
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
 from common.requests.sampling import SamplingParams
@@ -164,6 +165,7 @@ class PairRig:
         priority: int = 0,
         prefix_at: Sequence[PrefixAt] = (),
         prediction: Sequence[int] = (),
+        images: Sequence[Image] = (),
         **sampling: Any,
     ) -> Asked:
         """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
@@ -175,7 +177,7 @@ class PairRig:
         fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **sampling}
         asked = Asked(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **fields))
         asked.ticket, asked.moves = (1 << 63) + number, move_from is not None
-        asked.adapter = adapter
+        asked.adapter, asked.images = adapter, tuple(images)
         self.asked.append(asked)
         router = self.decode[node].router
         router.asked[number] = asked
@@ -200,6 +202,7 @@ class PairRig:
                 prefix_at=tuple(prefix_at),
                 own_address=self.decode[node].front.address,
                 prediction=np.array(prediction, np.int32).tobytes(),
+                images=tuple(images),
             )
         )
         return asked
@@ -222,6 +225,7 @@ class PairRig:
             generated=asked.tokens,
             node=target,
             adapter=asked.adapter,
+            images=asked.images,
             move_from=MoveFrom(self.decode[source].front.address, asked.ticket),
             **msgspec.structs.asdict(asked.sampling),
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.engine.features.seam import Part
 from common.engine.rows.batch import Ints
+from common.engine.rows.image_tokens import in_vocabulary
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from kernels.sampling.penalties import apply_penalties, count_tokens
@@ -149,4 +150,7 @@ class Penalties:
         indices = np.arange(total) - np.repeat(offsets - starts, counts)
         owners = np.repeat(slots, counts)
         tokens = self._table.tokens[owners, indices].astype(np.int64)
+        sayable = in_vocabulary(tokens)
+        if not sayable.all():
+            owners, tokens = owners[sayable], tokens[sayable]
         return torch.from_numpy(owners.astype(np.int64)), torch.from_numpy(tokens)

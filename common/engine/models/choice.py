@@ -15,6 +15,7 @@ from common.engine.models.fields import Fields
 from common.engine.models.linear import Product
 from common.engine.models.native import NativeCheckpoint
 from common.engine.models.spec import ModelSpec
+from common.engine.models.vision.seeing import Seeing
 from common.engine.rows.forward import ForwardBatch
 
 
@@ -29,6 +30,11 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def seeing(self) -> Seeing | None:
+        """What makes embeddings of images; None: of a model that sees none."""
+        ...
 
     @property
     def products(self) -> Sequence[Product]:
@@ -66,6 +72,11 @@ class Servable(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def changeable(self) -> bool:
+        """Whether the model can have the weights of another checkpoint."""
+        ...
 
     @property
     def refilled_whole(self) -> bool:

@@ -18,6 +18,7 @@ from common.engine.models.spec import ModelSpec
 from common.engine.models.stack import LayerByLayer, stack_of
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme
+from common.engine.models.vision.seeing import Seeing
 from common.engine.rows.forward import ForwardBatch
 from kernels.layers.embedding import embed
 
@@ -92,6 +93,9 @@ class Decoder:
         head: hidden -> vocabulary; None: it generates nothing.
         classes: [labels, hidden]; None: it has none.
         products: of the layers.
+
+    Attributes:
+        seeing: makes embeddings of images; None: there are none in a step.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Decoder:
         self.products = tuple(products)
         self._adaptable = LayerByLayer(layers)
         self.norm = norm
+        self.seeing: Seeing | None = None
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
 
@@ -145,6 +150,9 @@ class Decoder:
         x = embed(batch.token_ids, future_tokens, self.embedding)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
+        if batch.seen:
+            assert self.seeing is not None
+            self.seeing.embed(batch.seen, x)
         stack = self.stack if adapted is None else self._adaptable
         x, residual = stack.forward(x, step, pool)
         x, _ = self.norm.forward(x, residual, rows=batch.sampled)

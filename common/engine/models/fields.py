@@ -121,6 +121,10 @@ class Fields:
             raise self.wrong(name, "an object")
         return Fields(value, f"{self._where}: {name}")
 
+    def sorted(self) -> str:
+        """All of it as JSON, alike whatever the order in which it is written."""
+        return json.dumps(self._values, sort_keys=True)
+
     def wrong(self, name: str, expected: str) -> ConfigError:
         """The error for a field whose value is not what was expected."""
         value = json.dumps(self._values[name]) if name in self._values else "nothing"

@@ -14,6 +14,7 @@ from common.engine.models.families import read_decoder
 from common.engine.models.heads import as_stored
 from common.engine.models.refill import drain
 from common.engine.models.spec import ModelSpec
+from common.engine.models.vision.encoder import Sight
 from common.engine.models.weights import (
     load_weights,
     refill_weights,
@@ -28,7 +29,6 @@ class NativeCheckpoint:
     """See Servable."""
 
     backend = "native"
-    computed = "natively"
     refilled_whole = False
 
     def __init__(self, directory: Path) -> None:
@@ -37,20 +37,40 @@ class NativeCheckpoint:
             ConfigError: what is wrong with the configuration, or not supported.
         """
         self._directory = directory
-        self._decoder = as_stored(read_decoder(directory), stored_names(directory))
+        self._sight = Sight.of(directory)
+        decoder = as_stored(read_decoder(directory), stored_names(directory))
+        side = 0 if self._sight is None else self._sight.files.token_side
+        self._decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
+
+    @property
+    def computed(self) -> str:
+        return (
+            "natively" if self._sight is None else "natively, and images by transformers' encoder"
+        )
+
+    @property
+    def changeable(self) -> bool:
+        return self._sight is None  # an encoder takes no other weights
 
     @property
     def spec(self) -> ModelSpec:
         return self._decoder.model
 
     def stored(self) -> Iterable[str]:
-        return stored_tensors(Checkpoint(self._directory), self._decoder)
+        stored = stored_tensors(Checkpoint(self._directory), self._decoder)
+        return stored if self._sight is None else (*stored, *self._sight.stored())
 
     def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
-        return weight_bytes(Checkpoint(self._directory), self._decoder, device, dtype, quantize)
+        beside = 0 if self._sight is None else self._sight.weight_bytes(dtype)
+        checkpoint = Checkpoint(self._directory)
+        return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize)
 
     def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Decoder:
-        return load_weights(Checkpoint(self._directory), self._decoder, device, dtype, quantize)
+        checkpoint = Checkpoint(self._directory)
+        model = load_weights(checkpoint, self._decoder, device, dtype, quantize)
+        if self._sight is not None:
+            model.seeing = self._sight.load(device, dtype)
+        return model
 
     def refill(self, model: object, quantize: Quantize) -> None:
         if not isinstance(model, Decoder):
@@ -66,4 +86,5 @@ class NativeCheckpoint:
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())
         decoder = replace(self._decoder, model=model, prefix="")
-        return hashlib.sha256(repr(decoder).encode()).hexdigest()
+        seen = "" if self._sight is None else self._sight.config_hash()
+        return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()

@@ -60,7 +60,7 @@ def rope_of(
     frequencies = 1.0 / theta**exponents
     scale = 1.0
     match kind:
-        case "default":
+        case "default" | "mrope":  # which says of axes, and not of frequencies
             pass
         case "linear":
             frequencies = frequencies / rope.number("factor")

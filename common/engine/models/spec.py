@@ -1,6 +1,6 @@
 """What the engine knows of any model, whoever computes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,8 @@ class ModelSpec:
     layers: what each layer keeps of a request: pool, layout and hand-off derive from it.
     products_per_token: multiplications of a token with weights, without the head's.
     stored: how the checkpoint stores matrices, for people; int8_stored: they are int8 by channel.
+    image_token_side: pixels a side of what a token of an image stands for; 0: it sees none. Not
+        part of the repr, which is compared: images have a hash of their own there.
     generates: it has a head for tokens; num_labels: of its head for classes, 0: it has none.
     """
 
@@ -32,3 +34,4 @@ class ModelSpec:
     int8_stored: bool = False
     generates: bool = True
     num_labels: int = 0
+    image_token_side: int = field(default=0, repr=False)

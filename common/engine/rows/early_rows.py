@@ -26,6 +26,7 @@ class EarlyRows:
 
     most: Tensor  # int32 [num_rows]: so many tokens earlier, at most
     rows: Tensor  # int64 [num_tokens]: of each token
+    tokens: Tensor  # int32 [num_tokens]: of its request, the index of each, if nothing is rejected
     guesses: Tensor  # int32 [any], window after window
     places: Tensor  # int64 [num_tokens]: of a draft in `guesses`, if nothing is rejected; else -1
 
@@ -46,6 +47,7 @@ class EarlyRows:
         return cls(
             torch.from_numpy(early),
             torch.from_numpy(rows),
+            torch.from_numpy((batch.starts[rows] + offsets).astype(np.int32)),
             torch.from_numpy(table.tokens[batch.slots[owners], indices]),
             torch.from_numpy(places.astype(np.int64)),
         )
@@ -70,12 +72,12 @@ class EarlyRows:
         """
         by_row = torch.minimum(rejected[batch.slots], self.most)
         by_token = by_row[self.rows]
-        positions = batch.positions - by_token
+        positions, indices = batch.positions - by_token, self.tokens - by_token
         token_ids = batch.token_ids
         if len(self.guesses):
             guesses = self.guesses[(self.places - by_token).clamp_(min=0)]
             token_ids = torch.where(self.places < 0, token_ids, guesses)
-        pages, offsets = positions // page_size, positions % page_size
+        pages, offsets = indices // page_size, indices % page_size
         locations = tuple(
             torch.where(
                 by_token > 0,

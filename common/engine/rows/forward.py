@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.holding import NO_PAGE
+from common.engine.rows.images import RowImages, Seen
 from common.engine.rows.table import RequestTable
 from common.engine.rows.upload import packed_bytes, upload
 from kernels.linear_attention.state_cells import StateRows
@@ -33,12 +34,16 @@ class ForwardBatch:
 
     Padding, which gives a captured graph its size, are decode rows of length 0 with token 0 at
     location -1: they read and write no page, and nobody wants their logits.
+
+    positions: where in the text each token is, for its rotation: its index, but for requests with
+    images. Where the step has tokens of images, their rows and columns count too: [3, num_tokens].
+    Tokens of images have id 0 here; `seen` says which of what image they are.
     """
 
     locations: tuple[Tensor, ...]  # int64 [num_tokens], page * page_size + offset: where KV goes
     page_starts: tuple[Tensor, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
     token_ids: Tensor  # int32 [num_tokens]; -(slot + 1): the last token sampled in that slot
-    positions: Tensor  # int32 [num_tokens], token indices
+    positions: Tensor  # int32 [num_tokens], or [3, num_tokens]
     lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
     sampled: Tensor  # int64 [any], tokens whose logits are wanted: each row's last, then others
@@ -50,6 +55,7 @@ class ForwardBatch:
     page_ids: Tensor  # int32 [any]
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # of the last rows, how many have one token each
+    seen: tuple[Seen, ...]
 
     @property
     def num_rows(self) -> int:
@@ -117,6 +123,7 @@ class ForwardBatch:
             page_starts=tuple(uploaded[tables : 2 * tables]),
             **dict(zip(_TENSORS, uploaded[2 * tables :], strict=False)),
             num_decodes=self.num_decodes,
+            seen=self.seen,
         )
         return batch, uploaded[len(own) :]
 
@@ -136,6 +143,7 @@ class BatchBuilder:
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
+        self._images = RowImages(table)
         self._windows = table.tables.windows
         # As arrays: numpy converts a Python int anew in every call.
         self._page_size = np.array(table.page_size, np.int64)
@@ -148,6 +156,20 @@ class BatchBuilder:
 
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
         """O(tokens + pages of all rows)."""
+        built = self._of_tokens(batch)
+        if not self._images.among(batch):
+            return built
+        token_ids, positions = built.token_ids.numpy(), built.positions.numpy()
+        shown = self._images.shown(batch, built.query_starts.numpy(), token_ids, positions)
+        return replace(
+            built,
+            token_ids=torch.from_numpy(shown.token_ids),
+            positions=torch.from_numpy(shown.positions),
+            seen=shown.seen,
+        )
+
+    def _of_tokens(self, batch: ScheduleBatch) -> ForwardBatch:
+        """As if no row had images."""
         slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
         num_rows = len(slots)
         earliest = starts if batch.early is None else starts - batch.early
@@ -168,6 +190,7 @@ class BatchBuilder:
                 page_ids=page_ids,
                 slots=torch.from_numpy(slots),
                 num_decodes=num_rows,
+                seen=(),
             )
         counts = ends - starts
         query_starts = np.zeros(num_rows + 1, np.int32)
@@ -195,6 +218,7 @@ class BatchBuilder:
             page_ids=page_ids,
             slots=torch.from_numpy(slots),
             num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
+            seen=(),
         )
 
     def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, Tensor]:

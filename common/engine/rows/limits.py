@@ -1,17 +1,21 @@
 """What this node can ever serve: checked once, before a request is queued anywhere."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.engine.rows.image_tokens import text_of
 from common.engine.rows.request import Ints
 from common.errors import InvalidRequest
 from common.page_tables import PageTables
+from common.requests.images import Image
 from common.requests.pooling import Pool, Pooling
 from common.requests.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """context_length counts prompt and output; num_pages is the whole pool. The others: heads."""
+    """context_length counts prompt and output; num_pages is the whole pool. The others: heads, and
+    how many pixels a side a token of an image has; 0: the model sees none."""
 
     context_length: int
     vocabulary_size: int
@@ -19,10 +23,13 @@ class RequestLimits:
     num_pages: int
     generates: bool = True
     num_labels: int = 0
+    image_token_side: int = 0
 
-    def check_sampling(self, sampling: SamplingParams) -> None:
+    def check_sampling(self, sampling: SamplingParams, images: Sequence[Image] = ()) -> None:
         """Raises InvalidRequest, with a sentence that names the field, for a token that there is
         not among those that are written to the logits; or where there are no logits."""
+        if images and sampling.prompt_logprobs >= 0:
+            raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
         if not self.generates:
             raise InvalidRequest("model: it has no head for tokens, and generates nothing")
         named = {
@@ -59,7 +66,7 @@ class RequestLimits:
                 f"prediction: {len(token_ids)} tokens in a context of {self.context_length}"
             )
 
-    def check(self, token_ids: Ints) -> None:
+    def check(self, token_ids: Ints, images: Sequence[Image] = ()) -> None:
         """Raises InvalidRequest, with a sentence that names the field, where the tokens (prompt,
         then what was generated already) can never be served with at least one token more."""
         num_tokens = len(token_ids)
@@ -70,7 +77,15 @@ class RequestLimits:
                 f"token_ids: {num_tokens} tokens leave no room in a context of "
                 f"{self.context_length}"
             )
-        self._check_known("token_ids", token_ids)
+        for number, image in enumerate(images):
+            if not image.fits(self.image_token_side):
+                raise InvalidRequest(
+                    f"images[{number}]: the model sees no images"
+                    if not self.image_token_side
+                    else f"images[{number}]: a token of it is no square of "
+                    f"{self.image_token_side} pixels a side"
+                )
+        self._check_known("token_ids", text_of(token_ids, images) if images else token_ids)
         needed = self.tables.pages_to_compute(num_tokens + 1)
         if needed > self.num_pages:
             raise InvalidRequest(
@@ -79,7 +94,7 @@ class RequestLimits:
             )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
-        low, high = int(token_ids.min()), int(token_ids.max())
+        low, high = int(token_ids.min(initial=0)), int(token_ids.max(initial=0))
         if low < 0 or high >= self.vocabulary_size:
             wrong = low if low < 0 else high
             raise InvalidRequest(

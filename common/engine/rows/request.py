@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from common.priority import STEP_S, head_start_s
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.images import Image
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
@@ -90,6 +91,7 @@ class Request:
     weights: WeightsId = UNNAMED  # that compute it
     adapter: AdapterId = NO_ADAPTER  # that computes it
     prediction: Ints | None = None  # tokens that its client expects of the answer
+    images: tuple[Image, ...] = ()  # of its prompt, for as long as it may be computed anew
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache

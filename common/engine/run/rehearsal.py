@@ -27,6 +27,7 @@ def decode_rehearsal(
         page_ids=torch.zeros(num_pages, dtype=torch.int32),
         slots=places[:-1],
         num_decodes=num_rows,
+        seen=(),
     )
 
 
@@ -52,6 +53,7 @@ def mixed_rehearsal(
         page_ids=torch.zeros(-(-num_prompt // page_size), dtype=torch.int32),
         slots=torch.arange(num_rows),
         num_decodes=num_decodes,
+        seen=(),
     )
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from common import bounds
 from common.distribution import Counted, Distribution
 from common.engine.rows.batch import ForwardMode, Ints, Runs, ScheduleBatch
+from common.engine.rows.image_tokens import in_vocabulary
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.running import RunningBatch
@@ -127,6 +128,8 @@ class Speculation:
             foreseen.add(slot)
         else:
             proposed = self._drafter.propose(tokens, wanted)
+            if np.count_nonzero(of_images := ~in_vocabulary(proposed)):
+                proposed = proposed[: of_images.argmax()]
         past = known + len(proposed)
         in_flight = slice(known, length - 1)
         if past <= length or not np.array_equal(

@@ -8,15 +8,22 @@ import msgspec
 
 from router.api.dialect.problems import Refusal
 from router.api.dialect.strangers import Ignored, Nothing
+from router.images.picture import Picture
 from router.requests.wanted import Ending, Messages, ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS
 
 
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
 class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content; text is the only kind that there is a use for."""
+    """A part of a message's content."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | None = None
     annotations: Ignored = None
     cache_control: Ignored = None
     prompt_cache_breakpoint: Ignored = None
@@ -136,8 +143,11 @@ def _turn(number: int, message: Message) -> Turn:
         ToolCall(call.function.name, call.function.arguments, call.id)
         for call in message.tool_calls or ()
     )
-    content = None
-    if message.content is not None:
+    content: str | None = None
+    parts: Sequence[str | Picture] = ()
+    if isinstance(message.content, list) and any(part.image_url for part in message.content):
+        parts = tuple(_part(f"{where}.content", *each) for each in enumerate(message.content))
+    elif message.content is not None:
         content = text_of(f"{where}.content", message.content)
     elif message.role != "assistant":
         path = f"{where}.content"
@@ -146,6 +156,7 @@ def _turn(number: int, message: Message) -> Turn:
         # OpenAI's newer name; templates know the older one.
         role="system" if message.role == "developer" else message.role,
         content=content,
+        parts=parts,
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning,
         tool_calls=calls,
@@ -153,12 +164,19 @@ def _turn(number: int, message: Message) -> Turn:
     )
 
 
-def text_of(where: str, content: str | list[Part]) -> str:
-    """Raises Refusal for a part that is no text, by its path, which begins with `where`."""
+def _part(where: str, number: int, part: Part) -> str | Picture:
+    if part.type != "image_url" or part.image_url is None:
+        return text_of(where, [part], number)
+    return Picture(part.image_url.url, part.image_url.detail == "low")
+
+
+def text_of(where: str, content: str | list[Part], first: int = 0) -> str:
+    """Raises Refusal for a part that is no text, by its path, which begins with `where`, and where
+    it is the part after `first` others."""
     if isinstance(content, str):
         return content
     texts = []
-    for number, part in enumerate(content):
+    for number, part in enumerate(content, first):
         if part.type != "text" or part.text is None:
             path = f"{where}[{number}]"
             raise Refusal(400, f"{path} is no text; only text is supported", param=path)

@@ -31,6 +31,7 @@ class BorrowedCheckpoint:
 
     backend = "transformers"
     refilled_whole = True
+    changeable = True
 
     def __init__(self, directory: Path, because: str) -> None:
         """

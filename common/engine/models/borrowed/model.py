@@ -13,6 +13,7 @@ from common.engine.models.borrowed.attention import CurrentStep
 from common.engine.models.borrowed.skeleton import decoder_of
 from common.engine.models.linear import Product
 from common.engine.models.spec import ModelSpec
+from common.engine.models.vision.seeing import Seeing
 from common.engine.rows.forward import ForwardBatch
 
 
@@ -37,6 +38,7 @@ class BorrowedModel:
         """
         self.spec = spec
         self.products: tuple[Product, ...] = ()
+        self.seeing: Seeing | None = None
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self._step = step

@@ -17,6 +17,7 @@ from common.engine.models.families.llama import llama
 from common.engine.models.families.mistral import mistral
 from common.engine.models.families.mixtral import mixtral
 from common.engine.models.families.qwen2 import qwen2
+from common.engine.models.families.qwen2_5_vl import qwen2_5_vl
 from common.engine.models.families.qwen2_moe import qwen2_moe
 from common.engine.models.families.qwen3 import qwen3
 from common.engine.models.families.qwen3_5 import (
@@ -36,6 +37,7 @@ FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,
+    "qwen2_5_vl": qwen2_5_vl,
     "qwen3": qwen3,
     "gemma2": gemma2,
     "gemma3_text": gemma3,

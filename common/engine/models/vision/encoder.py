@@ -1,0 +1,123 @@
+"""A checkpoint's encoder of images, as transformers computes it, unchanged."""
+
+import hashlib
+import math
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.engine.models.checkpoint import FLOATS, Checkpoint
+from common.engine.models.fields import Fields
+from common.engine.models.vision.seeing import KEPT_BYTES, Seeing
+from common.errors import ConfigError
+from common.requests.images import Image
+from common.serve_protocol import MAX_PIXEL_BYTES
+from common.vision_files import VisionFiles, vision_files
+
+_PREFIX = "visual."
+
+
+class Sight:
+    """The encoder of a checkpoint before it is loaded."""
+
+    def __init__(self, directory: Path, files: VisionFiles) -> None:
+        self._directory = directory
+        self.files = files
+
+    @classmethod
+    def of(cls, directory: Path) -> "Sight | None":
+        """None: images are not served, or there are none.
+
+        Raises:
+            ConfigError: what is wrong with what the checkpoint says of images.
+        """
+        files = vision_files(directory)
+        return None if files is None else cls(directory, files)
+
+    def stored(self) -> Collection[str]:
+        """Names of its tensors."""
+        return [name for name in Checkpoint(self._directory).tensors if name.startswith(_PREFIX)]
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """With what is kept of its embeddings."""
+        tensors = Checkpoint(self._directory).tensors
+        numbers = sum(math.prod(tensors[name].shape) for name in self.stored())
+        return numbers * dtype.itemsize + KEPT_BYTES
+
+    def config_hash(self) -> str:
+        """Of all that its embeddings depend on besides weights."""
+        vision = Fields.of(self._directory / "config.json").nested("vision_config")
+        return hashlib.sha256(f"{vision.sorted()} {self.files}".encode()).hexdigest()
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> Seeing:
+        """
+        Raises:
+            ConfigError: tensors are missing, or are not those of the configuration.
+        """
+        return Seeing(TransformersEncoder(self._directory, self.files, device, dtype))
+
+
+class TransformersEncoder:
+    """See Encoder."""
+
+    def __init__(
+        self, directory: Path, files: VisionFiles, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        # Imported here: transformers takes a second, and models of texts have no use for it.
+        from transformers import AutoConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+            Qwen2_5_VisionTransformerPretrainedModel,
+        )
+
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        checkpoint, stored = Checkpoint(directory), Sight(directory, files).stored()
+        odd = [name for name in stored if checkpoint.tensors[name].dtype not in FLOATS]
+        if odd:
+            raise ConfigError(f"{directory}: {odd[0]} is quantised, as no encoder here may be")
+        weights = {name.removeprefix(_PREFIX): checkpoint.read(name) for name in stored}
+        # Only the pixels' order and scale are ours.
+        self._model = Qwen2_5_VisionTransformerPretrainedModel._from_config(
+            config.vision_config, dtype=dtype
+        )
+        try:
+            self._model.load_state_dict(weights)
+        except RuntimeError as error:
+            line = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{directory}: its encoder of images: {line}") from error
+        self._model.to(device).eval().requires_grad_(False)
+        self._files = files
+        self._device, self._dtype = device, dtype
+
+    def encode(self, image: Image) -> Tensor:
+        merge = self._files.merge
+        grid = torch.tensor([[1, image.rows * merge, image.columns * merge]])
+        pixels = patches(image, self._files, self._device).to(self._dtype)
+        with torch.inference_mode():
+            encoded: Tensor = self._model(pixels, grid_thw=grid).pooler_output
+        return encoded.to(self._dtype)
+
+    def working_bytes(self) -> int:
+        num_tokens = MAX_PIXEL_BYTES // (3 * self._files.token_side**2)
+        rows = math.isqrt(num_tokens)
+        columns = num_tokens // rows
+        pixels = bytes(3 * self._files.token_side**2 * rows * columns)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self.encode(Image(0, rows, columns, pixels))
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def patches(image: Image, files: VisionFiles, device: torch.device) -> Tensor:
+    """float32 [patches, numbers], those of a token one after the other, as encoders take them."""
+    side, merge = files.patch_side, files.merge
+    flat = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(device)
+    mean, std = (torch.tensor(each, device=device) for each in (files.mean, files.std))
+    scaled = flat.view(-1, 3).float().div_(255).sub_(mean).div_(std)
+    apart = scaled.view(image.rows, merge, side, image.columns, merge, side, 3)
+    by_patch = apart.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
+    whole = by_patch.expand(*by_patch.shape[:5], files.frames, *by_patch.shape[6:])
+    return whole.reshape(image.num_tokens * merge**2, -1)

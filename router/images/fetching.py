@@ -1,0 +1,142 @@
+"""Images that a request names by an address, which this program then calls: only if an operator has
+allowed that, and only addresses that everybody can call.
+
+A name is looked up once, and the connection goes to an address that was found then and is public:
+whoever answers differently the second time gains nothing. Redirects are not followed.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address
+from typing import Protocol
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import DefaultResolver
+from yarl import URL
+
+from common.errors import InvalidRequest
+
+Address = IPv4Address | IPv6Address
+_BLOCK_BYTES = 64 << 10
+# Of IPv6, what leads to an IPv4 address, which may be any: NAT64, 6to4 and Teredo.
+_TUNNELS = tuple(
+    ipaddress.IPv6Network(each)
+    for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
+)
+
+
+class Fetch(Protocol):
+    async def __call__(self, url: str, max_bytes: int) -> bytes:
+        """
+        Raises:
+            InvalidRequest: it is not to be had.
+        """
+        ...
+
+
+def is_public(address: Address) -> bool:
+    """Whether it is an address of the internet, and of one machine."""
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if any(address in tunnel for tunnel in _TUNNELS):
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved)
+
+
+async def no_fetch(url: str, max_bytes: int) -> bytes:
+    raise InvalidRequest(
+        "images: addresses are not fetched by this router (--images.fetch); send data:...;base64"
+    )
+
+
+class HttpFetch:
+    """See Fetch. For one event loop; a connection for each image.
+
+    Args:
+        longest_s: from the look-up to the last byte.
+        allowed: of the addresses that a name has, those that may be called.
+    """
+
+    def __init__(
+        self,
+        longest_s: float,
+        allowed: Callable[[Address], bool] = is_public,
+        resolver: Callable[[], AbstractResolver] = DefaultResolver,
+    ) -> None:
+        self._longest_s = longest_s
+        self._allowed = allowed
+        self._resolver = resolver
+
+    async def __call__(self, url: str, max_bytes: int) -> bytes:
+        target = self._checked(url)
+        try:
+            async with asyncio.timeout(self._longest_s):
+                return await self._fetched(target, max_bytes)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"{_named(target)} took longer than {self._longest_s:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise InvalidRequest(f"{_named(target)} cannot be fetched: {error}") from error
+
+    def _checked(self, url: str) -> URL:
+        try:
+            target = URL(url)
+            host = target.host
+        except ValueError as error:
+            raise InvalidRequest(f"an image's address is none: {error}") from error
+        if target.scheme not in ("http", "https") or not host or target.user is not None:
+            raise InvalidRequest("an image's address is http://HOST/... or https://HOST/...")
+        try:
+            literal = ipaddress.ip_address(host)
+        except ValueError:
+            return target  # a name, which the resolver looks up
+        if not self._allowed(literal):  # nobody resolves it
+            raise InvalidRequest(f"{_named(target)} is no public address")
+        return target
+
+    async def _fetched(self, target: URL, max_bytes: int) -> bytes:
+        resolver = _Checked(self._resolver(), self._allowed)
+        connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
+            async with session.get(target, allow_redirects=False) as answer:
+                if answer.status != 200:
+                    raise InvalidRequest(f"{_named(target)} answered with {answer.status}, not 200")
+                parts, num_bytes = [], 0
+                async for part in answer.content.iter_chunked(_BLOCK_BYTES):
+                    parts.append(part)
+                    num_bytes += len(part)
+                    if num_bytes > max_bytes:
+                        raise InvalidRequest(
+                            f"{_named(target)} has more than the {max_bytes} bytes allowed"
+                        )
+        return b"".join(parts)
+
+
+class _Checked(AbstractResolver):
+    """What another resolver finds, if it may be called."""
+
+    def __init__(self, resolver: AbstractResolver, allowed: Callable[[Address], bool]) -> None:
+        self._resolver = resolver
+        self._allowed = allowed
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._resolver.resolve(host, port, family)
+        kept = [each for each in found if self._allowed(ipaddress.ip_address(each["host"]))]
+        if not kept:
+            raise InvalidRequest(f"images: {host} has no public address")
+        return kept
+
+    async def close(self) -> None:
+        await self._resolver.close()
+
+
+def _named(target: URL) -> str:
+    """Without what may be a secret in it."""
+    return f"images: {target.scheme}://{target.host}"

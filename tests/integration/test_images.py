@@ -1,0 +1,82 @@
+"""Images through real processes, to OpenAI's own client: what is answered is what transformers
+answers to the prompt that its own processing of image and text makes."""
+
+import base64
+import io
+from pathlib import Path
+
+import openai
+import pytest
+
+pytest.importorskip("PIL")
+
+import numpy as np
+import torch
+from PIL import Image as Pillow
+from tokenizers import Tokenizer
+
+from tests.support.cluster import CPU, Cluster
+from tests.support.vision import (
+    BEGIN,
+    END,
+    PAD,
+    PAD_ID,
+    image_processor,
+    make_vision_checkpoint,
+    reference_vision_model,
+)
+
+pytestmark = pytest.mark.long
+
+NUM_TOKENS = 12
+
+
+def expected(directory: Path, image: Pillow.Image, question: str) -> str:
+    inputs = dict(image_processor()([image], return_tensors="pt"))
+    _, height, width = inputs["image_grid_thw"][0].tolist()
+    pads = PAD * (height * width // 4)
+    text = f"<|start|>user\n{question}{BEGIN}{pads}{END}<|end|>\n<|start|>assistant\n"
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False).ids])
+    model = reference_vision_model(directory)
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == PAD_ID).int(),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            **inputs,
+        )
+    answered: str = tokenizer.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+    return answered
+
+
+async def test_an_image_is_answered_as_transformers_answers(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model")
+    noise = np.random.default_rng(3).integers(0, 256, (45, 70, 3), np.uint8)
+    image = Pillow.fromarray(noise)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    content = [
+        {"type": "text", "text": "What is it? "},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    async with Cluster(directory, tmp_path, rig=CPU, path="tcp") as cluster:
+        base = f"http://127.0.0.1:{cluster.http_port}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
+            answers = [
+                await client.chat.completions.create(  # type: ignore[call-overload]
+                    model=str(directory),
+                    messages=[{"role": "user", "content": content}],
+                    temperature=0,
+                    max_tokens=NUM_TOKENS,
+                    extra_body={"ignore_eos": True},
+                )
+                for _ in range(2)
+            ]
+    wanted = expected(directory, image, "What is it? ")
+    assert [answer.choices[0].message.content for answer in answers] == [wanted] * 2
+    assert answers[1].usage.prompt_tokens_details.cached_tokens > 0

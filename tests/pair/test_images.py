@@ -1,0 +1,265 @@
+"""Prompts with images through a prefill and a decode node: what is generated is what transformers
+generates, wherever a chunk ends and whoever computes it, and KV is shared by content."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+from common.engine.models import load
+from common.engine.models.families import read_decoder
+from common.engine.models.vision.seeing import Seeing
+from common.engine.rows.images import Seen
+from common.engine.rows.request import FinishReason
+from common.engine.speculate.policy import AllDrafts
+from common.engine.speculate.speculator import Speculator
+from common.errors import InvalidRequest
+from common.requests.images import FIRST_IMAGE_TOKEN, check_images
+from tests.support.drafters import recall, speculator
+from tests.support.pair_node import Loaded, Size
+from tests.support.pair_rig import PairRig
+from tests.support.vision import (
+    greedy_vision_tokens,
+    make_vision_checkpoint,
+    picture,
+    reference_vision_model,
+    with_images,
+)
+
+NUM_TOKENS = 8
+ONE = ("What is on this? ", picture(5, 3, 1), " Say it in one word.")
+TWO = ("First ", picture(2, 7, 2), ", then some text between them, ", picture(4, 4, 3), "?")
+TEXT = ("No image at all, as most prompts are.",)
+
+
+class Model:
+    def __init__(self, directory):
+        self.loaded = Loaded.from_directory(make_vision_checkpoint(directory))
+        self._reference = reference_vision_model(directory)
+        self._known = {}
+
+    def greedy(self, *parts, num_tokens=NUM_TOKENS):
+        token_ids, images = with_images(*parts)
+        key = (*token_ids, num_tokens)
+        if key not in self._known:
+            self._known[key] = greedy_vision_tokens(self._reference, token_ids, images, num_tokens)
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return Model(tmp_path_factory.mktemp("vision"))
+
+
+def rig_of(model, **options):
+    options = {"prefill": [Size()], "decode": [Size()], **options}
+    return PairRig(model.loaded, own_models=True, **options)
+
+
+def ask(rig, *parts, **options):
+    token_ids, images = with_images(*parts)
+    return rig.ask(token_ids, NUM_TOKENS, images=images, **options)
+
+
+def seen(node):
+    """Images that a node has encoded, and found."""
+    counts = node.engine.model.seeing.counts
+    return counts.encoded, counts.found
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 16], ids=["whole", "cut_through_images"])
+def test_answers_are_those_of_transformers(model, chunk_tokens):
+    with rig_of(model, chunk_tokens=chunk_tokens) as rig:
+        asked = {parts: ask(rig, *parts) for parts in (ONE, TWO, TEXT)}
+        rig.run()
+        for parts, one in asked.items():
+            assert one.tokens == model.greedy(*parts)
+        assert seen(rig.decode[0]) == (0, 0)  # nobody there computes a prompt
+        encoded, _ = seen(rig.prefill[0])
+        assert encoded == 3  # each once, however many chunks it takes
+
+
+def test_what_is_seen_matters_and_where(model):
+    other = ("What is on this? ", picture(5, 3, 9), " Say it in one word.")
+    turned = ("What is on this? ", picture(3, 5, 1), " Say it in one word.")
+    answers = [model.greedy(*parts) for parts in (ONE, other, turned)]
+    assert len({tuple(answer) for answer in answers}) == 3
+
+
+def test_kv_is_shared_by_prompts_with_the_same_image_and_by_no_others(model):
+    other = (ONE[0], picture(5, 3, 9), ONE[2])  # the same placeholders, as many
+    longer = (*ONE, " And another: ", picture(2, 2, 4), ".")
+    with rig_of(model) as rig:
+        first = ask(rig, *ONE)
+        rig.run()
+        rig.flush(rig.decode[0])
+        again, different = ask(rig, *ONE), ask(rig, *other)
+        rig.run()
+        rig.flush(rig.decode[0])
+        follow_up = ask(rig, *longer)
+        rig.run()
+        assert first.tokens == again.tokens == model.greedy(*ONE)
+        assert different.tokens == model.greedy(*other)
+        assert follow_up.tokens == model.greedy(*longer)
+        num_tokens = len(again.prompt)
+        assert different.cached_tokens == 16 < len(ONE[0]) + 1 + 15  # what is before the image
+        assert again.cached_tokens == (num_tokens - 1) // 16 * 16
+        assert follow_up.cached_tokens == num_tokens // 16 * 16
+        # What the cache had was not encoded again.
+        assert seen(rig.prefill[0])[0] == 3
+
+
+def test_an_image_that_is_twice_in_a_prompt_is_encoded_once(model):
+    parts = ("One: ", picture(4, 4, 5), ", two: ", picture(4, 4, 5), ".")
+    with rig_of(model) as rig:
+        asked = ask(rig, *parts)
+        rig.run()
+        assert asked.tokens == model.greedy(*parts)
+        assert seen(rig.prefill[0]) == (1, 1)
+
+
+def test_a_decode_node_without_owners_computes_them_itself(model):
+    with rig_of(model, prefill=[], mode="colocated", chunk_tokens=16) as rig:
+        asked = [ask(rig, *parts) for parts in (ONE, TWO, TEXT)]
+        rig.run()
+        assert [one.tokens for one in asked] == [model.greedy(*p) for p in (ONE, TWO, TEXT)]
+        assert seen(rig.decode[0])[0] == 3
+
+
+def test_who_was_retracted_is_computed_anew_with_its_images(model):
+    size = Size(num_pages=13, host_pages=0, num_slots=4, prefix_cache=False)
+    # Of 47 tokens each: three pages, and a fourth for the answer.
+    prompts = [("Look: ", picture(6, 6, 20 + i), "...") for i in range(4)]
+    ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
+    with rig_of(model, prefill=[], decode=[size], mode="colocated", scheduler=ratio) as rig:
+        asked = [ask(rig, *parts) for parts in prompts]
+        rig.run()
+        assert [one.tokens for one in asked] == [model.greedy(*parts) for parts in prompts]
+        assert rig.decode[0].count("recomputed") > 0
+
+
+def test_a_replay_goes_on_with_the_tokens_that_are_out(model):
+    token_ids, images = with_images(*TWO)
+    answer = model.greedy(*TWO)
+    with rig_of(model) as rig:
+        asked = rig.ask(token_ids, NUM_TOKENS, generated=answer[:3], images=images)
+        rig.run()
+        assert asked.tokens == answer[3:]
+
+
+def test_a_request_moves_with_its_images(model):
+    with rig_of(model, decode=[Size(), Size(prefix_cache=False)], moves=True) as rig:
+        token_ids, images = with_images(*ONE)
+        asked = rig.ask(token_ids, 40, images=images)
+        rig.until(lambda: len(asked.tokens) >= 2, "it runs")
+        out = list(asked.tokens)
+        moved = rig.move(asked, 0, 1)
+        rig.until_granted(0)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert out + moved.tokens == model.greedy(*ONE, num_tokens=40)
+
+
+def test_what_a_node_cannot_compute_it_refuses(model):
+    token_ids, images = with_images(*ONE)
+    (image,) = images
+    smaller = msgspec.structs.replace(image, pixels=image.pixels[: image.num_tokens * 3])
+    with rig_of(model) as rig:
+        refused = {
+            "outside the vocabulary": rig.ask(token_ids, 1),
+            "is no square": rig.ask(token_ids, 1, images=[smaller]),
+            "prompt_logprobs": rig.ask(token_ids, 1, images=images, prompt_logprobs=0),
+        }
+        rig.run()
+        for reason, asked in refused.items():
+            assert asked.reason is FinishReason.ERROR
+            assert reason in asked.ended.error
+
+
+def test_other_tokens_in_the_place_of_an_image_are_refused_at_the_door():
+    token_ids, images = with_images(*ONE)
+    check_images(images, token_ids)
+    other = with_images(ONE[0], picture(5, 3, 9), ONE[2])[0]
+    (image,) = images
+    shifted = msgspec.structs.replace(image, at=image.at + 1)
+    for wrong, tokens in (
+        (images, other),
+        ([shifted], token_ids),
+        ([image, image], token_ids),
+        ([msgspec.structs.replace(image, rows=image.columns, columns=image.rows)], token_ids),
+        ([msgspec.structs.replace(image, pixels=image.pixels[:-1])], token_ids),
+    ):
+        with pytest.raises(InvalidRequest, match="images"):
+            check_images(wrong, tokens)
+
+
+class SaysImages:
+    """A drafter whose guesses are what the prompt has of images."""
+
+    def propose(self, tokens, count):
+        return np.resize(tokens[tokens >= FIRST_IMAGE_TOKEN], count)
+
+
+def test_tokens_of_images_are_neither_guessed_nor_counted(model):
+    size = Size(speculator=Speculator(SaysImages(), AllDrafts(5), 5))
+    with rig_of(model, decode=[size]) as rig:
+        guessed = ask(rig, *ONE)
+        penalised = ask(rig, *TWO, repetition_penalty=1.3, frequency_penalty=0.5)
+        rig.run()
+        assert guessed.tokens == model.greedy(*ONE)
+        assert len(penalised.tokens) == NUM_TOKENS
+
+
+def test_drafts_that_are_rejected_leave_no_trace(model):
+    """Rows that begin earlier than they were launched for, at positions that are no indices."""
+    asked_of = {parts: with_images(*parts)[0] for parts in (ONE, TWO)}
+    answers = [[*asked_of[parts], *model.greedy(*parts, num_tokens=24)] for parts in asked_of]
+    guesses = speculator("random", recall(answers), 256)
+    with rig_of(model, decode=[Size(speculator=guesses)]) as rig:
+        asked = [
+            rig.ask(tokens, 24, images=with_images(*parts)[1]) for parts, tokens in asked_of.items()
+        ]
+        rig.run()
+        assert [one.tokens for one in asked] == [answer[-24:] for answer in answers]
+        assert rig.decode[0].count("draft_tokens/rejected") > 0
+
+
+def test_a_configuration_of_transformers_4_says_the_same(model, tmp_path):
+    directory = model.loaded.directory
+    config = json.loads((directory / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "torch_dtype": config.pop("dtype", "float32")}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    assert read_decoder(tmp_path).layers == read_decoder(directory).layers
+    for name in ("model.safetensors", "preprocessor_config.json"):
+        (tmp_path / name).symlink_to(directory / name)
+    image = picture(3, 2, 1)
+    new, old = (
+        load(each, torch.device("cpu"), torch.float32).seeing for each in (directory, tmp_path)
+    )
+    embedded = [torch.zeros(6, 64) for _ in range(2)]
+    for seeing, x in zip((new, old), embedded, strict=True):
+        seeing.embed([Seen(image, 0, 6, 0)], x)
+    assert torch.equal(*embedded)
+
+
+def test_embeddings_are_kept_up_to_so_many_bytes():
+    class Encoder:
+        def encode(self, image):
+            return torch.full((image.num_tokens, 4), float(image.pixels[0]))
+
+    seeing = Seeing(Encoder(), most_bytes=2 * 4 * 4 * 4)
+    images = [picture(2, 2, seed) for seed in range(3)]
+    for image in (*images, images[2], images[0]):
+        x = torch.zeros(3, 4)
+        seeing.embed([Seen(image, 1, 4, 0)], x)
+        assert (x == image.pixels[0]).all()
+    assert (seeing.counts.encoded, seeing.counts.found) == (4, 1)
+    assert seeing.num_bytes == 2 * 4 * 4 * 4

@@ -1,0 +1,201 @@
+"""A tiny random Qwen2.5-VL with a byte-level tokenizer, images for it, and what transformers
+generates after prompts with them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from common.requests.images import Image
+from common.vision_files import VisionFiles, vision_files
+from tests.support.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
+
+BEGIN, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+BEGIN_ID, PAD_ID, END_ID = 258, 259, 260  # after the tokenizer's other tokens
+PATCH, MERGE = 4, 2
+SIDE = PATCH * MERGE
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' or 'image_url' in part %}" + BEGIN + PAD + END + "{% else %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def make_vision_checkpoint(directory: Path) -> Path:
+    """As `make_checkpoint`: weights are large enough for what is wrong to show."""
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(_config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(2.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            if any(part in name for part in ("q_proj", "k_proj", "qkv")):
+                parameter.mul_(4.0)
+    model.save_pretrained(directory)
+    return write_vision_files(directory)
+
+
+def write_vision_files(
+    directory: Path, *, max_pixels: int = 64 * SIDE**2, sees: bool = True
+) -> Path:
+    """All that a router reads.
+
+    Args:
+        sees: else it is a model of texts with the same tokenizer and chat template.
+    """
+    (_config() if sees else _config().text_config).save_pretrained(directory)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": SIDE**2,
+        "max_pixels": max_pixels,
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "image_mean": MEAN,
+        "image_std": STD,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    make_tokenizer(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([BEGIN, PAD, END])
+    assert tokenizer.token_to_id(PAD) == PAD_ID
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+    return directory
+
+
+def _config() -> Qwen2_5_VLConfig:
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": VOCABULARY_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "bos_token_id": None,
+            "eos_token_id": END_TOKEN_ID,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 3, 3],
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "window_size": 4 * PATCH,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+        image_token_id=PAD_ID,
+        video_token_id=261,
+        vision_start_token_id=BEGIN_ID,
+        vision_end_token_id=END_ID,
+    )
+
+
+def image_processor(max_pixels: int = 64 * SIDE**2, **options: Any) -> Any:
+    """transformers' own."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    size = {"shortest_edge": SIDE**2, "longest_edge": max_pixels}
+    means = {"image_mean": MEAN, "image_std": STD}
+    return Qwen2VLImageProcessorPil(
+        size=size, patch_size=PATCH, merge_size=MERGE, **means, **options
+    )
+
+
+def files_of(directory: Path) -> VisionFiles:
+    files = vision_files(directory)
+    assert files is not None
+    return files
+
+
+def picture(rows: int, columns: int, seed: int, at: int = 0) -> Image:
+    """Noise."""
+    drawn = np.random.default_rng(seed).integers(0, 256, (rows * SIDE, columns * SIDE, 3), np.uint8)
+    return Image(at, rows, columns, drawn.tobytes())
+
+
+def with_images(*parts: str | Image) -> tuple[list[int], tuple[Image, ...]]:
+    """Token ids of a prompt of texts and images, and the images in their places."""
+    token_ids: list[int] = []
+    placed: list[Image] = []
+    for part in parts:
+        if isinstance(part, str):
+            token_ids += part.encode()
+            continue
+        token_ids.append(BEGIN_ID)
+        placed.append(Image(len(token_ids), part.rows, part.columns, part.pixels))
+        token_ids += [*part.token_ids, END_ID]
+    return token_ids, tuple(placed)
+
+
+def reference_vision_model(directory: Path) -> PreTrainedModel:
+    """As `reference_model`."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    model.generation_config.eos_token_id = None
+    model.eval()
+    return model
+
+
+def greedy_vision_tokens(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    images: Sequence[Image],
+    num_tokens: int,
+) -> list[int]:
+    """What transformers generates, whose image processor gets each image at its size."""
+    processor = image_processor(do_resize=False)
+    ids, inputs = list(token_ids), {}
+    for image in images:
+        ids[image.at : image.end] = [PAD_ID] * image.num_tokens
+    if images:
+        arrays = [
+            np.frombuffer(image.pixels, np.uint8).reshape(
+                image.rows * SIDE, image.columns * SIDE, 3
+            )
+            for image in images
+        ]
+        inputs = dict(processor(arrays, return_tensors="pt", input_data_format="channels_last"))
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            mm_token_type_ids=(tokens == PAD_ID).int(),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **inputs,
+        )
+    return out[0, len(ids) :].tolist()
