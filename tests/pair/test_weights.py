@@ -190,7 +190,7 @@ def test_files_have_nothing_of_other_weights(shelf, greedy, tmp_path):
         (node,) = rig.decode
         assert ask(rig).tokens == greedy("old", PROMPT, 8)
         rig.until(lambda: len(node.engine.tiers.files.cache) >= 4, "pages are in files")
-        for weights in ("new", "old"):
+        for weights in ("new", "old", "new"):
             pause(rig)
             put(rig, node, weights)
             assert not len(node.engine.tiers.files.cache)
