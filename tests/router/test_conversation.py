@@ -68,7 +68,7 @@ def test_the_arguments_of_a_call_are_what_either_kind_of_template_wants(
     [
         ("{", "are not JSON"),
         ("[1]", "are no JSON object"),
-        ("[" * 4000 + "]" * 4000, "are not JSON"),
+        ("[" * 4000 + "]" * 4000, "are no"),  # whichever: how deep is too deep differs
         ('{"a":[' + "[]," * 3000, "are not JSON"),
     ],
     ids=["half", "a list", "deep", "many"],
