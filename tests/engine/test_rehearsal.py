@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ("qwen3", "bfloat16", "graphs", {}),
         ("qwen3", "bfloat16", "eager", {"vocab_size": 331, "hidden_size": 72}),
-        ("gemma2", "bfloat16", "graphs", {}),
+        pytest.param("gemma2", "bfloat16", "graphs", {}, marks=pytest.mark.long),
         ("llama", "float32", "eager", {}),
         ("qwen2_moe", "bfloat16", "graphs", {}),
-        ("dots1", "bfloat16", "eager", {}),
+        pytest.param("dots1", "bfloat16", "eager", {}, marks=pytest.mark.long),
     ],
 )
 def test_traffic_launches_no_kernel_that_was_not_rehearsed(

@@ -232,9 +232,9 @@ LOGITS = {
         ("ties", 20, 11),
         ("equal", 10, 37),
         ("usual", 30, 1000),
-        ("float16", 20, 1000),
+        ("float16", 10, 1000),
         ("flat", 10, 1000),
-        ("usual", 20, 4099),  # two blocks of the outline, many groups, none of them full
+        ("usual", 10, 4099),  # two blocks of the outline, many groups, none of them full
         ("ties", 8, 4099),
         ("float16", 8, 9001),  # and two blocks of the race
         ("equal", 4, 9001),

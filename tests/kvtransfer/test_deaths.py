@@ -15,7 +15,7 @@ from tests.support.data_ends import Ends, FarOwner, FarReader, closing, wait_for
 from tests.support.shared_memory import left_behind
 
 NUM_PAGES, PAGE_BYTES = 256, 65536
-NUM_DEATHS = 30
+NUM_DEATHS = 20
 NUM_FROZEN_DEATHS = 10
 NUM_SPARES = 5  # started ahead
 
