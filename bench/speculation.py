@@ -15,7 +15,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.support.in_process import decode
 from bench.support.models import kept
 from bench.support.record import emit, table
 from common.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from common.engine.build import Engine, build
-from common.engine.loop.loop import EventLoop
-from common.engine.rows.batch import BatchResult, Launched, ScheduleBatch
 from common.engine.rows.request import Request
-from common.engine.schedule.scheduler import Scheduler
 from common.engine.speculate.speculator import Speculator
 from common.requests.sampling import SamplingParams
 
@@ -73,28 +71,6 @@ def _model(directory: Path) -> Path:
     return model
 
 
-@dataclass(eq=False)
-class _Role:
-    """Notes each request's tokens."""
-
-    scheduler: Scheduler
-    told: dict[int, list[int]] = field(default_factory=dict)  # by request
-
-    def poll(self) -> None:
-        pass
-
-    def next_batch(self) -> ScheduleBatch | None:
-        return self.scheduler.next_batch()
-
-    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        outcome = self.scheduler.finish(batch, result)
-        for request, token in zip(outcome.requests.tolist(), outcome.tokens.tolist(), strict=True):
-            self.told.setdefault(request, []).append(token)
-
-    def idle(self) -> None:
-        raise AssertionError("there is work")
-
-
 def _requests(batch: int, tokens: int, temperature: float) -> Iterator[Request]:
     rng = np.random.default_rng(0)
     for number in range(batch):
@@ -132,24 +108,12 @@ def _measure(
     """From when all requests have their first token to when the last one has its last."""
     speculator = Speculator.of(speculation, config.scheduler.num_slots)
     scheduler = replace(engine, speculator=speculator).scheduler(config, lambda *_: None)
-    role = _Role(scheduler)
-    loop = EventLoop(role, engine.runner)
-    in_flight: Launched | None = None
-    for request in requests:
-        scheduler.add(request)
-    while len(role.told) < len(requests):
-        in_flight = loop.step(in_flight)
-    before, steps = sum(map(len, role.told.values())), scheduler.counters()["steps"]
-    began = time.process_time()
-    while scheduler.has_work or in_flight is not None:
-        in_flight = loop.step(in_flight)
-    seconds = time.process_time() - began
-    num_tokens = sum(map(len, role.told.values())) - before
+    decoded = decode(engine.runner, scheduler, requests)
     counters = scheduler.counters()
     return _Measured(
-        num_tokens / seconds,
-        num_tokens / (counters["steps"] - steps),
-        role.told,
+        decoded.tokens / decoded.seconds,
+        decoded.tokens / decoded.steps,
+        decoded.answers,
         counters.get("draft_tokens/accepted", 0),
         counters.get("draft_tokens/rejected", 0),
     )
