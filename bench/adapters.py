@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bench.support.in_process import decode
-from bench.support.models import kept
+from bench.support.models import QWEN3_105M, kept
 from bench.support.record import emit, table
 from common.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig
 from common.engine.build import Engine, build
@@ -30,18 +30,6 @@ from common.requests.sampling import SamplingParams
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import reference_model
 
-VOCABULARY = 4096
-MODEL: dict[str, Any] = {  # 105 million parameters in its layers
-    "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
 PROMPT = 64
 NUM_ADAPTERS = 4
 WAYS = ("none", "one", "four", "one row in four")
@@ -58,7 +46,7 @@ def _adapters(directory: Path, model: Path, rank: int) -> Path:
 
 
 def _engine(directory: Path, rank: int) -> tuple[Engine, EngineConfig]:
-    model = kept(directory, "dense-105m", torch.bfloat16, MODEL)
+    model = kept(directory, "qwen3-105m", torch.bfloat16, QWEN3_105M)
     config = EngineConfig(
         model=str(model),
         device="cpu",
@@ -96,7 +84,7 @@ def _requests(engine: Engine, way: str, batch: int, tokens: int) -> Iterator[Req
             key=row,
             origin=(1, row),
             request_id=str(row),
-            token_ids=rng.integers(VOCABULARY, size=PROMPT).astype(np.int32),
+            token_ids=rng.integers(QWEN3_105M["vocab_size"], size=PROMPT).astype(np.int32),
             num_prompt=PROMPT,
             sampling=SamplingParams(max_tokens=tokens, seed=row, temperature=0, ignore_eos=True),
             deadline=time.monotonic() + 3600,

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.support.in_process import decode
-from bench.support.models import kept
+from bench.support.models import QWEN3_105M, kept
 from bench.support.record import emit, table
 from common.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from common.engine.build import Engine, build
@@ -32,18 +32,8 @@ from common.engine.rows.request import Request
 from common.engine.speculate.speculator import Speculator
 from common.requests.sampling import SamplingParams
 
-VOCABULARY = 4096
-MODEL: dict[str, Any] = {  # 105 million parameters in its layers
-    "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
+MODEL = QWEN3_105M
+VOCABULARY = MODEL["vocab_size"]
 PROMPT = 256
 ROUND = 128  # tokens of a text, whose last one has the first for its successor
 PLAIN = "plain"

@@ -31,6 +31,17 @@ QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+QWEN3_105M: dict[str, Any] = {  # so many parameters are in its layers
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
 QWEN3_SMALL = QWEN3_450M | TINY  # to rehearse with
 
 _EXPERTS: dict[str, Any] = {  # by the names that configurations have for them

@@ -1,7 +1,8 @@
 """Files below host memory as an engine is built with them: what they are versioned by."""
 
 import shutil
-import time
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,17 @@ def kept(engine: Engine) -> int:
     return len(engine.tiers.files.cache)
 
 
+def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
+    """A turn of the tiers now, and whenever their threads have done something."""
+    news = threading.Event()
+    engine.copier.tell = news.set
+    engine.tiers.poll()
+    while not condition():
+        assert news.wait(PATIENCE_S)
+        news.clear()
+        engine.tiers.poll()
+
+
 def fill(engine: Engine) -> None:
     """With what four pages hold now, as if it had been computed."""
     pages = engine.cache.allocate(4, Holder.REQUEST)
@@ -48,11 +60,7 @@ def fill(engine: Engine) -> None:
     engine.pool.tensor[pages.tolist()] = 7
     engine.cache.insert(TOKENS, Holding.of(pages))
     engine.pages.drop(pages, Holder.REQUEST)
-    until = time.monotonic() + PATIENCE_S
-    while kept(engine) < 4 or engine.tiers.busy:
-        assert time.monotonic() < until
-        engine.tiers.poll()
-        time.sleep(0.01)
+    poll_until(engine, lambda: kept(engine) == 4 and not engine.tiers.busy)
 
 
 def filled(model: Path, files: Path) -> dict[str, str]:
@@ -80,11 +88,7 @@ def test_the_same_model_finds_its_pages_wherever_it_lies(model: Path, tmp_path: 
     assert way is not None and len(way.filed) == 4
     over: list[bool] = []
     assert engine.tiers.bring(way, 16, lambda: over.append(True))
-    until = time.monotonic() + PATIENCE_S
-    while not over:
-        assert time.monotonic() < until
-        engine.tiers.poll()
-        time.sleep(0.01)
+    poll_until(engine, lambda: over)
     match = engine.cache.match(TOKENS)
     assert match.num_tokens == len(TOKENS)
     assert (engine.pool.tensor[match.holding.flat().tolist()] == 7).all()
