@@ -39,9 +39,14 @@ def cut(sentence: str) -> str:
 
 
 class ServingError(Exception):
-    """An error with a status and a sentence for whoever asked."""
+    """An error with a status and a sentence for whoever asked.
+
+    Attributes:
+        late_s: above 0.0: what waits takes too long, for so much longer.
+    """
 
     status: ClassVar[StatusCode]
+    late_s: float = 0.0
 
     def __str__(self) -> str:
         return cut(super().__str__())
@@ -82,6 +87,10 @@ class Overloaded(ServingError):
 
 class QueueTooLong(Overloaded):
     """What waits already takes longer than the request may wait. Nothing was done about it."""
+
+    def __init__(self, sentence: str, retry_after_s: float) -> None:
+        super().__init__(sentence, retry_after_s)
+        self.late_s = retry_after_s
 
 
 class RateLimited(Overloaded):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from common.engine.adapters.adapters import Adapters
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.request import Finish, FinishReason, Request
-from common.errors import InvalidRequest, QueueTooLong, ServingError
+from common.errors import InvalidRequest, ServingError
 from common.node.flight_recorder import FlightRecorder
 from common.node.flights import of_request
 from common.node.messages import Ended
@@ -147,8 +147,7 @@ class LiveRequests:
         self._counts.refused(error)
         if self._by_origin.get(request.origin) is request:
             del self._by_origin[request.origin]
-        retry_after_s = error.retry_after_s if isinstance(error, QueueTooLong) else 0.0
-        finish = Finish(FinishReason.ERROR, str(error), error.status, retry_after_s)
+        finish = Finish(FinishReason.ERROR, str(error), error.status, error.late_s)
         self._tell_end(request, finish)
 
     def explain(self, request_id: str) -> Flights:

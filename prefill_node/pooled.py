@@ -17,7 +17,7 @@ from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
 from common.engine.schedule.scheduler import ChunkDone, Scheduler
-from common.errors import NodeUnavailable, Overloaded, QueueTooLong, ServingError
+from common.errors import NodeUnavailable, Overloaded, ServingError
 from common.node.messages import Pooled, PoolPrompts
 from common.queueing.drain import Drain, may_wait_s
 from common.queueing.waiting_line import Place
@@ -81,9 +81,8 @@ class PooledCalls:
         try:
             self._begin(call, message, draining)
         except ServingError as error:
-            retry_after_s = error.retry_after_s if isinstance(error, QueueTooLong) else 0.0
             self._end(call)
-            self._refuse(call, str(error), error.status, retry_after_s)
+            self._refuse(call, str(error), error.status, error.late_s)
 
     def cancel(self, number: int) -> None:
         call = self._calls.get(number)

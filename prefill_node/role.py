@@ -12,7 +12,6 @@ This module knows nothing of streams and sockets: the transfer thread is behind 
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,27 +33,16 @@ from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Finish, FinishReason, Ints, Request
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.engine.tiers.tiers import Tiers
-from common.errors import (
-    AdapterNotLoaded,
-    InvalidRequest,
-    Overloaded,
-    QueueTooLong,
-    ServingError,
-)
+from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
 from common.node.desk import Desk
-from common.node.flight_recorder import FlightRecorder
-from common.node.flights import of_handoff
-from common.node.messages import CancelPooling, FrontMessage, HandoffTraced, PoolPrompts
+from common.node.messages import CancelPooling, FrontMessage, PoolPrompts
 from common.node.pauses import PAUSED
-from common.node.stamps import HandoffStamps
 from common.page_tables import PageTables
 from common.priority import PriorityClass
-from common.queueing.drain import Backlog, Drain, may_wait_s
+from common.queueing.drain import Backlog, Drain
 from common.queueing.waiting_line import Place
 from common.requests.flight import Flight, Flights
-from common.tracing.context import is_sampled, log_fields
-from kvtransfer.messages import Kind
 from kvtransfer.ports import (
     Admit,
     ComputesWith,
@@ -67,7 +55,9 @@ from kvtransfer.ports import (
     OwnerUp,
     Publish,
 )
+from prefill_node.door import COUNTS, Door, refusal_of
 from prefill_node.pooled import PooledCalls
+from prefill_node.records import HandoffRecords
 from sharing.fetch_line import FetchLine
 from sharing.prefixes import PrefixSharing
 
@@ -109,8 +99,6 @@ class PrefillRole:
         self.scheduler = make_scheduler(self._admitted)
         self._pages = pages
         self._tables = tables
-        self._limits = limits
-        self._max_waiting = max_waiting
         self._tokens = HeldTokens(max_waiting_tokens)  # of those that have no pages yet
         self._port = port
         self._desk = desk
@@ -121,8 +109,7 @@ class PrefillRole:
         self._prefilling: dict[int, Prefilling] = {}
         self._inflight: dict[int, Prefilling] = {}
         self._lent: dict[int, Ints] = {}  # pages held for publication
-        self._stamps: dict[int, HandoffStamps] = {}  # from Opened to HandoffDropped
-        self._recorder = FlightRecorder(HandoffStamps)
+        self._records = HandoffRecords(ThrottledLog(log, Throttle(most=100)), desk.notify)
         self._prompts = Drain()  # granted, and not computed yet
         self._adapters = adapters
         self._preparations: Preparations[None] = Preparations(
@@ -140,16 +127,16 @@ class PrefillRole:
             tell=desk.notify,
             weights=lambda: desk.weights,
         )
-        self._log = ThrottledLog(log, Throttle(most=100))
-        self._counts = dict.fromkeys(
-            (
-                *("handoffs_held", "handoffs_lost", "handoffs_failed"),
-                *("refused/draining", "refused/overloaded", "refused/invalid", "refused/deadline"),
-                *("refused/late", "refused/dropped", "refused/adapter"),
-                *("refused/paused", "refused/weights"),
-            ),
-            0,
+        self._door = Door(
+            limits,
+            self._tokens,
+            self._prompts,
+            desk,
+            max_waiting=max_waiting,
+            paused=lambda: self.scheduler.paused,
         )
+        outcomes = ("handoffs_held", "handoffs_lost", "handoffs_failed", "refused/dropped")
+        self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
 
     # Role ---------------------------------------------------------------------------------------
 
@@ -327,109 +314,33 @@ class PrefillRole:
             self._ended_unpublished(finished.request, finished.finish)
 
     def explain(self, request_id: str) -> Flights:
-        under_way = tuple(self._stamps.values())
-        found = [
-            *self._recorder.find(request_id),
-            *(each for each in under_way if each.request_id == request_id),
-        ]
-        now = time.monotonic()
-        return Flights(tuple(of_handoff(each, now) for each in found), len(self._recorder))
+        return self._records.explain(request_id)
 
     def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
-        found = [*self._recorder.last(num_ended), *tuple(self._stamps.values())]
-        now = time.monotonic()
-        return [(stamps.request_id, of_handoff(stamps, now)) for stamps in found]
+        return self._records.flights(num_ended)
 
     # A hand-off's way ---------------------------------------------------------------------------
 
     def _open(self, event: Opened) -> None:
         now = time.monotonic()
-        self._stamps[event.serial] = HandoffStamps(
-            event.request_id,
-            len(event.token_ids) - event.num_generated,
-            event.traceparent,
-            now,
-            attempt=event.id.attempt,
-        )
-        if self._desk.draining:
-            self._counts["refused/draining"] += 1
-            return self._fail(event.serial, "this prefill node is draining", retryable=True)
-        if self.paused:
-            self._counts["refused/paused"] += 1
-            return self._fail(event.serial, "this prefill node is paused", retryable=True)
-        if event.weights != self._desk.weights:
-            self._counts["refused/weights"] += 1
-            return self._fail(event.serial, "this prefill node has other weights", retryable=True)
-        if event.kind is not Kind.PROMPT:
-            self._counts["refused/invalid"] += 1
-            return self._fail(event.serial, "a prefill node runs no requests", retryable=False)
+        self._records.open(event, now)
         num_waiting = len(self._bootstrap) + len(self._preparations) + self.scheduler.num_waiting
-        if num_waiting >= self._max_waiting:
-            self._counts["refused/overloaded"] += 1
-            reason = f"{num_waiting} prompts wait here already"
-            return self._fail(event.serial, reason, retryable=True)
         try:
-            self._limits.check(event.token_ids, event.images)
-            self._limits.check_sampling(event.sampling, event.images)
-            start_by = self._start_by(event, now)
-            self._tokens.take(event.serial, len(event.token_ids))
-        except InvalidRequest as error:
-            self._counts["refused/invalid"] += 1
-            return self._fail(event.serial, str(error), retryable=False)
-        except QueueTooLong as late:
-            self._counts["refused/late"] += 1
-            return self._fail(
-                event.serial, str(late), retryable=True, retry_after_s=late.retry_after_s
-            )
-        except Overloaded as error:
-            self._counts["refused/overloaded"] += 1
-            return self._fail(event.serial, str(error), retryable=True)
-        self._bootstrap[event.serial] = request = Request(
-            key=event.serial,
-            origin=(0, 0),
-            request_id=event.request_id,
-            token_ids=event.token_ids,
-            num_prompt=len(event.token_ids) - event.num_generated,
-            # The first token is all this node samples.
-            sampling=msgspec.structs.replace(event.sampling, max_tokens=event.num_generated + 1),
-            deadline=now + event.budget_s,
-            arrived=now,
-            start_by=start_by,
-            priority=event.priority,
-            namespace=event.namespace,
-            adapter=event.adapter,
-            images=event.images,
-        )
-        request.suspect_of(event.engine_deaths)
-        try:
+            start_by = self._door.take(event, num_waiting, now)
+            request = _request_of(event, start_by, now)
             self._adapters.hold(request)
-        except AdapterNotLoaded as error:
-            self._counts["refused/adapter"] += 1
-            return self._fail(event.serial, str(error), retryable=True)
+        except ServingError as refusal:
+            return self._refuse(event.serial, refusal)
+        self._bootstrap[event.serial] = request
         if event.prefix_at:
             room, queued_s = self.scheduler.room().num_pages, self._prompts.queued_s
             self._sharing.fetch(request, event.prefix_at, room=room, queued_s=queued_s)
-
-    def _start_by(self, event: Opened, now: float) -> float:
-        """When its first forward must begin; never, of an answer that goes on: a client has part of
-        it.
-
-        Raises:
-            QueueTooLong: what waits here already takes longer.
-        """
-        if event.num_generated:
-            return math.inf
-        work_s = len(event.token_ids) * self._prompts.unit_s
-        left_s = may_wait_s(event.queue_s, event.budget_s, work_s)
-        place = Place(now + left_s, len(event.token_ids), event.priority)
-        self._prompts.check(place, now)
-        return now + left_s
 
     def _grant(self, event: Granted) -> None:
         request = self._bootstrap.pop(event.serial, None)
         if request is None:
             return  # failed here before the grant arrived; HandoffDropped is under way
-        stamps = self._stamps[event.serial]
+        stamps = self._records[event.serial]
         stamps.granted, stamps.prefix_tokens = time.monotonic(), event.prefix_tokens
         self._prefilling[event.serial] = Prefilling(
             serial=event.serial,
@@ -443,7 +354,7 @@ class PrefillRole:
         try:
             self._preparations.put(request, None)
         except ServingError as refusal:
-            self._refuse(request, refusal)
+            self._refuse(request.key, refusal)
 
     def _add(self, request: Request, refusal: ServingError | None) -> None:
         """One that is prepared, or cannot be."""
@@ -452,12 +363,12 @@ class PrefillRole:
                 raise refusal
             self.scheduler.add(request)
         except ServingError as error:
-            self._refuse(request, error)
+            self._refuse(request.key, error)
 
-    def _refuse(self, request: Request, refusal: ServingError) -> None:
-        overloaded = isinstance(refusal, Overloaded)
-        self._counts["refused/overloaded" if overloaded else "refused/invalid"] += 1
-        self._fail(request.key, str(refusal), retryable=overloaded)
+    def _refuse(self, serial: int, error: ServingError) -> None:
+        refusal = refusal_of(error)
+        self._counts[refusal.count] += 1
+        self._fail(serial, str(error), retryable=refusal.retryable, retry_after_s=error.late_s)
 
     def _admitted(self, request: Request, holding: Holding) -> None:
         """The scheduler has reserved the whole prompt and locked what this node has of it."""
@@ -469,7 +380,7 @@ class PrefillRole:
         lent = holding.take(self._tables.handed_over(num_tokens, handoff.prefix_tokens))
         self._tokens.drop(handoff.serial)
         self._sharing.admitted(request)
-        stamps = self._stamps[handoff.serial]
+        stamps = self._records[handoff.serial]
         stamps.admitted, stamps.cached_tokens = request.admitted, request.cached_tokens
         stamps.bringing = request.bringing
         self._pages.hold(lent, Holder.PUBLICATION)
@@ -485,7 +396,7 @@ class PrefillRole:
         self._publish(handoff, self._whole_pages(request.cached_tokens))
 
     def _chunk_done(self, handoff: Prefilling, chunk: ChunkDone) -> None:
-        self._stamps[handoff.serial].num_chunks += 1
+        self._records[handoff.serial].num_chunks += 1
         num_left = len(chunk.request.token_ids) - chunk.end
         self._prompts.serve(handoff.serial, num_left)
         self._sharing.ways.computed(handoff.serial, num_left)
@@ -495,7 +406,7 @@ class PrefillRole:
         del self._prefilling[handoff.serial]
         self._inflight[handoff.serial] = handoff
         self._adapters.release(handoff.serial)
-        self._stamps[handoff.serial].done = time.monotonic()
+        self._records[handoff.serial].done = time.monotonic()
         self._publish(handoff, chunk.end, chunk)
 
     def _publish(self, handoff: Prefilling, end: int, last_chunk: ChunkDone | None = None) -> None:
@@ -514,7 +425,7 @@ class PrefillRole:
                 pages=handoff.holding.take(spans),
                 last=last,
                 first_token=last_chunk.first_token if last_chunk else None,
-                times=self._stamps[handoff.serial].times() if last else None,
+                times=self._records[handoff.serial].times() if last else None,
                 logprobs=last_chunk.logprobs if last_chunk else None,
                 prompt_logprobs=last_chunk.prompt_logprobs if last_chunk else None,
             )
@@ -543,19 +454,7 @@ class PrefillRole:
 
     def _dropped(self, event: HandoffDropped) -> None:
         self._counts["handoffs_held" if event.held else "handoffs_lost"] += 1
-        stamps = self._stamps.pop(event.serial)
-        if not event.held:
-            self._log.info(
-                "hand-off dropped",
-                request_id=stamps.request_id,
-                **log_fields(stamps.traceparent),
-                id=tuple(event.id),
-                because=event.reason,
-            )
-        stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
-        self._recorder.record(stamps, failed=not event.held)
-        if is_sampled(stamps.traceparent):
-            self._desk.notify(HandoffTraced(stamps))
+        self._records.close(event)
         self._forget(event.serial, Finish(FinishReason.ABORT, event.reason))
         lent = self._lent.pop(event.serial, None)
         if lent is not None:
@@ -573,3 +472,24 @@ class PrefillRole:
             self._preparations.remove(handoff.request)
             self.scheduler.abort(handoff.request, finish)
         self._adapters.release(serial)
+
+
+def _request_of(event: Opened, start_by: float, now: float) -> Request:
+    request = Request(
+        key=event.serial,
+        origin=(0, 0),
+        request_id=event.request_id,
+        token_ids=event.token_ids,
+        num_prompt=len(event.token_ids) - event.num_generated,
+        # The first token is all this node samples.
+        sampling=msgspec.structs.replace(event.sampling, max_tokens=event.num_generated + 1),
+        deadline=now + event.budget_s,
+        arrived=now,
+        start_by=start_by,
+        priority=event.priority,
+        namespace=event.namespace,
+        adapter=event.adapter,
+        images=event.images,
+    )
+    request.suspect_of(event.engine_deaths)
+    return request

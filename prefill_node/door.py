@@ -1,0 +1,130 @@
+"""What a hand-off must be to be taken: the cheapest question first, and nothing is done before all
+are answered."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from common.engine.rows.held_tokens import HeldTokens
+from common.engine.rows.limits import RequestLimits
+from common.errors import (
+    AdapterNotLoaded,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    QueueTooLong,
+    ServingError,
+)
+from common.node.desk import Desk
+from common.queueing.drain import Drain, may_wait_s
+from common.queueing.waiting_line import Place
+from kvtransfer.messages import Kind
+from kvtransfer.ports import Opened
+
+
+class Draining(NodeUnavailable):
+    """This node takes nothing more."""
+
+
+class Paused(NodeUnavailable):
+    """This node takes nothing for now."""
+
+
+class OtherWeights(NodeUnavailable):
+    """KV of this node's weights is of no use to the reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What becomes of a hand-off that this node does not take.
+
+    Attributes:
+        count: under which it is counted.
+        retryable: another node may take it, or this one later.
+    """
+
+    count: str
+    retryable: bool
+
+
+_REFUSALS: Mapping[type, Refusal] = {
+    Draining: Refusal("refused/draining", retryable=True),
+    Paused: Refusal("refused/paused", retryable=True),
+    OtherWeights: Refusal("refused/weights", retryable=True),
+    AdapterNotLoaded: Refusal("refused/adapter", retryable=True),
+    QueueTooLong: Refusal("refused/late", retryable=True),
+    Overloaded: Refusal("refused/overloaded", retryable=True),
+    ServingError: Refusal("refused/invalid", retryable=False),
+}
+COUNTS = tuple(refusal.count for refusal in _REFUSALS.values())
+
+
+def refusal_of(error: ServingError) -> Refusal:
+    """By the nearest of its kinds."""
+    return next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
+
+
+class Door:
+    """Engine thread only.
+
+    Args:
+        tokens: of all that have no pages yet; bounded.
+        prompts: that have been granted and are not computed yet.
+        paused: whether this node computes nothing for now.
+    """
+
+    def __init__(
+        self,
+        limits: RequestLimits,
+        tokens: HeldTokens,
+        prompts: Drain,
+        desk: Desk,
+        *,
+        max_waiting: int,
+        paused: Callable[[], bool],
+    ) -> None:
+        self._limits = limits
+        self._tokens = tokens
+        self._prompts = prompts
+        self._desk = desk
+        self._max_waiting = max_waiting
+        self._paused = paused
+
+    def take(self, event: Opened, num_waiting: int, now: float) -> float:
+        """Holds the tokens of a hand-off that may come in.
+
+        Args:
+            num_waiting: prompts that wait here already.
+
+        Returns:
+            When its first forward must begin; never, of an answer that goes on: a client has part
+            of it.
+
+        Raises:
+            ServingError: it may not; see refusal_of.
+        """
+        if self._desk.draining:
+            raise Draining("this prefill node is draining")
+        if self._paused():
+            raise Paused("this prefill node is paused")
+        if event.weights != self._desk.weights:
+            raise OtherWeights("this prefill node has other weights")
+        if event.kind is not Kind.PROMPT:
+            raise InvalidRequest("a prefill node runs no requests")
+        if num_waiting >= self._max_waiting:
+            raise Overloaded(f"{num_waiting} prompts wait here already")
+        self._limits.check(event.token_ids, event.images)
+        self._limits.check_sampling(event.sampling, event.images)
+        start_by = math.inf if event.num_generated else self._start_by(event, now)
+        self._tokens.take(event.serial, len(event.token_ids))
+        return start_by
+
+    def _start_by(self, event: Opened, now: float) -> float:
+        """
+        Raises:
+            QueueTooLong: what waits here already takes longer.
+        """
+        work_s = len(event.token_ids) * self._prompts.unit_s
+        left_s = may_wait_s(event.queue_s, event.budget_s, work_s)
+        self._prompts.check(Place(now + left_s, len(event.token_ids), event.priority), now)
+        return now + left_s
