@@ -1,4 +1,4 @@
-"""Reads a record of common/config.py: flags, else environment, else a YAML file, else defaults.
+"""Reads a record of common/config: flags, else environment, else a YAML file, else defaults.
 
     --engine.cache.page-size 32
     BATON_ENGINE__CACHE__PAGE_SIZE=32
