@@ -270,12 +270,53 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("nodes", "router")
+    __slots__ = ("nodes", "router", "plan")
     NODES_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[ClusterNode]
     router: RouterState
-    def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., router: _Optional[_Union[RouterState, _Mapping]] = ...) -> None: ...
+    plan: Plan
+    def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., router: _Optional[_Union[RouterState, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("acts", "pressures", "events", "ago_s")
+    class PressuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ACTS_FIELD_NUMBER: _ClassVar[int]
+    PRESSURES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    acts: bool
+    pressures: _containers.ScalarMap[str, float]
+    events: _containers.RepeatedCompositeFieldContainer[PlanEvent]
+    ago_s: float
+    def __init__(self, acts: _Optional[bool] = ..., pressures: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[_Union[PlanEvent, _Mapping]]] = ..., ago_s: _Optional[float] = ...) -> None: ...
+
+class PlanEvent(_message.Message):
+    __slots__ = ("what", "because", "ago_s")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    BECAUSE_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    because: str
+    ago_s: float
+    def __init__(self, what: _Optional[str] = ..., because: _Optional[str] = ..., ago_s: _Optional[float] = ...) -> None: ...
+
+class TellPlanRequest(_message.Message):
+    __slots__ = ("plan",)
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    plan: Plan
+    def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+
+class TellPlanResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RouterState(_message.Message):
     __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s")

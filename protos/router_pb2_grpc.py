@@ -139,6 +139,11 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.MoveRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.MoveResponse.FromString,
                 _registered_method=True)
+        self.TellPlan = channel.unary_unary(
+                '/baton.v1.Router/TellPlan',
+                request_serializer=protos_dot_router__pb2.TellPlanRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.TellPlanResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -297,6 +302,15 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TellPlan(self, request, context):
+        """Keeps what a planner (`baton planner`) has seen and decided for those who ask for the cluster: the
+        newest of what it tells, and its last 32 events. For operators. INVALID_ARGUMENT for more than 16
+        events, and for texts of more than 512 characters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -404,6 +418,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Move,
                     request_deserializer=protos_dot_router__pb2.MoveRequest.FromString,
                     response_serializer=protos_dot_router__pb2.MoveResponse.SerializeToString,
+            ),
+            'TellPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellPlan,
+                    request_deserializer=protos_dot_router__pb2.TellPlanRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.TellPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -973,6 +992,33 @@ class Router:
             '/baton.v1.Router/Move',
             protos_dot_router__pb2.MoveRequest.SerializeToString,
             protos_dot_router__pb2.MoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/TellPlan',
+            protos_dot_router__pb2.TellPlanRequest.SerializeToString,
+            protos_dot_router__pb2.TellPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,10 +1,10 @@
 """baton planner: watches a cluster, and says which node should take the other role, and whether
 there should be more nodes, or fewer.
 
-It says so in its log, with reasons, and in its metrics. With --act it has nodes take other roles,
-as `baton switch` does, and moves requests from decode nodes that have too many. It starts and ends
-none: that is for whoever keeps them, whom the metric baton_planner_wanted_nodes can tell how many
-there should be.
+It says so in its log and on the router's page, with reasons, and in its metrics. With --act it has
+nodes take other roles, as `baton switch` does, and moves requests from decode nodes that have too
+many. It starts and ends none: that is for whoever keeps them, whom the metric
+baton_planner_wanted_nodes can tell how many there should be.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from functools import partial
 from cli import client
 from cli.operating import command
 from cli.operating.fleet import Fleet, Undone
+from cli.planner.account import Account
 from cli.planner.decide import (
     Add,
     Decision,
@@ -127,6 +128,7 @@ class Planner:
         self._rules = rules
         self._router = router
         self._act = act
+        self._account = Account(fleet, router, acts=act)
         self._clock = clock
         self._history: deque[Look] = deque()
         self._told: Decision = Nothing("")
@@ -140,8 +142,10 @@ class Planner:
             self._history.popleft()
         history = tuple(self._history)
         decision = decide(history, self._rules)
-        self._metrics.seen(pressures(history, self._rules), _wanted(seen, decision))
+        lately = pressures(history, self._rules)
+        self._metrics.seen(lately, _wanted(seen, decision))
         self._tell(decision)
+        await self._account.tell(lately)  # before it is done, which takes a while
         if self._act:
             await self._carry_out(decision)
         return decision
@@ -150,6 +154,7 @@ class Planner:
         """Whenever it is something else: reasons have figures, which are others each time."""
         if _what(decision) != _what(self._told):
             log.info("%s %s", _what(decision), kv(because=decision.because))
+            self._account.note(_what(decision), decision.because)
             if not isinstance(decision, Nothing):
                 self._metrics.decided(_KINDS[type(decision)])
         self._told = decision
@@ -169,10 +174,12 @@ class Planner:
         except Undone as undone:
             self._metrics.moved(done=False)
             log.warning("not moved %s", kv(node=decision.source, because=undone))
+            self._account.note(f"no request of {decision.source} was moved", str(undone))
         else:
             self._metrics.moved(done=True)
             fields = kv(request=moved.request_id, node=moved.source, to=moved.target)
             log.info("moved %s", fields)
+            self._account.note(f"{moved.request_id} has moved to {moved.target}", "")
 
     async def _switch(self, decision: Switch) -> None:
         began = self._clock()
@@ -181,10 +188,12 @@ class Planner:
         except Undone as undone:
             self._metrics.switched(done=False)
             log.warning("not switched %s", kv(node=decision.address, because=undone))
+            self._account.note(f"{decision.address} goes on as it is", str(undone))
         else:
             self._metrics.switched(done=True)
             took_s = round(self._clock() - began, 1)
             log.info("switched %s", kv(node=decision.address, to=decision.role, seconds=took_s))
+            self._account.note(f"{decision.address} becomes a {decision.role} node", "")
         self._history.clear()  # and what follows is decided of what is seen from now on
         self._told = Nothing("")
 

@@ -14,7 +14,7 @@ _FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Exp
 _COMMANDS = frozenset(
     f"/baton.v1.Router/{name}"
     for name in (
-        *("Drain", "Move", "LoadAdapter", "UnloadAdapter"),
+        *("Drain", "Move", "TellPlan", "LoadAdapter", "UnloadAdapter"),
         *("Pause", "Continue", "UpdateWeights", "FlushCache"),
         *("ReleaseMemory", "ResumeMemory", "StartProfile", "StopProfile"),
     )

@@ -1,4 +1,5 @@
-"""What GetCluster and GET /cluster say: this router, and every node as it describes itself.
+"""What GetCluster and GET /cluster say: this router, every node as it describes itself, and what
+a planner says of them.
 
 The protobuf message is the one record of it; the JSON is made of that message, field by field.
 """
@@ -15,6 +16,7 @@ from google.protobuf.message import Message
 from protos import router_pb2
 from router.api.http.answers import whole
 from router.api.http.request import Request
+from router.api.plans import Plans
 from router.api.router_state import WholeState
 from router.cluster.survey import NodeReport, Survey
 
@@ -24,16 +26,21 @@ REUSE_S = 0.25
 class ClusterReport:
     """For one event loop."""
 
-    def __init__(self, survey: Survey, router: WholeState) -> None:
+    def __init__(self, survey: Survey, router: WholeState, plans: Plans) -> None:
         self._survey = survey
         self._router = router
+        self._plans = plans
 
     async def make(self) -> router_pb2.GetClusterResponse:
         """Asks every node, and the other processes of this router; within 2 s."""
-        reports, router = await asyncio.gather(self._survey.look(), self._router.now())
+        reports, router, plan = await asyncio.gather(
+            self._survey.look(), self._router.now(), self._plans.now()
+        )
         began = self._router.began
         return router_pb2.GetClusterResponse(
-            nodes=[_node(report, report.at - began) for report in reports], router=router
+            nodes=[_node(report, report.at - began) for report in reports],
+            router=router,
+            plan=plan,
         )
 
 

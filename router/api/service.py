@@ -15,6 +15,7 @@ from router.api.cluster_report import ClusterReport
 from router.api.explain import Explainer
 from router.api.grpc_voice import GrpcVoice
 from router.api.moves import Mover
+from router.api.plans import Plans
 from router.clients.client import Client
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls
@@ -49,6 +50,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         adapters: AdapterCalls,
         engines: EngineCalls,
         mover: Mover,
+        plans: Plans,
         model: ServedModel,
         ends: Ends,
         *,
@@ -66,6 +68,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._adapters = adapters
         self._engines = engines
         self._mover = mover
+        self._plans = plans
         self._model = model
         self._ends = ends
         self._budget_s = budget_s
@@ -245,6 +248,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.MoveRequest, context: Context
     ) -> router_pb2.MoveResponse:
         return await self._mover.move(request.request_id, request.source, request.target)
+
+    async def TellPlan(
+        self, request: router_pb2.TellPlanRequest, context: Context
+    ) -> router_pb2.TellPlanResponse:
+        self._plans.take(request.plan)
+        return router_pb2.TellPlanResponse()
 
     def _voice(self, prompt: SharedPrompt, tools: Sequence[Any]) -> GrpcVoice:
         """

@@ -34,6 +34,7 @@ from router.api.explain import Explainer, OwnEvents
 from router.api.http.server import HttpServer
 from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
 from router.api.moves import Mover, OwnMoves
+from router.api.plans import OwnPlans, Plans
 from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
 from router.api.router_state import OwnState, WholeState
 from router.api.service import RouterService
@@ -193,7 +194,9 @@ async def running(
         others = await resources.enter_async_context(siblings(place.others))
         keeper = await resources.enter_async_context(siblings(place.keeper))
         state = OwnState(admission, _constants(config, model), why_not_ready)
-        report = ClusterReport(survey, WholeState(state, others, place.began))
+        own_plans = OwnPlans()
+        plans = Plans(own_plans, others)
+        report = ClusterReport(survey, WholeState(state, others, place.began), plans)
         own = OwnRequests(timelines)
         own_events = OwnEvents(timelines)
         own_moves = OwnMoves(cluster)
@@ -221,6 +224,7 @@ async def running(
             adapters,
             engines,
             Mover(own_moves, others),
+            plans,
             served,
             KeptEnd(keeper) if place.is_shared else OwnEnd(on_drain),
             budget_s=config.budget_s,
@@ -272,6 +276,7 @@ async def running(
             **own.tells,
             **own_events.tells,
             **own_moves.tells,
+            **own_plans.tells,
             **metrics_endpoint.telling(counts.registry),
         }
         await resources.enter_async_context(told(place, tells))

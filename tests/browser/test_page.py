@@ -254,6 +254,8 @@ FAKE = """
   const cluster = () => ({
     router: { state: evil, reason: evil, version: evil, model: evil, uptime_s: 1,
               live_requests: 1, max_requests: 2, has_chat_template: true },
+    plan: { acts: true, pressures: { [evil]: 2, decode: 0.5 }, ago_s: 99,
+            events: [{ what: evil, because: evil, ago_s: 5 }] },
     nodes: [...Array(64).keys()].map((i) => node(i < 32 ? "prefill" : "decode", i)),
   });
   window.fetch = (path, ...rest) =>

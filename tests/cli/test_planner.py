@@ -16,7 +16,14 @@ from cli.planner.decide import Add, Decision, Move, Nothing, Remove, Rules, Swit
 from cli.planner.looks import Look, NodeFigures, look_of
 from cli.planner.pressure import Limits
 from common.metrics.planner import PlannerMetrics
-from protos.router_pb2 import Backlog, ClusterNode, GetClusterResponse, MoveResponse
+from protos.router_pb2 import (
+    Backlog,
+    ClusterNode,
+    GetClusterResponse,
+    MoveResponse,
+    Plan,
+    TellPlanResponse,
+)
 
 RULES = Rules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
 EVERY_S = 2.0
@@ -258,6 +265,8 @@ class _Fleet:
     def __init__(self) -> None:
         self.switched: list[tuple[str, str]] = []
         self.moved: list[tuple[str, str]] = []
+        self.plans: list[Plan] = []
+        self.deaf = False
         self.busy: dict[str, int] = {}  # by decode node: requests that it runs, of 10 that it may
 
     async def look(self, router: str) -> GetClusterResponse:
@@ -280,7 +289,14 @@ class _Fleet:
             ]
         )
 
-    async def tell_router(self, router: str, method: str, request: Any, longest_s: float) -> Any:
+    async def tell_router(
+        self, router: str, method: str, request: Any, longest_s: float = 10.0
+    ) -> Any:
+        if method == "TellPlan":
+            if self.deaf:
+                raise Undone("it knows no such call")
+            self.plans.append(request.plan)
+            return TellPlanResponse()
         self.moved.append((request.source, request.target))
         if len(self.moved) > 1:
             raise Undone("it has just ended")
@@ -322,3 +338,25 @@ async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags: li
     assert value("baton_planner_decisions_total", {"decision": "move"}) == 1
     for outcome in ("done", "undone"):
         assert value("baton_planner_moves_total", {"outcome": outcome}) == len(flags)
+
+
+@pytest.mark.parametrize("flags", [[], ["--act"]])
+async def test_a_planner_tells_its_router_what_it_sees_decides_and_does(flags: list[str]) -> None:
+    clock = partial(next, itertools.count(0.0, EVERY_S))
+    fleet, options = _Fleet(), parse(flags)
+    fleet.deaf = True  # until after the decision
+    rules = rules_of(options)
+    planner = Planner(fleet, PlannerMetrics(), rules, router="", act=options.act, clock=clock)  # type: ignore[arg-type]
+    for _ in range(16):
+        await planner.look()
+    assert fleet.switched == ([("d:1", "prefill")] if flags else [])
+    fleet.deaf = False
+    for _ in range(2):
+        await planner.look()
+    told, then = fleet.plans
+    assert told.acts is bool(flags)
+    assert set(told.pressures) == {"prefill", "decode"} and told.pressures["prefill"] == 2.0
+    done, decided = ("d:1 becomes a prefill node", "d:1 should become a prefill node")
+    assert [event.what for event in told.events] == ([done, decided] if flags else [decided])
+    assert told.events[-1].because.startswith("prefill nodes have 2.00 times what they should")
+    assert not then.events  # each once

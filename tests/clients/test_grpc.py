@@ -21,6 +21,7 @@ from protos.router_pb2 import (
     GenerateRequest,
     GetClusterRequest,
     GetModelRequest,
+    TellPlanRequest,
     TokenizeRequest,
 )
 from router.api.callers import address
@@ -36,6 +37,7 @@ METHODS = {
     "Detokenize": DetokenizeRequest(token_ids=[5]),
     "GetModel": GetModelRequest(),
     "GetCluster": GetClusterRequest(),
+    "TellPlan": TellPlanRequest(),
 }
 
 

@@ -16,6 +16,7 @@ from router.api.callers import Callers
 from router.api.cluster_report import ClusterReport
 from router.api.explain import Explainer
 from router.api.moves import Mover
+from router.api.plans import Plans
 from router.api.service import RouterService
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls
@@ -143,6 +144,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
         cast(AdapterCalls, None),
         cast(EngineCalls, None),
         cast(Mover, None),
+        cast(Plans, None),
         ServedModel(
             cast(ModelFiles, None),
             cast(RouterTokenizer, busy),

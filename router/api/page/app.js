@@ -8,6 +8,7 @@ import { age } from "./format.js";
 import { KeyForm, wantsKey } from "./key.js";
 import { Links } from "./links.js";
 import { legend, Nodes } from "./nodes.js";
+import { showPlan } from "./planner.js";
 import { Rates } from "./rates.js";
 import { Requests } from "./requests.js";
 import { Timeline } from "./timeline.js";
@@ -45,6 +46,7 @@ function show(cluster) {
   totals.show(cluster, rates);
   for (const side of sides) side.show(cluster, rates);
   links.show(cluster, rates);
+  showPlan(cluster.plan);
   ask.know(router);
   say(byId("model"), router.model);
   const state = router.state === "ready" ? "ready" : `${router.state}: ${router.reason}`;

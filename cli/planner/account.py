@@ -1,0 +1,67 @@
+"""What a planner tells its router, for those who watch that one's page: how much each role has to
+do, what was decided, what was done about it."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from cli.operating.fleet import Fleet, Undone
+from common.logs import kv
+from protos.router_pb2 import Plan, PlanEvent, TellPlanRequest
+
+log = logging.getLogger(__name__)
+
+# As much as a router takes at once, and of a text.
+_MOST_EVENTS = 16
+_MOST_CHARACTERS = 512
+
+
+class Account:
+    """For one event loop.
+
+    Args:
+        acts: whether the planner does what it decides.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: str,
+        *,
+        acts: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._acts = acts
+        self._clock = clock
+        self._untold: deque[tuple[float, str, str]] = deque(maxlen=_MOST_EVENTS)
+        self._refusal = ""
+
+    def note(self, what: str, because: str) -> None:
+        """To be told from now on, until the router has heard it."""
+        told = what[:_MOST_CHARACTERS], because[:_MOST_CHARACTERS]
+        self._untold.append((self._clock(), *told))
+
+    async def tell(self, pressures: Mapping[str, float]) -> None:
+        """Of each look. A router that does not take it keeps nothing from being done.
+
+        Args:
+            pressures: by role.
+        """
+        now = self._clock()
+        events = [
+            PlanEvent(what=what, because=because, ago_s=now - at)
+            for at, what, because in reversed(self._untold)
+        ]
+        plan = Plan(acts=self._acts, pressures=pressures, events=events)
+        try:
+            await self._fleet.tell_router(self._router, "TellPlan", TellPlanRequest(plan=plan))
+        except Undone as undone:
+            if str(undone) != self._refusal:
+                log.warning("the router's page does not show this %s", kv(because=undone))
+            self._refusal = str(undone)
+        else:
+            self._untold.clear()
+            self._refusal = ""
