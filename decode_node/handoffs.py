@@ -168,6 +168,7 @@ class Handoffs:
                 kind=Kind.LIVE if attempt.moves else Kind.PROMPT,
                 ticket=ticket,
                 priority=priority,
+                routing_key=request.routing_key,
                 images=() if ticket else request.images,
                 prefix_at=tuple(
                     hint for hint in self._live.prefix_at(request) if hint.address != owner.address

@@ -397,6 +397,7 @@ class DecodeRole:
             arrived=now,
             start_by=now + self._may_wait_s(message, len(token_ids)),
             priority=message.priority,
+            routing_key=message.routing_key,
             shared_in=within(message.namespace, message.adapter),
             adapter=message.adapter,
             prediction=np.frombuffer(message.prediction, np.int32) if message.prediction else None,

@@ -437,6 +437,7 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
         ticket=submit.ticket,
         move_from=_move_from(submit),
         priority=submit.priority,
+        routing_key=submit.routing_key,
         prefix_at=stream.known(prefix_hints.from_proto(submit.prefix_at)),
         own_address=stream.own_address,
         adapter=check_adapter(submit.adapter),

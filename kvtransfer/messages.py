@@ -60,6 +60,7 @@ class Open(Message, frozen=True, tag=True):
     adapter: AdapterId = NO_ADAPTER  # that computes it, and that the namespace is within
     weights: WeightsId = UNNAMED  # likewise
     images: tuple[Image, ...] = ()  # PROMPT: of its prompt
+    routing_key: int = 0
 
 
 class Grant(Message, frozen=True, tag=True):

@@ -54,6 +54,7 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     adapter: AdapterId = NO_ADAPTER
     weights: WeightsId = UNNAMED
     images: tuple[Image, ...] = ()  # PROMPT: of its prompt
+    routing_key: int = 0
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -195,6 +196,7 @@ class Opened(msgspec.Struct, frozen=True):
     adapter: AdapterId = NO_ADAPTER
     weights: WeightsId = UNNAMED
     images: tuple[Image, ...] = ()  # PROMPT: of its prompt
+    routing_key: int = 0
 
 
 class Granted(msgspec.Struct, frozen=True):

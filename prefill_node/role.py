@@ -487,6 +487,7 @@ def _request_of(event: Opened, start_by: float, now: float) -> Request:
         arrived=now,
         start_by=start_by,
         priority=event.priority,
+        routing_key=event.routing_key,
         namespace=event.namespace,
         adapter=event.adapter,
         images=event.images,

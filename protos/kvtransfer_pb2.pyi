@@ -106,7 +106,7 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s", "kind", "ticket", "priority", "prefix_at", "adapter", "weights", "images")
+    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s", "kind", "ticket", "priority", "prefix_at", "adapter", "weights", "images", "routing_key")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class Open(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_generated: int
@@ -141,7 +142,8 @@ class Open(_message.Message):
     adapter: bytes
     weights: bytes
     images: _containers.RepeatedCompositeFieldContainer[_images_pb2.Image]
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., kind: _Optional[_Union[HandoffKind, str]] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ...) -> None: ...
+    routing_key: int
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., kind: _Optional[_Union[HandoffKind, str]] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ..., routing_key: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens", "room_tokens", "gib_per_s")

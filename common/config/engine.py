@@ -87,9 +87,10 @@ class SchedulerConfig(Record):
     max_prefill_tokens: Positive = Field(
         16384, description="prompt tokens per forward over all requests"
     )
-    policy: Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random"] = Field(
+    policy: Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"] = Field(
         "slack",
-        description="order of the waiting queue; slack: as they came, but who may wait less first",
+        description="order of the waiting queue; slack: as they came, but who may wait less first;"
+        " see docs/tuning.md",
     )
     preempt_by: int = Field(
         0,

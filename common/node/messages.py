@@ -63,6 +63,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     ticket: int = 0  # by which it may be moved to another node; 0: it stays
     move_from: MoveFrom | None = None
     priority: int = 0
+    routing_key: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold some of it, as far as is known
     own_address: str = ""  # of this node, as the router calls it; "": not told
     prediction: bytes = b""  # little-endian int32: what its client expects of the answer

@@ -242,6 +242,7 @@ def _open(body: pb.Open) -> Open:
         adapter=adapter,
         weights=weights,
         images=seen,
+        routing_key=body.routing_key,
     )
 
 
@@ -264,6 +265,7 @@ def _open_proto(record: Open) -> pb.Open:
         adapter=record.adapter,
         weights=record.weights,
         images=images.to_proto(record.images),
+        routing_key=record.routing_key,
     )
 
 

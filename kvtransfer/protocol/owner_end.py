@@ -223,6 +223,7 @@ class OwnerEnd:
                 message.adapter,
                 message.weights,
                 message.images,
+                message.routing_key,
             )
         )
 

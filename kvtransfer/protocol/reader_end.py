@@ -372,6 +372,7 @@ class ReaderEnd:
             command.adapter,
             command.weights,
             command.images,
+            command.routing_key,
         )
         self._actions.append(Send(stream, message))
 

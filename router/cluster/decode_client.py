@@ -191,6 +191,7 @@ class DecodeClient:
             namespace=job.namespace,
             engine_deaths=job.engine_deaths,
             priority=job.priority,
+            routing_key=job.routing_key,
             queue_s=queue_s if queue_s < math.inf else None,
             ticket=ticket,
             move_from=move_from,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
 from common.errors import InvalidRequest
 from common.requests import sampling
@@ -47,6 +48,11 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     prediction: Sequence[int] = ()  # what is expected of the answer
     images: Sequence[Image] = ()  # of the prompt
+
+    @property
+    def routing_key(self) -> int:
+        """By which nodes know its session; 0: it has none."""
+        return (xxh3_64_intdigest(self.session_id.encode()) or 1) if self.session_id else 0
 
 
 async def parse(

@@ -1,4 +1,5 @@
 import time
+from collections import Counter
 from typing import get_args
 
 import numpy as np
@@ -25,6 +26,7 @@ def _request(
     namespace: Namespace = SHARED,
     priority: int = 0,
     arrived: float = 0.0,
+    routing_key: int = 0,
 ) -> Request:
     return Request(
         key=key,
@@ -37,6 +39,7 @@ def _request(
         arrived=arrived,
         namespace=namespace,
         priority=priority,
+        routing_key=routing_key,
     )
 
 
@@ -51,7 +54,7 @@ def _cache(*prompts: list[int]) -> RadixCache:
 
 
 def _order(policy: str, cache: RadixCache, requests: list[Request]) -> list[int]:
-    return [r.key for r in SchedulePolicy(policy, cache).order(requests)]
+    return [r.key for r in SchedulePolicy(policy, cache, Counter).order(requests)]
 
 
 def test_fcfs_keeps_the_order_of_arrival():
@@ -100,6 +103,26 @@ def test_dfs_weight_goes_down_the_branch_that_most_requests_wait_for():
 def test_lof_prefers_the_longest_output():
     requests = [_request(i, [1] * 4, max_tokens=tokens) for i, tokens in enumerate((5, 50, 20, 50))]
     assert _order("lof", _cache(), requests) == [1, 3, 2, 0]
+
+
+def test_routing_key_prefers_the_key_that_most_on_the_device_have():
+    keys = (0, 5, 7, 9, 5, 7)
+    requests = [_request(i, [1] * 4, routing_key=key) for i, key in enumerate(keys)]
+    there = Counter({5: 1, 7: 2})
+    order = SchedulePolicy("routing-key", _cache(), lambda: there).order(requests)
+    assert [request.key for request in order] == [2, 5, 1, 4, 0, 3]
+    assert _order("routing-key", _cache(), requests) == list(range(6))
+
+
+def test_of_keys_those_count_whose_requests_have_not_ended():
+    rig = Rig(num_slots=4)
+    requests = [rig.request([i] * 8, 2 + i, routing_key=key) for i, key in enumerate((3, 0, 3))]
+    for request in requests:
+        rig.scheduler.add(request)
+    rig.step()
+    assert rig.table.routing_keys() == {3: 2}
+    rig.run()
+    assert rig.table.routing_keys() == {}
 
 
 def test_random_is_a_permutation():
@@ -192,7 +215,7 @@ def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(
         priority = (0, 3, -2)[number % 3]
         rig.scheduler.add(_request(number, [number] * 9, 99, priority=priority, arrived=1000.0))
     cache = _cache([0] * 8, [2] * 8)
-    order = SchedulePolicy(policy, cache).order(list(rig.scheduler._admission.waiting))
+    order = SchedulePolicy(policy, cache, Counter).order(list(rig.scheduler._admission.waiting))
     assert [request.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
 
 
@@ -204,7 +227,7 @@ def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy
     urgent = [_request(n, [n] * 9, 1, priority=2, arrived=1000.0) for n in range(2, 60)]
     below = [_request(n, [n] * 9, 1, priority=1, arrived=1000.0) for n in range(60, 90)]
     waiting = sorted([old, *urgent, *below], key=lambda request: request.place)
-    order = SchedulePolicy(policy, _cache()).order(waiting)
+    order = SchedulePolicy(policy, _cache(), Counter).order(waiting)
     assert not set(order[:59]) & set(below)
 
 
@@ -212,7 +235,7 @@ def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy
 @pytest.mark.parametrize("policy", ["slack", "fcfs"])
 def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy, rig):
     """One urgent request a second comes for ever, and each second one prompt is begun."""
-    order = SchedulePolicy(policy, _cache()).order
+    order = SchedulePolicy(policy, _cache(), Counter).order
     waiting = [_request(0, [0] * 9)]
     for second in range(int(3 * STEP_S)):
         waiting.append(_request(second + 1, [1] * 9, priority=1, arrived=float(second)))

@@ -117,6 +117,7 @@ def opens(draw: st.DrawFn) -> Open:
         kind=draw(st.sampled_from(Kind)),
         ticket=draw(u64),
         priority=draw(st.integers(LOWEST, HIGHEST)),
+        routing_key=draw(u64),
         prefix_at=tuple(draw(st.lists(hints, max_size=MAX_HINTS))),
     )
 

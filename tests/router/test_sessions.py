@@ -15,7 +15,7 @@ from tests.support.http_client import connected
 from tests.support.stub_decode_node import StubDecodeNode
 
 
-@pytest.mark.parametrize("way", ["session_id", "user", "header"])
+@pytest.mark.parametrize("way", ["session_id", "user", "X-Session-Id", "X-SMG-Routing-Key"])
 async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> None:
     async with StubDecodeNode() as d0, StubDecodeNode() as d1:
         nodes = [d0, d1]
@@ -33,11 +33,12 @@ async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> No
                     named = (
                         {"user": session}
                         if way == "user"
-                        else {"extra_headers": {"X-Session-Id": session}, "user": "shared"}
+                        else {"extra_headers": {way: session}, "user": "shared"}
                     )
                     await http.completions.create(model=str(model), prompt="x", **named)  # type: ignore[call-overload]
 
                 homes: dict[str, set[str]] = {}
+                keys: dict[str, set[int]] = {}
                 for session in ["a", "b", "c", "d", "a", "d", "b", "c", "c", "a"]:
                     asking = asyncio.create_task(ask(session))
                     arrivals = [asyncio.create_task(node.submitted()) for node in nodes]
@@ -45,12 +46,15 @@ async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> No
                     for task in waiting:
                         task.cancel()
                     node = nodes[arrivals.index(done.pop())]
-                    number = (await arrivals[nodes.index(node)]).request
-                    node.say(ended={number: FINISH_REASON_STOP})
+                    submit = await arrivals[nodes.index(node)]
+                    node.say(ended={submit.request: FINISH_REASON_STOP})
                     await asking
                     homes.setdefault(session, set()).add(node.address)
+                    keys.setdefault(session, set()).add(submit.routing_key)
                 assert all(len(home) == 1 for home in homes.values())
                 assert len(set.union(*homes.values())) == 2
+                assert all(len(key) == 1 for key in keys.values())
+                assert len(set.union(*keys.values()) - {0}) == 4
 
 
 async def test_the_name_of_a_session_has_a_length_that_can_be_remembered(model: Path) -> None:

@@ -157,6 +157,7 @@ class Rig:
         namespace: Namespace = SHARED,
         suspect: bool = False,
         priority: int = 0,
+        routing_key: int = 0,
         prediction: Sequence[int] = (),
     ) -> Request:
         key = len(self.requests) + 1
@@ -177,6 +178,7 @@ class Rig:
             arrived=arrived,
             namespace=namespace,
             priority=priority,
+            routing_key=routing_key,
             prediction=ints(prediction) if len(prediction) else None,
         )
         if suspect:

@@ -85,6 +85,7 @@ class Request:
     arrived: float  # time.monotonic()
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
     priority: int = 0  # see common/priority.py
+    routing_key: int = 0  # of those that belong together; 0: of none
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
     shared_in: Namespace = SHARED  # the same, whatever the weights

@@ -4,6 +4,7 @@ A step's work over its rows is a handful of column operations, whatever the numb
 module knows nothing of queues and decides nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -46,6 +47,7 @@ class RequestTable:
         plain: what is asked of its logits is the same whatever stands before a token.
         deadline: time.monotonic().
         priority: of the request.
+        routing_key: of the request; 0: it has none.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class RequestTable:
         self.plain = np.ones(num_slots, np.bool_)
         self.deadline = np.zeros(num_slots, np.float64)
         self.priority = np.zeros(num_slots, np.int32)
+        self.routing_key = np.zeros(num_slots, np.uint64)
         self.origin_stream = np.zeros(num_slots, np.uint64)
         self.origin_request = np.zeros(num_slots, np.uint64)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -97,6 +100,11 @@ class RequestTable:
     def num_live(self) -> int:
         """Slots with a request that has not ended."""
         return self.num_slots - len(self._free) - len(self._leaving)
+
+    def routing_keys(self) -> Counter[int]:
+        """How many requests that have not ended have each of them."""
+        keys = self.routing_key[self.live]
+        return Counter(keys[keys != 0].tolist())
 
     def tell_of_requests(self, listener: Callable[[int, Request], None]) -> None:
         """`listener` is called with every slot that is acquired from now on, and its request."""
@@ -121,6 +129,7 @@ class RequestTable:
         self.live[slot] = self.plain[slot] = True
         self.deadline[slot] = request.deadline
         self.priority[slot] = request.priority
+        self.routing_key[slot] = request.routing_key
         self.origin_stream[slot], self.origin_request[slot] = request.origin
         self._set_stop_ids(
             slot, sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(eos_token_ids))

@@ -101,7 +101,7 @@ class Admission:
         chunk = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
         self._full: dict[bool, _Full] = {}  # by whether it is of suspects
-        self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache))
+        self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache, table.routing_keys))
         self.under_way = PromptsUnderWay(table.page_size, states=self._tables.state_pages > 0)
         self.chunked: ExtendRow | None = None  # the last chunk launched of a prompt with more
         self.cached_tokens = 0

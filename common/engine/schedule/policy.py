@@ -10,11 +10,13 @@ lpm         longest cached prefix first; fcfs when the queue is long, for its pr
 dfs-weight  depth first through the prefix tree, branches with most requests first
 lof         longest output first
 random      any
+routing-key of whose key most requests are on the device; those of no such key last
 """
 
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Literal, TypeAlias
 
@@ -22,7 +24,7 @@ from common.engine.memory.radix import RadixCache
 from common.engine.rows.request import Request
 from common.priority import STEP_S
 
-PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random"]
+PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
 LPM_MAX_WAITING = 128
 _LAST = (1, 0)  # after every branch: weights are negative there
 
@@ -31,10 +33,17 @@ _Order: TypeAlias = Callable[[Collection[Request]], list[Request]]
 
 
 class SchedulePolicy:
-    """Orders requests that wait for prefill. Equal ones stay in order of arrival."""
+    """Orders requests that wait for prefill. Equal ones stay in order of arrival.
 
-    def __init__(self, name: PolicyName, cache: RadixCache) -> None:
+    Args:
+        routing_keys: of the requests on the device, how many have each.
+    """
+
+    def __init__(
+        self, name: PolicyName, cache: RadixCache, routing_keys: Callable[[], Counter[int]]
+    ) -> None:
         self._cache = cache
+        self._routing_keys = routing_keys
         self._random = random.Random(0)
         orders: dict[str, _Order] = {
             "slack": self._soonest,
@@ -43,6 +52,7 @@ class SchedulePolicy:
             "dfs-weight": _urgent_first(self._depth_first),
             "lof": _urgent_first(self._longest_output),
             "random": _urgent_first(self._shuffled),
+            "routing-key": _urgent_first(self._most_frequent_key),
         }
         self.order = orders[name]
 
@@ -74,6 +84,15 @@ class SchedulePolicy:
     @staticmethod
     def _longest_output(waiting: Collection[Request]) -> list[Request]:
         return sorted(waiting, key=lambda r: r.num_generated - r.sampling.max_tokens)
+
+    def _most_frequent_key(self, waiting: Collection[Request]) -> list[Request]:
+        counts = self._routing_keys()
+
+        def place(request: Request) -> tuple[int, int]:
+            count = counts[request.routing_key]
+            return (-count, request.routing_key if count else 0)
+
+        return sorted(waiting, key=place)
 
     def _shuffled(self, waiting: Collection[Request]) -> list[Request]:
         return self._random.sample(list(waiting), len(waiting))

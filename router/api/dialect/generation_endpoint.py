@@ -141,5 +141,6 @@ def _ids(request_id: str, asked: Asked) -> list[str]:
 
 
 def _session_id(request: Request, asked: Asked) -> str:
-    """The header goes first: proxies can set it."""
-    return request.header("x-session-id") or asked.session_id
+    """Headers go first: proxies can set them."""
+    named = request.header("x-session-id") or request.header("x-smg-routing-key")
+    return named or asked.session_id
