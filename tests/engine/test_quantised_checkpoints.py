@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from common.engine.models import fingerprint, load
+from common.engine.models import fingerprint, load, open_checkpoint
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.families import read_decoder
 from common.engine.models.linear import choose, onednn, rounding_of
+from common.engine.models.spec import NOT_QUANTISED
 from common.engine.models.weights import load_weights, weight_bytes
 from common.errors import ConfigError
 from tests.engine.test_linear import nbytes
@@ -19,6 +20,7 @@ from tests.engine.test_model_parity import Recorder, prompt
 from tests.support.checkpoints import make_checkpoint
 from tests.support.quantised import FORMATS, INT8, compressed, requantised
 from tests.support.steps import Steps
+from tests.support.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
 multiplies_int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
@@ -59,6 +61,21 @@ def test_experts_may_be_quantised_too(tmp_path, architecture, name, dequantised)
     source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
     quantised, twin = requantised(source, tmp_path, FORMATS[name])
     torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
+
+
+# olmoe: its class has each layer's experts in one stack, which no checkpoint of quantisers has.
+@pytest.mark.parametrize(
+    "kind, name",
+    [*(("olmo2", name) for name in FORMATS), ("olmoe", "fp8 by block"), ("olmoe", "gptq int4")],
+)
+def test_transformers_classes_compute_what_the_numbers_stand_for(tmp_path, kind, name):
+    source = make_tiny(tmp_path / "floats", kind)
+    quantised, twin = requantised(source, tmp_path, FORMATS[name])
+    servable = open_checkpoint(quantised)
+    assert servable.backend == "transformers" and servable.spec.stored != NOT_QUANTISED
+    found = logits(quantised)
+    torch.testing.assert_close(found, logits(twin), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, logits(source), atol=1e-3)
 
 
 def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(tmp_path):
@@ -187,6 +204,20 @@ def test_tensors_of_another_format_are_named(source, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": other}))
     with pytest.raises(ConfigError, match=r"misses 28 tensors: .*down_proj\.weight"):
         load(quantised, CPU, torch.float32)
+
+
+def test_so_they_are_of_transformers_classes(tmp_path):
+    quantised, _ = requantised(make_tiny(tmp_path / "floats", "olmo2"), tmp_path, FORMATS["awq"])
+    path = quantised / "config.json"
+    config = json.loads(path.read_text())
+    for said, words in (
+        (FORMATS["fp8 by block"].config, r"misses 28 weights"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, r"proj\.\w+ has shape"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' are not supported"),
+    ):
+        path.write_text(json.dumps(config | {"quantization_config": said}))
+        with pytest.raises(ConfigError, match=words):
+            load(quantised, CPU, torch.float32)
 
 
 def test_groups_that_are_not_there_are_refused(source, tmp_path):

@@ -79,6 +79,13 @@ class Checkpoint:
         """Whether a tensor of that name is there, and not in fewer than 16 bits."""
         return name in self.tensors and self.tensors[name].dtype in FLOATS
 
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Raises ConfigError where the tensor of that name is no matrix."""
+        shape = self.tensors[name].shape
+        if len(shape) != 2:
+            raise ConfigError(f"{self._directory}: {name} has shape {shape}, and is no matrix")
+        return shape[0], shape[1]
+
     def check(
         self,
         expected: Mapping[str, Wanted],

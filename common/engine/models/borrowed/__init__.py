@@ -19,6 +19,8 @@ from common.engine.models.borrowed.skeleton import Skeleton, skeleton
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.fields import Fields, eos_token_ids
 from common.engine.models.spec import ModelSpec
+from common.engine.models.stored import scheme_of
+from common.engine.models.stored.protocol import Scheme
 from common.errors import ConfigError
 from common.process.allocator import trim
 
@@ -41,8 +43,10 @@ class BorrowedCheckpoint:
             ConfigError: what is wrong with the configuration, or why the class is not served.
         """
         self._directory = directory
+        stored = Fields.of(directory / "config.json")
+        self._scheme = scheme_of(stored)
         self._skeleton = skeleton(directory)
-        self.spec = _spec(self._skeleton, directory)
+        self.spec = _spec(self._skeleton, stored, directory, self._scheme)
         self.computed = f"by transformers' {self._skeleton.name}, {because}"
         if self._skeleton.limited:
             self.computed += f"; {self._skeleton.limited}"
@@ -54,7 +58,9 @@ class BorrowedCheckpoint:
         return loading.weight_bytes(self._skeleton, device, dtype, quantize)
 
     def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> BorrowedModel:
-        return loading.load(self._directory, self._skeleton, self.spec, device, dtype, quantize)
+        return loading.load(
+            self._directory, self._scheme, self._skeleton, self.spec, device, dtype, quantize
+        )
 
     def refill(self, model: object, quantize: Quantize) -> None:
         if not isinstance(model, BorrowedModel):
@@ -74,8 +80,8 @@ class BorrowedCheckpoint:
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _spec(skeleton: Skeleton, directory: Path) -> ModelSpec:
-    config, stored = skeleton.config, Fields.of(directory / "config.json")
+def _spec(skeleton: Skeleton, stored: Fields, directory: Path, scheme: Scheme) -> ModelSpec:
+    config = skeleton.config
     return ModelSpec(
         architecture=config.model_type,
         vocabulary_size=config.vocab_size,
@@ -86,4 +92,5 @@ def _spec(skeleton: Skeleton, directory: Path) -> ModelSpec:
         or stored.nested("text_config").token_ids("eos_token_id"),
         layers=skeleton.keeps,
         products_per_token=skeleton.products_per_token,
+        stored=scheme.name,
     )

@@ -5,16 +5,19 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.config import Quantize
 from common.engine.models.borrowed.attention import NAME, CurrentStep, PagedLayer, attach
 from common.engine.models.borrowed.held import hold
 from common.engine.models.borrowed.model import BorrowedModel
-from common.engine.models.borrowed.skeleton import Skeleton
+from common.engine.models.borrowed.skeleton import Skeleton, config_of
+from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.linear import form_of
 from common.engine.models.linear.dense import DenseForm
 from common.engine.models.spec import ModelSpec
+from common.engine.models.stored.as_floats import as_floats
+from common.engine.models.stored.protocol import Scheme
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ def weight_bytes(
 
 def load(
     directory: Path,
+    scheme: Scheme,
     skeleton: Skeleton,
     spec: ModelSpec,
     device: torch.device,
@@ -54,7 +58,7 @@ def load(
         ConfigError: weights are missing or have other shapes, or as `form_of`.
     """
     form = form_of(device, dtype, quantize)
-    model = _from_files(directory, device, dtype)
+    model = _from_files(directory, scheme, type(skeleton.model), device, dtype)
     step = CurrentStep()
     for layer in skeleton.attending:
         paged = PagedLayer(step, skeleton.place(layer), layer.stores, layer.window)
@@ -64,18 +68,24 @@ def load(
     return BorrowedModel(spec, model, step, device, skeleton.first_position)
 
 
-def _from_files(directory: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _from_files(
+    directory: Path,
+    scheme: Scheme,
+    kind: type[PreTrainedModel],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    tensors = as_floats(Checkpoint(directory), scheme)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            directory,
+        model, told = kind.from_pretrained(
+            None,
+            config=config_of(directory),
+            state_dict=tensors,
             dtype=dtype,
             attn_implementation=NAME,
             device_map={"": device},
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:

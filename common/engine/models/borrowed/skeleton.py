@@ -118,7 +118,7 @@ def skeleton(directory: Path) -> Skeleton:
         ConfigError: what is wrong with the configuration, or why the class cannot be served.
     """
     transformers.logging.set_verbosity_error()
-    config = _config(directory)
+    config = config_of(directory)
     text = config.get_text_config(decoder=True)
     try:
         _refuse_early(config, text)
@@ -128,9 +128,12 @@ def skeleton(directory: Path) -> Skeleton:
         raise ConfigError(f"{directory}: {_name(config)} is not served: {refused}") from refused
 
 
-def _config(directory: Path) -> PreTrainedConfig:
+def config_of(directory: Path) -> PreTrainedConfig:
+    """Raises ConfigError as `skeleton`."""
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, OSError, KeyError, TypeError) as error:
         if "auto_map" in Fields.of(directory / "config.json"):
             raise ConfigError(
@@ -138,6 +141,10 @@ def _config(directory: Path) -> PreTrainedConfig:
             ) from error
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{directory}: transformers cannot read config.json: {line}") from error
+    # The class is that of floats: what is stored in fewer bits is read here.
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return config
 
 
 def _name(config: PreTrainedConfig) -> str:
@@ -154,8 +161,6 @@ def _refuse_early(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
         raise Refused(f"transformers has no causal language model for {config.model_type!r}")
     if getattr(text, "is_decoder", True) is False and "is_decoder" in text.to_dict():
         raise Refused("it is an encoder")
-    if getattr(config, "quantization_config", None) is not None:
-        raise Refused("quantised checkpoints are not supported")
     strange = set(getattr(text, "layer_types", None) or ()) - _FULL
     if strange:
         raise Refused(f"layers of {', '.join(sorted(strange))} keep something else than KV")

@@ -31,6 +31,14 @@ class Awq:
     def ignored(self) -> frozenset[str]:
         return frozenset()
 
+    @property
+    def numbers(self) -> str:
+        return ".qweight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        columns, words = checkpoint.matrix_shape(f"{module}.qweight")
+        return words * _WORDS, columns
+
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
     ) -> Mapping[str, Wanted]:

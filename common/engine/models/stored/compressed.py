@@ -25,6 +25,10 @@ class Int8Stored:
     name: str = "int8 by channel"
     int8_channels: bool = True
     ignored: frozenset[str] = _ACTIVATIONS
+    numbers: str = ".weight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        return checkpoint.matrix_shape(f"{module}.weight")
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
@@ -60,6 +64,17 @@ class Packed:
     @property
     def ignored(self) -> frozenset[str]:
         return _ACTIVATIONS | {".weight_shape"}  # the model's own says the same
+
+    @property
+    def numbers(self) -> str:
+        return ".weight_packed"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        rows, words = checkpoint.matrix_shape(f"{module}.weight_packed")
+        columns = words * (32 // self.bits)
+        if f"{module}.weight_shape" in checkpoint.tensors:  # the last words may not be full
+            columns = int(checkpoint.read(f"{module}.weight_shape")[-1])
+        return rows, columns
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint

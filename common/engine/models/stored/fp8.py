@@ -30,6 +30,13 @@ class Fp8:
     def ignored(self) -> frozenset[str]:
         return frozenset({".input_scale", ".k_scale", ".v_scale", ".activation_scale"})
 
+    @property
+    def numbers(self) -> str:
+        return ".weight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        return checkpoint.matrix_shape(f"{module}.weight")
+
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
     ) -> Mapping[str, Wanted]:

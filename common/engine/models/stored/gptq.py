@@ -31,6 +31,14 @@ class Gptq:
     def ignored(self) -> frozenset[str]:
         return frozenset()
 
+    @property
+    def numbers(self) -> str:
+        return ".qweight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        words, rows = checkpoint.matrix_shape(f"{module}.qweight")
+        return rows, words * (32 // self.bits)
+
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
     ) -> Mapping[str, Wanted]:

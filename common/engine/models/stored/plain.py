@@ -13,6 +13,10 @@ class Plain:
     name: str = NOT_QUANTISED
     int8_channels: bool = False
     ignored: frozenset[str] = frozenset()
+    numbers: str = ".weight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        return checkpoint.matrix_shape(f"{module}.weight")
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint

@@ -25,6 +25,15 @@ class Scheme(Protocol):
         """Endings of names of tensors that may be there and are of no use."""
         ...
 
+    @property
+    def numbers(self) -> str:
+        """Ending of the name of the tensor that a matrix's numbers are in."""
+        ...
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        """Rows and columns of a module's matrix, as its numbers have them. They are there."""
+        ...
+
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
     ) -> Mapping[str, Wanted]:
