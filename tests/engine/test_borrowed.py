@@ -4,6 +4,7 @@ gives alone, whatever the cuts of chunks; and what is refused, by name."""
 import json
 import random
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.engine.models import fingerprint, load, open_checkpoint
+from common.engine.models.borrowed.held import hold
+from common.engine.models.borrowed.skeleton import products
+from common.engine.models.linear.dense import DenseForm
 from common.errors import ConfigError
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import TOKENS, int8
@@ -248,3 +252,18 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(checkpoints, tmp
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 5}))
     with pytest.raises(ConfigError, match=r"misses 11 weights.*model\.layers\.4\."):
         load(directory, CPU, torch.float32)
+
+
+# Seen failing with the modules in a list while they are replaced.
+def test_one_matrix_at_a_time_is_there_twice(checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("olmo2"))
+    replaced = [weakref.ref(module) for _, module, _, _ in products(model)]
+    alive: list[int] = []
+
+    class Counting(DenseForm):
+        def hold(self, weight, bias):
+            alive.append(sum(each() is not None for each in replaced))
+            return super().hold(weight, bias)
+
+    hold(model, Counting(CPU, torch.float32))
+    assert alive == list(range(len(replaced), 0, -1))

@@ -46,7 +46,8 @@ def hold(model: PreTrainedModel, form: Form) -> None:
     """Every product of `model` by `form`, one matrix of it twice in memory at a time."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    for name, module, outputs, _ in list(products(model)):
+    for name, outputs in [(name, outputs) for name, _, outputs, _ in products(model)]:
+        module = model.get_submodule(name)
         weight, bias = _numbers(module)
         if module is head and weight.data_ptr() == embedding.data_ptr():
             linear = form.tied(weight)

@@ -42,12 +42,7 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
         stored = checkpoint.tensors[name]
         wanted[name] = Wanted(stored.shape, (stored.dtype,))
     checkpoint.check(wanted, scheme.ignored)
-    return matrices | {name: Unread(partial(_copy, checkpoint, name)) for name in whole}
-
-
-def _copy(checkpoint: Checkpoint, name: str) -> Tensor:
-    """What is read is mapped from the file, which may change."""
-    return checkpoint.read(name).clone()
+    return matrices | {name: Unread(partial(checkpoint.read, name)) for name in whole}
 
 
 def _matrix(scheme: Scheme, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Tensor:
