@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.engine.memory.layout import MAX_PADDING, TYPICAL_TOKENS, KVLayout
-from common.engine.memory.states import Cells, PagedKV, PagedLatent, Recurrent, State
+from common.engine.memory.states import Cells, DraftState, PagedKV, PagedLatent, Recurrent, State
 from common.errors import ConfigError
 
 BF16 = torch.bfloat16
@@ -177,3 +177,31 @@ def test_in_fewer_bits_pages_are_smaller_and_states_are_as_they_are():
     assert {name: each.view.dtype for name, each in kept.items()} == {
         name: each.view.dtype for name, each in wide.cells(wide_pages, 1).items()
     }
+
+
+def test_a_drafters_layer_lies_behind_the_others_in_the_pages_of_the_first_table():
+    """Whatever its shape and theirs; each has numbers of its own, and a vector once a page."""
+    layers = [KV, KV, PagedKV(2, 8, window=64)]
+    draft = DraftState(PagedKV(3, 4), 10)
+    plain, layout = (
+        KVLayout.of(layers, 16, torch.float32),
+        KVLayout.of(layers, 16, torch.float32, draft=draft),
+    )
+    assert layout.tables == plain.tables
+    assert layout.token_bytes == plain.token_bytes + 3 * 2 * 4 * 4
+    assert layout.describe() == f"{plain.describe()}; drafter: 3 heads x 4 and a vector of 10"
+    pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
+    view = layout.draft_view(pages)
+    assert plain.draft_view(pages[:, : plain.page_bytes]) is None
+    parts = [view.tokens, view.vectors, *(layout.view(pages, n) for n in range(2))]
+    for number, part in enumerate(parts, start=1):
+        part.fill_(number)
+    for number, part in enumerate(parts, start=1):
+        assert (part == number).all()
+    assert view.tokens.shape == (3, 3, 2, 16, 4)
+    assert view.vectors.shape == (3, 1, 2, 1, 5)
+
+
+def test_a_drafters_layer_wants_one_that_sees_all_tokens():
+    with pytest.raises(ConfigError, match="windows alone"):
+        KVLayout.of([PagedKV(2, 8, window=64)], 16, BF16, draft=DraftState(KV, 16))

@@ -22,7 +22,8 @@ from kernels.pages.copy import copy_pages
 class KVPool:
     """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
 
-    layers: of each its own keys and values, see KVLayout.view; cells: of each, by name.
+    layers: of each its own keys and values, see KVLayout.view; cells: of each, by name; draft: of a
+    drafter, if there is one.
 
     Written by forwards and swaps on the forward stream, and by reads from other nodes.
 
@@ -48,6 +49,7 @@ class KVPool:
         self.cells: tuple[Mapping[str, CellView], ...] = tuple(
             layout.cells(self.tensor, layer) for layer in range(len(layout.places))
         )
+        self.draft = layout.draft_view(self.tensor)
 
     @property
     def base_address(self) -> int:

@@ -5,6 +5,9 @@ each, and a page of a table is the envelope of these layers. All tables' pages a
 that there is one pool, one allocator and one transfer descriptor per page. In a page the head is
 outermost, so that a tensor-parallel slice is one descriptor too.
 
+A drafter's layer lies behind the others, in the pages of the first table, whatever its shape is;
+behind it its vector, one a page.
+
 What layers keep of a request as a whole, its state, is cut into cells, one for each head and layer,
 and these are packed into pages of the same pool: the head outermost again, no cell across an edge.
 """
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.engine.memory.states import Cells, State
+from common.engine.memory.states import Cells, DraftState, State
 from common.errors import ConfigError
 from common.page_tables import PageTables
 from kernels.linear_attention.state_cells import CellView
@@ -24,6 +27,8 @@ from kernels.linear_attention.state_cells import CellView
 MAX_PADDING = 0.05  # of what a request holds, at each of these lengths
 TYPICAL_TOKENS = (2 << 10, 8 << 10, 32 << 10)
 
+
+ALIGNED = 64  # bytes
 
 NO_TABLE = -1  # of a layer that keeps nothing of tokens
 
@@ -53,12 +58,31 @@ class LayerPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """Where a drafter's layer and its vector begin in a page, in bytes."""
+
+    state: DraftState
+    layer: int
+    vector: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftView:
+    """tokens: as KVLayout.view, of one layer. vectors: [num_pages, 1, 2, 1, n / 2], as if they were
+    the key and the value of a token that has the page to itself."""
+
+    tokens: Tensor
+    vectors: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """
     places: by layer.
     dtype: of all that is kept of tokens.
-    cell_dtype: of cells that say nothing else.
+    cell_dtype: of cells that say nothing else, and of a drafter's vector.
     state_pages: of one request's state.
+    draft: None: there is no drafter with a layer.
     """
 
     page_size: int
@@ -68,6 +92,7 @@ class KVLayout:
     windows: tuple[int | None, ...]  # by table, full ones first
     places: tuple[LayerPlace, ...]
     state_pages: int = 0
+    draft: DraftPlace | None = None
 
     @classmethod
     def of(
@@ -76,6 +101,7 @@ class KVLayout:
         page_size: int,
         dtype: torch.dtype,
         kept_in: torch.dtype | None = None,
+        draft: DraftState | None = None,
     ) -> "KVLayout":
         """The layout for a model's layers: of the page sizes that waste little, the largest.
 
@@ -83,7 +109,8 @@ class KVLayout:
             dtype: that the model computes in.
             kept_in: of what is kept of tokens; None: the same.
         Raises:
-            ConfigError: no layer keeps keys and values, or a cell is larger than a page.
+            ConfigError: no layer keeps keys and values, or a cell is larger than a page; or there
+                is a drafter, and no layer sees all tokens.
         """
         sizes = {
             state: _token_bytes(state, kept_in or dtype) * page_size
@@ -101,7 +128,7 @@ class KVLayout:
         }
         lean = [page_bytes for page_bytes in layouts if layouts[page_bytes].padding <= MAX_PADDING]
         best = max(lean) if lean else min(layouts, key=lambda size: layouts[size].padding)
-        return layouts[best]._and_cells(layers)
+        return layouts[best]._and_draft(draft)._and_cells(layers)
 
     @classmethod
     def _with(
@@ -130,6 +157,17 @@ class KVLayout:
         )
         return cls(page_size, dtype, cell_dtype, page_bytes, tuple(windows), by_layer)
 
+    def _and_draft(self, draft: DraftState | None) -> "KVLayout":
+        if draft is None:
+            return self
+        if self.windows[0] is not None:
+            raise ConfigError("a drafter with a layer is not for models that see windows alone")
+        layer = _aligned(self.page_bytes)
+        of_tokens = _token_bytes(draft.layer, self.dtype) * self.page_size
+        vector = _aligned(layer + of_tokens)
+        page_bytes = _aligned(vector + draft.vector * self.cell_dtype.itemsize)
+        return replace(self, page_bytes=page_bytes, draft=DraftPlace(draft, layer, vector))
+
     def _and_cells(self, layers: Sequence[State]) -> "KVLayout":
         cells, state_pages = _cell_places(layers, self.page_size, self.cell_dtype, self.page_bytes)
         places = tuple(
@@ -144,7 +182,10 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Of one token that all layers keep."""
-        return sum(_token_bytes(place.state, self.dtype) for place in self.places)
+        layers = [place.state for place in self.places]
+        if self.draft is not None:
+            layers.append(self.draft.state.layer)
+        return sum(_token_bytes(layer, self.dtype) for layer in layers)
 
     @property
     def padding(self) -> float:
@@ -176,6 +217,8 @@ class KVLayout:
         counts = [(list(tables.values()).count(kind), kind) for kind in kinds]
         described = ", ".join(f"{count} x ({kind})" for count, kind in counts)
         described = f"head,layer,kv,token: {described}"
+        if self.draft is not None:
+            described = f"{described}; drafter: {self.draft.state.words}"
         return f"{described}; head,layer: {', '.join(states)}" if states else described
 
     def view(self, pages: Tensor, layer: int) -> Tensor:
@@ -183,19 +226,26 @@ class KVLayout:
         vectors, page_size, size]. Of keys and values K is the first vector, V the second. No heads
         where it keeps nothing."""
         place = self.places[layer]
-        heads, vectors, size = place.state.shape
+        return self._of_tokens(pages, place.state, place.index, place.num_layers)
+
+    def draft_view(self, pages: Tensor) -> DraftView | None:
+        """What a drafter keeps in such pages; None: there is none."""
+        place = self.draft
+        if place is None:
+            return None
+        tokens = self._of_tokens(pages[:, place.layer :], place.state.layer, 0, 1)
+        vectors = pages[:, place.vector :].view(self.cell_dtype)[:, : place.state.vector]
+        return DraftView(tokens, vectors.view(len(pages), 1, 2, 1, place.state.vector // 2))
+
+    def _of_tokens(self, pages: Tensor, state: State, index: int, num_layers: int) -> Tensor:
+        """Of one of so many layers that begin where `pages` do."""
+        heads, vectors, size = state.shape
         part = self.page_size * size
         numbers = pages.view(self.dtype)
         return numbers.as_strided(
             (len(pages), heads, vectors, self.page_size, size),
-            (
-                self.page_bytes // self.dtype.itemsize,
-                place.num_layers * vectors * part,
-                part,
-                size,
-                1,
-            ),
-            numbers.storage_offset() + place.index * vectors * part,
+            (self.page_bytes // self.dtype.itemsize, num_layers * vectors * part, part, size, 1),
+            numbers.storage_offset() + index * vectors * part,
         )
 
     def cells(self, pages: Tensor, layer: int) -> dict[str, CellView]:
@@ -246,6 +296,10 @@ def _described(place: CellPlace, dtype: torch.dtype) -> str:
     shape = " x ".join(str(size) for size in cells.shape)
     kind = str(cells.dtype or dtype).removeprefix("torch.")
     return f"{place.num_layers} layers x {cells.count} x {cells.name} ({shape} {kind})"
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED) * ALIGNED
 
 
 def _token_bytes(state: State, dtype: torch.dtype) -> int:

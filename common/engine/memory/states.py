@@ -109,6 +109,19 @@ class PagedLatent:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftState:
+    """What a drafter keeps beside a model's layers: of each token as a layer does, and once a page
+    a vector of so many numbers, an even number of them."""
+
+    layer: State
+    vector: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.layer.words} and a vector of {self.vector}"
+
+
+@dataclass(frozen=True, slots=True)
 class Recurrent:
     """Tensors that every token changes, and that are as large after one as after many."""
 
