@@ -25,6 +25,7 @@ from common.config import (
     NodeConfig,
     PrefillConfig,
     RouterConfig,
+    SpeculationConfig,
     TlsConfig,
     TransferConfig,
 )
@@ -93,13 +94,14 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
 def _model(config: EngineConfig) -> Iterator[Finding]:
     try:
         directory = model_directory(config.model, weights=True)
-        servable = open_checkpoint(directory, config.model_backend)
+        servable = open_checkpoint(directory, config.model_backend, config.speculation)
         spec = servable.spec
         checkpoint = Checkpoint(directory)
         servable.stored()
         check_speculation(config.speculation, spec)
         yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
         yield Finding("computed", "ok", servable.computed)
+        yield from _drafter(config.speculation)
         device = resolve_device(config.device)
         yield Finding("device", "ok", _device(device, config.threads))
         if device.type == "cpu":
@@ -125,6 +127,17 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     remark = f"{shape.context_length} tokens" + ("" if enough else f", but the pool holds {fits}")
     yield Finding("context", "ok" if enough else "note", remark)
     yield _text(directory)
+
+
+def _drafter(config: SpeculationConfig) -> Iterator[Finding]:
+    """Who guesses tokens, where somebody does."""
+    whose = {
+        "ngram": "what stood behind the same tokens before",
+        "mtp": "the checkpoint's own layer",
+        "eagle": f"an EAGLE head: {config.draft_model}",
+    }
+    if config.drafter in whose:
+        yield Finding("drafts", "ok", f"{config.max_drafts} at most, of {whose[config.drafter]}")
 
 
 def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Finding:

@@ -183,15 +183,20 @@ class LoraConfig(Record):
 Quantize = Literal["none", "int8"]
 ModelBackend = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "off"]
+Drafter = Literal["none", "ngram", "mtp", "eagle"]
 
 
 class SpeculationConfig(Record):
     """Tokens that are guessed, and verified several at a time, on decode nodes."""
 
-    drafter: Literal["none", "ngram"] = Field(
+    drafter: Drafter = Field(
         "none",
         description="who guesses an answer's next tokens; ngram: they follow where the newest ones "
-        "stood before. Answers are the same, and sooner there where they repeat their prompt",
+        "stood before; mtp: the layer that the model's checkpoint has for it; eagle: the layer in "
+        "draft_model. Answers are the same, only sooner. Prefill nodes need mtp and eagle, too",
+    )
+    draft_model: str = Field(
+        "", description="directory or hub id of the checkpoint of an EAGLE head, for eagle"
     )
     max_drafts: int = Field(
         5, ge=1, le=15, description="tokens guessed for a request and step, at most"
@@ -204,6 +209,17 @@ class SpeculationConfig(Record):
         description="guess as many as pay, by what became of those before and what a step costs; "
         "off: always as many as there are",
     )
+
+    @model_validator(mode="after")
+    def _eagle_has_a_checkpoint(self) -> Self:
+        if (self.drafter == "eagle") != bool(self.draft_model):
+            raise ValueError("draft_model and the drafter eagle go together")
+        return self
+
+    @property
+    def has_layer(self) -> bool:
+        """The drafter is a layer behind the model, and keeps KV as the model's layers do."""
+        return self.drafter in ("mtp", "eagle")
 
 
 class EngineConfig(Record):

@@ -206,7 +206,7 @@ def build(config: EngineConfig) -> Engine:
     else:
         use_gpu(device)  # in this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)
-    servable = open_checkpoint(directory, config.model_backend)
+    servable = open_checkpoint(directory, config.model_backend, config.speculation)
     check_speculation(config.speculation, servable.spec)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
     named = _named(stored_of(servable, directory))

@@ -145,7 +145,7 @@ def resolve_shape(
             f"{spec.context_length}"
         )
     page_size = config.cache.page_size
-    layout = KVLayout.of(spec.layers, page_size, dtype, kept_in(config, device))
+    layout = KVLayout.of(spec.layers, page_size, dtype, kept_in(config, device), spec.draft)
     room = min(free, _cpu_room(free)) if device.type == "cpu" else free
     num_pages = config.cache.num_pages or _pages_in(room, config, layout, context_length)
     if num_pages * layout.page_bytes > free:

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from common.config import EngineConfig
 from common.engine.models import Model, Servable, open_checkpoint
 from common.engine.models.below import below
-from common.engine.models.fingerprint import content, stored_of
+from common.engine.models.checkpoint import content
+from common.engine.models.fingerprint import stored_of
 from common.engine.sizing import free_bytes
 from common.errors import ConfigError, EngineFault, InvalidRequest, Overloaded, WrongState
 from common.requests.weights import WeightsId
@@ -150,7 +151,7 @@ class WeightsUpdate:
                 raise InvalidRequest(
                     "model_path: a model that is shown images takes no other weights"
                 )
-            there = open_checkpoint(directory, self._config.model_backend)
+            there = open_checkpoint(directory, self._config.model_backend, self._config.speculation)
             if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
                 raise InvalidRequest("model_path: its configuration is that of another model")
             self._check_room(there)

@@ -45,7 +45,8 @@ class Steps:
         recorder: Recorder | None = None,
         kept_in: torch.dtype | None = None,
     ) -> None:
-        layout = KVLayout.of(model.spec.layers, page_size, model.dtype, kept_in)
+        kept = kept_in, model.spec.draft
+        layout = KVLayout.of(model.spec.layers, page_size, model.dtype, *kept)
         num_pages = num_slots * layout.tables.pages_to_compute(context_length)
         self.pool = KVPool(layout, num_pages, model.device)
         self.pool.tensor.fill_(0xFF)  # NaN

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from common.config import ModelBackend, Quantize
-from common.engine.models.choice import Model, Servable, open_checkpoint
+from common.config import ModelBackend, Quantize, SpeculationConfig
+from common.engine.models.checkpoint import content
+from common.engine.models.choice import NO_DRAFTS, Model, Servable, open_checkpoint
 from common.engine.models.fingerprint import (
     constants,
-    content,
     fingerprint,
     stored_of,
     tokenizer_hash,
@@ -45,10 +45,11 @@ def load(
     dtype: torch.dtype,
     quantize: Quantize = "none",
     backend: ModelBackend = "auto",
+    speculation: SpeculationConfig = NO_DRAFTS,
 ) -> Model:
     """Loads a checkpoint of any model that is served.
 
     Raises:
         ConfigError: what is wrong with the directory, or not supported.
     """
-    return open_checkpoint(directory, backend).load(device, dtype, quantize)
+    return open_checkpoint(directory, backend, speculation).load(device, dtype, quantize)

@@ -13,12 +13,15 @@ from typing import Any
 import safetensors
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from common.errors import ConfigError
+from common.requests.weights import WeightsId
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_BLOCK_BYTES = 8 << 20
 FLOATS = ("F32", "F16", "BF16")
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 
@@ -181,6 +184,20 @@ def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
     if begin < 0 or expected < 0 or expected != end - begin:
         raise ValueError(f"bytes {begin} to {end} for {dtype} {shape}")
     return StoredTensor(path, dtype, shape, base + begin, end - begin)
+
+
+def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
+    """Reads all of their bytes, and names them.
+
+    Raises:
+        OSError: a file cannot be read, or is cut off.
+    """
+    digest = xxh3_128()
+    for name, tensor in stored.items():
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
+        for block in tensor.blocks(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()
 
 
 def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.config import ModelBackend, Quantize
+from common.config import ModelBackend, Quantize, SpeculationConfig
 from common.engine.memory.kv import KVPool
 from common.engine.models.blocks.protocol import Adapted
+from common.engine.models.drafting import DraftHead
 from common.engine.models.families import FAMILIES
 from common.engine.models.fields import Fields
 from common.engine.models.linear import Product
@@ -17,6 +18,9 @@ from common.engine.models.native import NativeCheckpoint
 from common.engine.models.spec import ModelSpec
 from common.engine.models.vision.seeing import Seeing
 from common.engine.rows.forward import ForwardBatch
+from common.errors import ConfigError
+
+NO_DRAFTS = SpeculationConfig()
 
 
 class Model(Protocol):
@@ -34,6 +38,11 @@ class Model(Protocol):
     @property
     def seeing(self) -> Seeing | None:
         """What makes embeddings of images; None: of a model that sees none."""
+        ...
+
+    @property
+    def drafter(self) -> DraftHead | None:
+        """What guesses tokens from its vectors; None: nothing does."""
         ...
 
     @property
@@ -62,6 +71,7 @@ class Servable(Protocol):
     """A checkpoint that can be served, before it is loaded.
 
     backend: the way, as nodes that pair compare it; computed: the same in words, with the reason.
+    drafter: as they compare it, whose layer guesses tokens from the model's vectors.
     """
 
     @property
@@ -69,6 +79,9 @@ class Servable(Protocol):
 
     @property
     def computed(self) -> str: ...
+
+    @property
+    def drafter(self) -> str: ...
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -122,15 +135,25 @@ class Servable(Protocol):
         ...
 
 
-def open_checkpoint(directory: Path, backend: ModelBackend = "auto") -> Servable:
-    """Reads a checkpoint's configuration.
+def open_checkpoint(
+    directory: Path,
+    backend: ModelBackend = "auto",
+    speculation: SpeculationConfig = NO_DRAFTS,
+) -> Servable:
+    """Reads a checkpoint's configuration, and that of the drafter that is configured, if it has a
+    layer.
 
     Raises:
         ConfigError: what is wrong with it, or why this model is not served.
     """
     kind = Fields.of(directory / "config.json").text("model_type")
     if backend == "native" or (backend == "auto" and kind in FAMILIES):
-        return NativeCheckpoint(directory)
+        return NativeCheckpoint(directory, speculation)
+    if speculation.has_layer:
+        raise ConfigError(
+            f"engine.speculation.drafter: {speculation.drafter} is for models that are computed "
+            f"natively, {kind} is not"
+        )
     # Imported here: transformers takes a second, and native models have no use for it.
     from common.engine.models.borrowed import BorrowedCheckpoint
 

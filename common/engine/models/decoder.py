@@ -1,7 +1,7 @@
 """A native decoder: embedding, layers of blocks, head. Knows nothing of what is in a block."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from common.engine.models.blocks.layer import Layer, LayerSpec
 from common.engine.models.blocks.norm import Norm, RmsNorm
 from common.engine.models.blocks.protocol import Adapted, Site, Step
 from common.engine.models.blocks.source import Source
+from common.engine.models.drafting import DraftBlock, DraftHead, DraftSpec
 from common.engine.models.linear import Linear, Product
 from common.engine.models.spec import ModelSpec
 from common.engine.models.stack import LayerByLayer, stack_of
@@ -34,6 +35,8 @@ class DecoderSpec:
     prefix: of the names of the decoder's own tensors; checkpoints of decoders without any head have
         none.
     unused: what names of tensors begin with that belong to something else.
+    offered: the layer that the checkpoint has for drafts, which is no part of the decoder; drafter:
+        that which is.
     """
 
     model: ModelSpec
@@ -45,10 +48,18 @@ class DecoderSpec:
     stored: Scheme = PLAIN
     prefix: str = "model."
     unused: tuple[str, ...] = ()
+    offered: DraftSpec | None = field(default=None, repr=False)
+    drafter: DraftSpec | None = None
+
+    def drafting(self, drafter: DraftSpec) -> "DecoderSpec":
+        """With a drafter that the checkpoint has."""
+        draft = drafter.keeps(self.model.hidden_size)
+        return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
 
     def build(self, source: Source) -> "Decoder":
         """The decoder with weights from `source`."""
-        embedding, head, classes, *layers, norm = self.parts(source)
+        *parts, drafter = self.parts(source)
+        embedding, head, classes, *layers, norm = parts
         return Decoder(
             spec=self,
             embedding=embedding,
@@ -56,11 +67,12 @@ class DecoderSpec:
             classes=classes,
             layers=tuple(layers),
             norm=norm,
-            products=[each for each in source.products if each.linear is not head],
+            products=[each for each in source.products if self._adaptable(each, head)],
+            drafter=drafter,
         )
 
     def parts(self, source: Source) -> Iterator[Any]:
-        """Embedding, head, classes, every layer, the norm: each is made when it is asked for."""
+        """Embedding, head, classes, layers, norm, drafter: each is made when it is asked for."""
         rows, hidden = self.model.vocabulary_size, self.model.hidden_size
         site = Site(source, hidden)
         # The largest first: nothing else is there yet while they are there twice.
@@ -72,6 +84,13 @@ class DecoderSpec:
         for number, layer in enumerate(self.layers):
             yield layer.build(site.within(f"{self.prefix}layers.{number}."))
         yield self.norm.build(source, f"{self.prefix}norm", hidden)
+        yield None if self.drafter is None else self.drafter.build(site)
+
+    def _adaptable(self, product: Product, head: Linear | None) -> bool:
+        drafts = self.drafter is not None and any(
+            name.startswith(self.drafter.prefix) for name in product.modules
+        )
+        return product.linear is not head and not drafts
 
     def _head(self, source: Source, embedding: Tensor) -> Linear | None:
         if not self.model.generates:
@@ -95,6 +114,7 @@ class Decoder:
         products: of the layers.
 
     Attributes:
+        drafter: what guesses tokens from its vectors; None: nothing does.
         seeing: makes embeddings of images; None: there are none in a step.
     """
 
@@ -107,6 +127,7 @@ class Decoder:
         layers: tuple[Layer, ...],
         norm: RmsNorm,
         products: Sequence[Product] = (),
+        drafter: DraftBlock | None = None,
     ) -> None:
         self.spec = spec.model
         self.device = embedding.device
@@ -120,13 +141,20 @@ class Decoder:
         self._adaptable = LayerByLayer(layers)
         self.norm = norm
         self.seeing: Seeing | None = None
+        self._draft_block = drafter  # if it is its own
+        self.drafter = None if drafter is None else self.drafting(drafter)
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
 
     @property
     def parts(self) -> Sequence[object]:
         """As `DecoderSpec.parts` makes them."""
-        return (self.embedding, self.head, self.classes, *self.layers, self.norm)
+        own = (self.embedding, self.head, self.classes, *self.layers, self.norm)
+        return (*own, self._draft_block)
+
+    def drafting(self, block: DraftBlock) -> DraftHead:
+        """Such a layer behind this decoder."""
+        return DraftHead(block, self._embedded, self.logits)
 
     def forward(
         self,
@@ -147,15 +175,24 @@ class Decoder:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
         step = Step(batch, adapted)
-        x = embed(batch.token_ids, future_tokens, self.embedding)
-        if self._embedding_scale != 1.0:
-            x *= self._embedding_scale
+        x = self._embedded(batch.token_ids, future_tokens)
         if batch.seen:
             assert self.seeing is not None
             self.seeing.embed(batch.seen, x)
         stack = self.stack if adapted is None else self._adaptable
         x, residual = stack.forward(x, step, pool)
-        x, _ = self.norm.forward(x, residual, rows=batch.sampled)
+        if self.drafter is None:
+            x, _ = self.norm.forward(x, residual, rows=batch.sampled)
+            return x
+        x, _ = self.norm.forward(x, residual)
+        self.drafter.follow(step, x, future_tokens, pool)
+        return x.index_select(0, batch.sampled)
+
+    def _embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
+        """[num_tokens, hidden], the caller's own."""
+        x = embed(token_ids, future_tokens, self.embedding)
+        if self._embedding_scale != 1.0:
+            x *= self._embedding_scale
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

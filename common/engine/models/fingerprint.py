@@ -1,20 +1,18 @@
 """What two nodes compare before one computes on KV that the other made."""
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
-from xxhash import xxh3_128
-
-from common.config import ModelBackend
-from common.engine.models.checkpoint import Checkpoint, StoredTensor
-from common.engine.models.choice import Servable, open_checkpoint
-from common.requests.weights import WeightsId
-
-_BLOCK_BYTES = 8 << 20
+from common.config import ModelBackend, SpeculationConfig
+from common.engine.models.checkpoint import Checkpoint, StoredTensor, content
+from common.engine.models.choice import NO_DRAFTS, Servable, open_checkpoint
 
 
-def fingerprint(directory: Path, backend: ModelBackend = "auto") -> dict[str, str]:
+def fingerprint(
+    directory: Path,
+    backend: ModelBackend = "auto",
+    speculation: SpeculationConfig = NO_DRAFTS,
+) -> dict[str, str]:
     """Field -> value; equal where the models are, wherever they lie and however they are sharded:
     those of `constants`, and `weights`, their name. The dtype computed in is the node's, not the
     model's.
@@ -22,18 +20,19 @@ def fingerprint(directory: Path, backend: ModelBackend = "auto") -> dict[str, st
     Raises:
         ConfigError: as `load`.
     """
-    servable = open_checkpoint(directory, backend)
+    servable = open_checkpoint(directory, backend, speculation)
     weights = content(stored_of(servable, directory))
     return {**constants(servable), "weights": weights.hex()}
 
 
 def constants(servable: Servable) -> dict[str, str]:
     """What no other weights change. `architecture`; `model_backend`: the way it is computed;
-    `config`: sha256 of all numbers the forward uses."""
+    `config`: sha256 of all numbers the forward uses; `drafter`: who has KV beside it."""
     return {
         "architecture": servable.spec.architecture,
         "model_backend": servable.backend,
         "config": servable.config_hash(),
+        "drafter": servable.drafter,
     }
 
 
@@ -41,20 +40,6 @@ def stored_of(servable: Servable, directory: Path) -> dict[str, StoredTensor]:
     """The stored tensors that make the model, by name. Raises ConfigError: they do not."""
     tensors = Checkpoint(directory).tensors
     return {name: tensors[name] for name in sorted(servable.stored())}
-
-
-def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
-    """Reads all of their bytes, and names them.
-
-    Raises:
-        OSError: a file cannot be read, or is cut off.
-    """
-    digest = xxh3_128()
-    for name, tensor in stored.items():
-        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
-        for block in tensor.blocks(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.digest()
 
 
 def tokenizer_hash(directory: Path) -> str:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
-from common.config import Quantize
+from common.config import Quantize, SpeculationConfig
 from common.engine.models.checkpoint import Checkpoint, stored_names
-from common.engine.models.decoder import Decoder
+from common.engine.models.decoder import Decoder, DecoderSpec
+from common.engine.models.drafting import DraftSpec
+from common.engine.models.eagle import EagleCheckpoint
 from common.engine.models.families import read_decoder
 from common.engine.models.heads import as_stored
 from common.engine.models.refill import drain
@@ -22,6 +24,7 @@ from common.engine.models.weights import (
     weight_bytes,
 )
 from common.errors import ConfigError
+from common.model_directory import model_directory
 from common.process.allocator import trim
 
 
@@ -31,8 +34,10 @@ class NativeCheckpoint:
     backend = "native"
     refilled_whole = False
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, speculation: SpeculationConfig) -> None:
         """
+        Args:
+            speculation: whose drafter becomes a part of it, if that has a layer.
         Raises:
             ConfigError: what is wrong with the configuration, or not supported.
         """
@@ -40,7 +45,21 @@ class NativeCheckpoint:
         self._sight = Sight.of(directory)
         decoder = as_stored(read_decoder(directory), stored_names(directory))
         side = 0 if self._sight is None else self._sight.files.token_side
-        self._decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
+        decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
+        if speculation.has_layer and self._sight is not None:
+            raise ConfigError(
+                f"engine.speculation.drafter: {speculation.drafter} is not for models that are "
+                "shown images"
+            )
+        self._eagle: EagleCheckpoint | None = None
+        if speculation.drafter == "eagle":
+            eagle = model_directory(speculation.draft_model, weights=True)
+            self._eagle = EagleCheckpoint(eagle, decoder.model)
+            draft = self._eagle.spec.keeps(decoder.model.hidden_size)
+            decoder = replace(decoder, model=replace(decoder.model, draft=draft))
+        elif speculation.drafter == "mtp":
+            decoder = decoder.drafting(_offered(decoder, directory))
+        self._decoder = decoder
 
     @property
     def computed(self) -> str:
@@ -56,12 +75,20 @@ class NativeCheckpoint:
     def spec(self) -> ModelSpec:
         return self._decoder.model
 
+    @property
+    def drafter(self) -> str:
+        if self._eagle is not None:
+            return f"eagle {self._eagle.hash()}"
+        return "none" if self._decoder.drafter is None else "mtp"
+
     def stored(self) -> Iterable[str]:
         stored = stored_tensors(Checkpoint(self._directory), self._decoder)
         return stored if self._sight is None else (*stored, *self._sight.stored())
 
     def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
         beside = 0 if self._sight is None else self._sight.weight_bytes(dtype)
+        if self._eagle is not None:
+            beside += self._eagle.weight_bytes(device, dtype, quantize)
         checkpoint = Checkpoint(self._directory)
         return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize)
 
@@ -70,6 +97,8 @@ class NativeCheckpoint:
         model = load_weights(checkpoint, self._decoder, device, dtype, quantize)
         if self._sight is not None:
             model.seeing = self._sight.load(device, dtype)
+        if self._eagle is not None:
+            model.drafter = model.drafting(self._eagle.load(device, dtype, quantize))
         return model
 
     def refill(self, model: object, quantize: Quantize) -> None:
@@ -88,3 +117,12 @@ class NativeCheckpoint:
         decoder = replace(self._decoder, model=model, prefix="")
         seen = "" if self._sight is None else self._sight.config_hash()
         return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()
+
+
+def _offered(decoder: DecoderSpec, directory: Path) -> DraftSpec:
+    if decoder.offered is None:
+        raise ConfigError(
+            f"engine.speculation.drafter: mtp wants a layer for drafts in the checkpoint (of "
+            f"deepseek_v3, with num_nextn_predict_layers), and {directory} has none"
+        )
+    return decoder.offered

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.engine.memory.states import State
+from common.engine.memory.states import DraftState, State
 
 NOT_QUANTISED = "not quantised"
 
@@ -15,6 +15,7 @@ class ModelSpec:
     dtype: of the checkpoint.
     context_length: tokens that the model was made for.
     layers: what each layer keeps of a request: pool, layout and hand-off derive from it.
+    draft: what a drafter that is a part of it keeps beside them; None: none is.
     products_per_token: multiplications of a token with weights, without the head's.
     stored: how the checkpoint stores matrices, for people; int8_stored: they are int8 by channel.
     image_token_side: pixels a side of what a token of an image stands for; 0: it sees none. Not
@@ -34,4 +35,5 @@ class ModelSpec:
     int8_stored: bool = False
     generates: bool = True
     num_labels: int = 0
+    draft: DraftState | None = None
     image_token_side: int = field(default=0, repr=False)

@@ -49,9 +49,9 @@ class ScheduleBatch:
     Nobody changes a batch, or an array of one, after it is made.
 
     In VERIFY batches a row's tokens but the first are drafts, which the request table has behind
-    its known tokens; each is sampled after. `early`: row i may begin earlier, by early[i] tokens at
-    most and with all that it computes: by as many as are rejected of the drafts of the step before,
-    which only the device knows yet. None: no row may.
+    its known tokens; each is sampled after. Rows with more drafts come first. `early`: row i may
+    begin earlier, by early[i] tokens at most and with all that it computes: by as many as are
+    rejected of the drafts of the step before, which only the device knows yet. None: no row may.
 
     A row that starts at token 0 begins with an empty state; any other goes on from the one in its
     request's own pages, unless it is among `resumed` (after 0 of its tokens). Each leaves its state
@@ -133,6 +133,8 @@ class BatchResult:
     runs: Runs | None = None
 
 
+# Of a draft that only the device will know, see common/engine/models/drafting.
+TO_GUESS = int(np.iinfo(np.int32).min)
 NOT_SAMPLED = -1
 NOT_FINITE = -2
 

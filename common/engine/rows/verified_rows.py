@@ -19,12 +19,14 @@ from common.engine.rows.batch import ForwardMode, Runs, ScheduleBatch
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
     """tokens int32 [num_rows, most tokens of a row], the first counts[i] of row i are its new ones;
-    newest, rejected: int32 [num_rows], the last of those, and the drafts that did not stand."""
+    newest, rejected: int32 [num_rows], the last of those, and the drafts that did not stand; last:
+    int64 [num_rows], the place of the last token that stands among the step's samples."""
 
     tokens: Tensor
     counts: Tensor
     newest: Tensor
     rejected: Tensor
+    last: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +70,9 @@ class VerifiedRows:
         drafts = token_ids[self.drafts.clamp(min=0)]
         stand = (drafts == tokens[:, :-1]) & (self.drafts >= 0)
         accepted = stand.int().cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
-        newest = tokens.gather(1, accepted[:, None].long()).squeeze(1)
-        return Verified(tokens, accepted + 1, newest, self.counts - 1 - accepted)
+        ends = accepted[:, None].long()
+        newest, last = tokens.gather(1, ends).squeeze(1), self.samples.gather(1, ends).squeeze(1)
+        return Verified(tokens, accepted + 1, newest, self.counts - 1 - accepted, last)
 
 
 def standing(batch: ScheduleBatch, runs: Runs) -> tuple[NDArray[np.intp], NDArray[np.int64]]:

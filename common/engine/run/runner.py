@@ -110,7 +110,10 @@ class ModelRunner:
         steps = [(mixed, NOTHING, num_slots, num_tokens), (decode, NOTHING, num_slots, 0)]
         if num_slots > 1:  # else there is no room for a draft
             verify, told = verify_rehearsal(num_tables, tables.page_size, state_pages)
-            steps.append((verify, Speculated.of(told, self._table), told.num_tokens, 0))
+            speculated = Speculated.of(told, self._table)
+            if self._model.drafter is not None:
+                speculated = replace(speculated, to_guess=(1,))
+            steps.append((verify, speculated, told.num_tokens, 0))
         adapters = self._adapters.rehearsal(num_tokens)
 
         def work() -> None:
@@ -199,7 +202,7 @@ class ModelRunner:
             output.tokens = _to_host(nothing_sampled(chosen))
         else:
             tokens, told = asked.choose(to_logits(chosen), sent, step.early_chosen)
-            self._keep(step, tokens, output)
+            self._keep(step, chosen, tokens, output)
             output.told = {name: _to_host(tensor) for name, tensor in told.items()}
         if asked.prompt is not None:
             of_prompt = forward.hidden[step.num_chosen :][: len(asked.prompt.places)]
@@ -209,13 +212,20 @@ class ModelRunner:
             parts = asked.pooling.run(self._model, forward.hidden, sent)
             output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
-    def _keep(self, step: Settled, tokens: Tensor, output: Output) -> None:
-        """For the next step, and for the host."""
+    def _keep(self, step: Settled, hidden: Tensor, tokens: Tensor, output: Output) -> None:
+        """For the next step, and for the host.
+
+        Args:
+            hidden: that tokens were chosen after.
+        """
         rejected = None
         if step.verified is not None:
             verified = step.verified.judge(step.batch.token_ids, tokens)
             tokens, rejected = verified.newest, verified.rejected
             output.runs = _to_host(verified.tokens), _to_host(verified.counts)
+            if (drafter := self._model.drafter) is not None:
+                last = verified.last
+                drafter.go_on_from(step.batch, step.batch.sampled[last], hidden[last], self._pool)
         self._future.store(step.batch.slots, tokens, rejected)
         output.tokens = _to_host(tokens)
 
@@ -244,8 +254,16 @@ class ModelRunner:
         of_rows, of_drafts, of_adapters = divided(sent, parts)
         page_size = self._pool.layout.page_size
         step = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
+        if speculated.to_guess:
+            step = replace(step, batch=self._guessed(step.batch, speculated.to_guess))
         adapted = adapters.adapted(of_adapters)
         return _Forward(step, of_rows, self._eager(step.batch, adapted))
+
+    def _guessed(self, batch: ForwardBatch, num_rows: Sequence[int]) -> ForwardBatch:
+        drafter = self._model.drafter
+        assert drafter is not None
+        token_ids = drafter.guess(batch, num_rows, self._future.tokens, self._pool)
+        return replace(batch, token_ids=token_ids)
 
     def _eager(self, uploaded: ForwardBatch, adapted: AdaptedStep | None = None) -> Tensor:
         return self._model.forward(uploaded, self._pool, self._future.tokens, adapted)

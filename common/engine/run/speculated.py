@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 from torch import Tensor
 
-from common.engine.rows.batch import ScheduleBatch
+from common.engine.rows.batch import TO_GUESS, ScheduleBatch
 from common.engine.rows.early_rows import EarlyRows
 from common.engine.rows.forward import ForwardBatch
 from common.engine.rows.table import RequestTable
@@ -15,15 +16,20 @@ from common.engine.rows.verified_rows import VerifiedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculated:
-    """Of one step, in host memory. Of most steps there is nothing."""
+    """Of one step, in host memory. Of most steps there is nothing.
+
+    to_guess: where the device guesses: rows with one draft at least, with two, and so on.
+    """
 
     early: EarlyRows | None = None
     verified: VerifiedRows | None = None
+    to_guess: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, batch: ScheduleBatch, table: RequestTable) -> Self:
         """At the launch of a step."""
-        return cls(EarlyRows.of(batch, table), VerifiedRows.of(batch))
+        early, verified = EarlyRows.of(batch, table), VerifiedRows.of(batch)
+        return cls(early, verified, () if verified is None else _to_guess(batch, table))
 
     def __bool__(self) -> bool:
         return self.early is not None or self.verified is not None
@@ -50,6 +56,16 @@ class Speculated:
 
 
 NOTHING = Speculated()
+
+
+def _to_guess(batch: ScheduleBatch, table: RequestTable) -> tuple[int, ...]:
+    """A row's drafts are all the device's, or all known."""
+    drafts = batch.ends - batch.starts - 1
+    rows = drafts.nonzero()[0]
+    first_drafts = table.tokens[batch.slots[rows], batch.starts[rows] + 1]
+    if not np.count_nonzero(first_drafts == TO_GUESS):
+        return ()
+    return tuple(int(np.count_nonzero(drafts > n)) for n in range(int(drafts.max())))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,7 @@ _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """Of a forward, by slot: those with drafts first. None: no row has drafts, or is early."""
+    """Of a forward, by slot: those with more drafts first. None: no row has drafts, or is early."""
 
     slots: NDArray[np.intp]
     drafts: Ints | None = None
@@ -84,7 +84,7 @@ class Speculation:
         foreseen: set[int] = set()
         drafts = self._drafts(slots, foreseen) if verify else None
         if drafts is not None:
-            order = np.argsort(drafts == 0, kind="stable")
+            order = np.argsort(-drafts, kind="stable")
             slots, drafts = slots[order], drafts[order]
         early = self._early(slots) if self._unsettled else None
         if drafts is not None:

@@ -6,6 +6,7 @@ from typing import Self
 from common.config import SpeculationConfig
 from common.engine.models.spec import ModelSpec
 from common.engine.speculate.drafter import Drafter
+from common.engine.speculate.head import HeadDrafter
 from common.engine.speculate.ngram import NgramDrafter
 from common.engine.speculate.policy import AllDrafts, DraftPolicy, PayingDrafts
 from common.engine.speculate.predictions import Predictions
@@ -28,8 +29,8 @@ class Speculator:
             return None
         most = config.max_drafts
         policy = PayingDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
-        drafter, predictions = NgramDrafter(config.min_match), Predictions(config.min_match)
-        return cls(drafter, policy, most, predictions)
+        drafter = HeadDrafter() if config.has_layer else NgramDrafter(config.min_match)
+        return cls(drafter, policy, most, Predictions(config.min_match))
 
 
 def check_speculation(config: SpeculationConfig, spec: ModelSpec) -> None:

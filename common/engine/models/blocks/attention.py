@@ -81,9 +81,21 @@ class AttentionBlock:
     output: Linear
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
-        spec, batch, rotation = self.spec, step.batch, self.rotation
+        spec, scales = self.spec, self.kv_scales.where(kept.view.dtype)
+        q, gate = self.keep(x, step, kept)
+        plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
+        scale = spec.scale * scales.key
+        x = paged_attention(
+            q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
+        )
+        if scales.value != 1.0:
+            x = x * scales.value
+        return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))
+
+    def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor | None]:
+        """Writes keys and values; returns the queries, and the gates."""
+        batch, rotation = step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
-        scales = self.kv_scales.where(kept.view.dtype)
         qkv, gate = self._parted(step.product(self.qkv, x))
         q = rope_and_store(
             qkv,
@@ -93,16 +105,9 @@ class AttentionBlock:
             q_norm=None if self.q_norm is None else self.q_norm.weight,
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
-            scales=scales,
+            scales=self.kv_scales.where(kept.view.dtype),
         )
-        plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
-        scale = spec.scale * scales.key
-        x = paged_attention(
-            q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
-        )
-        if scales.value != 1.0:
-            x = x * scales.value
-        return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))
+        return q, gate
 
     def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Q, K and V side by side, and the gates, [num_tokens, heads * head_dim]."""

@@ -102,7 +102,9 @@ class LatentAttentionBlock:
     unfolding: Unfolding
     output: Linear
 
-    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+    def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor]:
+        """Writes latents; returns queries as `_projected` makes them, and room for those that meet
+        latents, whose ends are there."""
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
         queries, latents = self._projected(x, step)
@@ -118,6 +120,11 @@ class LatentAttentionBlock:
             q[..., spec.rank :],
             interleaved=spec.interleaved,
         )
+        return queries, q
+
+    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+        spec = self.spec
+        queries, q = self.keep(x, step, kept)
         plans = latent_plans(step, kept, self.unfolding)
         out = x.new_empty(len(x), spec.heads, spec.value_dim)
         chunks, unfolded = plans.chunks, 0

@@ -96,6 +96,12 @@ class Mixer(Protocol):
         ...
 
 
+class KeepingMixer(Mixer, Protocol):
+    def keep(self, x: Tensor, step: Step, kept: Kept) -> object:
+        """Writes what later tokens will need of these, x [num_tokens, hidden], and no more."""
+        ...
+
+
 class Ffn(Protocol):
     """The part of a layer in which each token is alone."""
 
@@ -113,6 +119,13 @@ class MixerSpec(Protocol):
         ...
 
     def build(self, site: Site) -> Mixer: ...
+
+
+class KeepingMixerSpec(Protocol):
+    @property
+    def keeps(self) -> State: ...
+
+    def build(self, site: Site) -> KeepingMixer: ...
 
 
 class FfnSpec(Protocol):

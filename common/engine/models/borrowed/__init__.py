@@ -34,6 +34,7 @@ class BorrowedCheckpoint:
     backend = "transformers"
     refilled_whole = True
     changeable = True
+    drafter = "none"
 
     def __init__(self, directory: Path, because: str) -> None:
         """

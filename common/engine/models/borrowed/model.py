@@ -11,6 +11,7 @@ from common.engine.memory.kv import KVPool
 from common.engine.models.blocks.protocol import Adapted
 from common.engine.models.borrowed.attention import CurrentStep
 from common.engine.models.borrowed.skeleton import decoder_of
+from common.engine.models.drafting import DraftHead
 from common.engine.models.linear import Product
 from common.engine.models.spec import ModelSpec
 from common.engine.models.vision.seeing import Seeing
@@ -39,6 +40,7 @@ class BorrowedModel:
         self.spec = spec
         self.products: tuple[Product, ...] = ()
         self.seeing: Seeing | None = None
+        self.drafter: DraftHead | None = None
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self._step = step

@@ -7,6 +7,7 @@ from common.engine.models.blocks.latent import LatentAttention
 from common.engine.models.blocks.layer import LayerSpec
 from common.engine.models.blocks.norm import Norm
 from common.engine.models.decoder import DecoderSpec
+from common.engine.models.drafting import DraftSpec
 from common.engine.models.families import common, moe
 from common.engine.models.fields import Fields
 from common.engine.models.rope import parse_rope, score_scale
@@ -25,9 +26,25 @@ def deepseek_v3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     experts = moe.deepseek_experts(config, groups=8, chosen=4, shared=1, scale=2.5, normalise=True)
     spec = _decoder(config, eos_token_ids, experts, interleaved=interleaved, first_sparse=3)
     # Checkpoints may have layers more, which guess tokens ahead.
-    drafting = len(spec.layers) + config.count("num_nextn_predict_layers", 0)
-    names = (f"model.layers.{layer}." for layer in range(len(spec.layers), drafting))
-    return replace(spec, unused=(*spec.unused, *names))
+    first, more = len(spec.layers), config.count("num_nextn_predict_layers", 0)
+    names = (f"model.layers.{layer}." for layer in range(first, first + more))
+    offered = _first_behind(spec, experts, _attention(config, interleaved)) if more else None
+    return replace(spec, unused=(*spec.unused, *names), offered=offered)
+
+
+def _first_behind(spec: DecoderSpec, experts: Experts, mixer: LatentAttention) -> DraftSpec:
+    """Embedding and head are the model's own, though they are stored once more."""
+    return DraftSpec(
+        mixer=mixer,
+        ffn=experts,
+        norm=spec.norm,
+        prefix=f"model.layers.{len(spec.layers)}.",
+        layer_prefix="",
+        join="eh_proj",
+        join_bias=False,
+        inner_norms=True,
+        input_norm=True,
+    )
 
 
 def _decoder(

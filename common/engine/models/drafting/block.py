@@ -1,0 +1,108 @@
+"""A decoder layer that goes on where a model has stopped: of the model's vector of a token, and of
+the token behind it, it makes what takes the place of the model's vector of that one.
+
+Sources: DeepSeek-V3, 2024, section 2.2 (MTP); EAGLE, Li et al. 2024, section 3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.memory.states import DraftState
+from common.engine.models.blocks.norm import Norm, RmsNorm
+from common.engine.models.blocks.protocol import (
+    Ffn,
+    FfnSpec,
+    KeepingMixer,
+    KeepingMixerSpec,
+    Kept,
+    Site,
+    Step,
+)
+from common.engine.models.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """
+    prefix: of the names of its tensors; layer_prefix: of those of the decoder layer, behind it.
+    join: the module that makes one vector of two; join_bias: it has one.
+    inner_norms: of both vectors before they are joined, and of what the layer makes of them before
+        the model's head.
+    input_norm: the decoder layer begins with one.
+    """
+
+    mixer: KeepingMixerSpec
+    ffn: FfnSpec
+    norm: Norm
+    prefix: str
+    layer_prefix: str
+    join: str
+    join_bias: bool
+    inner_norms: bool
+    input_norm: bool
+
+    def keeps(self, hidden_size: int) -> DraftState:
+        return DraftState(self.mixer.keeps, hidden_size)
+
+    def build(self, site: Site) -> "DraftBlock":
+        hidden, here = site.hidden_size, site.within(self.prefix)
+        layer = here.within(self.layer_prefix)
+
+        def norm(at: Site, name: str, wanted: bool) -> RmsNorm | None:
+            return self.norm.build(at.source, name, hidden) if wanted else None
+
+        block = DraftBlock(
+            token_norm=norm(here, "enorm", self.inner_norms),
+            vector_norm=norm(here, "hnorm", self.inner_norms),
+            join=here.source.linear({self.join: hidden}, 2 * hidden, bias=self.join_bias),
+            mixer_norm=norm(layer, "input_layernorm", self.input_norm),
+            mixer=self.mixer.build(layer),
+            ffn_norm=self.norm.build(layer.source, "post_attention_layernorm", hidden),
+            ffn=self.ffn.build(layer),
+            head_norm=norm(here, "shared_head.norm", self.inner_norms),
+        )
+        site.source.tidy()
+        return block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftBlock:
+    """Vectors, and embeddings of the tokens behind them, are [num_tokens, hidden]."""
+
+    token_norm: RmsNorm | None
+    vector_norm: RmsNorm | None
+    join: Linear  # token, vector -> hidden
+    mixer_norm: RmsNorm | None
+    mixer: KeepingMixer
+    ffn_norm: RmsNorm
+    ffn: Ffn
+    head_norm: RmsNorm | None
+
+    def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
+        """Writes what later tokens will need of these, and computes nothing else."""
+        x = self._joined(vectors, embeddings, step)
+        # Nothing is before a text's first token: what the layer makes of zeros.
+        x = x.masked_fill((step.batch.positions == 0)[:, None], 0)
+        self.mixer.keep(_normed(x, self.mixer_norm), step, kept)
+
+    def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
+        """Writes them, too; returns the vectors of those tokens, [num_tokens, hidden]. None of them
+        is a text's first."""
+        x = self._joined(vectors, embeddings, step)
+        mixed = self.mixer.forward(_normed(x, self.mixer_norm), step, kept)
+        normed, residual = self.ffn_norm.forward(mixed, x)
+        return residual + self.ffn.forward(normed, step)
+
+    def for_head(self, vectors: Tensor) -> Tensor:
+        """What the model's head makes logits of."""
+        return _normed(vectors, self.head_norm)
+
+    def _joined(self, vectors: Tensor, embeddings: Tensor, step: Step) -> Tensor:
+        parts = _normed(embeddings, self.token_norm), _normed(vectors, self.vector_norm)
+        return step.product(self.join, torch.cat(parts, dim=1))
+
+
+def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    return x if norm is None else norm.forward(x)[0]

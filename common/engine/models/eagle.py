@@ -1,0 +1,96 @@
+"""An EAGLE head: a layer for drafts in a checkpoint of its own, as its authors, vLLM and SGLang lay
+it out. Embedding and head for tokens are those of the model that it was trained for."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from common.config import Quantize
+from common.engine.models.blocks.protocol import Site
+from common.engine.models.checkpoint import Checkpoint, content
+from common.engine.models.drafting import DraftBlock, DraftSpec
+from common.engine.models.families import common
+from common.engine.models.fields import Fields
+from common.engine.models.linear import form_of
+from common.engine.models.spec import ModelSpec
+from common.engine.models.stored import scheme_of
+from common.engine.models.weights.reader import Reader
+from common.engine.models.weights.survey import Needs, Survey
+from common.errors import ConfigError
+
+_FLAG = "engine.speculation.draft_model"
+_SHARED = ("embed_tokens.", "lm_head.")  # stored once more, and not used
+_JOIN = "fc"
+
+
+class EagleCheckpoint:
+    """
+    Attributes:
+        spec: of its layer.
+    """
+
+    def __init__(self, directory: Path, model: ModelSpec) -> None:
+        """
+        Args:
+            model: that it guesses for.
+        Raises:
+            ConfigError: what is wrong with it, or that it is for another model.
+        """
+        config = Fields.of(directory / "config.json")
+        _check(config, model, directory)
+        self._checkpoint, self._scheme = Checkpoint(directory), scheme_of(config)
+        self._hidden_size = model.hidden_size
+        bias = config.flag("attention_bias", False)
+        self.spec = DraftSpec(
+            mixer=common.attention(
+                config, common.even_head_dim(config), qkv_bias=bias, output_bias=bias
+            ),
+            ffn=common.dense(config, bias=config.flag("mlp_bias", False)),
+            norm=common.norm(config),
+            prefix="",
+            layer_prefix="layers.0.",
+            join=_JOIN,
+            join_bias=f"{_JOIN}.bias" in self._checkpoint.tensors,
+            inner_norms=False,
+            input_norm=False,
+        )
+
+    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+        """What `load` takes. Raises ConfigError: it is not whole."""
+        return self._survey(device, dtype, quantize).num_bytes
+
+    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> DraftBlock:
+        """Raises ConfigError as `weight_bytes`."""
+        self._survey(device, dtype, quantize)
+        form = form_of(device, dtype, quantize)
+        reader = Reader(self._checkpoint, self._scheme, device, dtype, form)
+        return self.spec.build(Site(reader, self._hidden_size))
+
+    def hash(self) -> str:
+        """Of its configuration, and of all bytes of its weights."""
+        needs = self._survey(torch.device("cpu"), torch.float32, "none")
+        stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
+        return hashlib.sha256(repr(self.spec).encode() + content(stored)).hexdigest()
+
+    def _survey(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Needs:
+        form = form_of(device, dtype, quantize)
+        source = Survey(self._checkpoint, self._scheme, form, dtype)
+        self.spec.build(Site(source, self._hidden_size))
+        self._checkpoint.check(source.needs.stored, self._scheme.ignored, _SHARED)
+        return source.needs
+
+
+def _check(config: Fields, model: ModelSpec, directory: Path) -> None:
+    kind, layers = config.text("model_type"), config.integer("num_hidden_layers")
+    names = config.texts("architectures") if "architectures" in config else ()
+    if kind != "llama" or any("eagle3" in name.lower() for name in names):
+        raise ConfigError(
+            f"{_FLAG}: {directory} is {', '.join(names) or kind}; EAGLE heads of model_type llama "
+            "are supported, and not those of EAGLE-3"
+        )
+    if layers != 1:
+        raise config.wrong("num_hidden_layers", "1: an EAGLE head is one layer")
+    for name, here in (("hidden_size", model.hidden_size), ("vocab_size", model.vocabulary_size)):
+        if config.integer(name) != here:
+            raise config.wrong(name, f"{here}, as of the model that it is to guess for")

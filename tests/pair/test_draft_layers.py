@@ -1,0 +1,201 @@
+"""Drafts by a layer behind the model, over a pair: answers are those without, whatever the layer
+says; and wherever a request goes on, the layer goes on rightly.
+
+`followed` is a model for which one vector that is not the right one shows as a rejected draft.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import SpeculationConfig
+from common.engine.models import load
+from common.engine.rows.request import FinishReason
+from common.engine.speculate.head import HeadDrafter
+from common.engine.speculate.policy import AllDrafts
+from common.engine.speculate.speculator import Speculator
+from tests.support.checkpoints import make_checkpoint
+from tests.support.draft_heads import make_eagle, make_followed, make_follower, make_mtp
+from tests.support.pair_node import Asked, Loaded, Size
+from tests.support.pair_rig import PairRig
+
+NUM_TOKENS = 24
+BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+CPU = torch.device("cpu")
+LONG = pytest.mark.long
+
+
+def _loaded(directory: Path, **drafter: Any) -> Loaded:
+    speculation = SpeculationConfig(**drafter)
+    return Loaded(directory, load(directory, CPU, torch.float32, speculation=speculation))
+
+
+def _size(max_drafts: int = 3, **fields: Any) -> Size:
+    drafts = Speculator(HeadDrafter(), AllDrafts(max_drafts), max_drafts)
+    return Size(**{"num_slots": 32, "speculator": drafts, **fields})
+
+
+def _prompts(vocabulary_size: int) -> list[list[int]]:
+    """Of lengths around a page's edge."""
+    source = random.Random(5)
+    return [[source.randrange(vocabulary_size) for _ in range(n)] for n in (1, 15, 16, 33)]
+
+
+def _drafts(rig: PairRig, node: int = 0) -> tuple[int, int]:
+    decode = rig.decode[node]
+    return decode.count("draft_tokens/accepted"), decode.count("draft_tokens/rejected")
+
+
+@dataclass(frozen=True)
+class Followed:
+    loaded: Loaded
+    after: dict[int, int]  # the next token, by the newest
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        told = [prompt[-1]]
+        for _ in range(count):
+            told.append(self.after[told[-1]])
+        return told[1:]
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    root = tmp_path_factory.mktemp("followed")
+    model = make_followed(root / "model")
+    loaded = _loaded(model, drafter="eagle", draft_model=str(make_follower(root / "head", model)))
+    weight = loaded.model.logits(torch.eye(320))
+    after = {token: int(row.argmax()) for token, row in enumerate(weight)}
+    return Followed(loaded, after)
+
+
+@pytest.fixture(scope="module", params=["eagle", "mtp"])
+def guessed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Loaded, Loaded]]:
+    """A model without drafts, and with a random layer for them."""
+    root = tmp_path_factory.mktemp(request.param)
+    if request.param == "mtp":
+        model = make_mtp(make_checkpoint(root / "model", "deepseek_v3"))
+        yield _loaded(model), _loaded(model, drafter="mtp")
+        return
+    model = make_checkpoint(root / "model", "llama")
+    head = make_eagle(root / "head", model, bias=True)
+    yield _loaded(model), _loaded(model, drafter="eagle", draft_model=str(head))
+
+
+@pytest.mark.parametrize(
+    "max_drafts, overlap",
+    [(4, True), *(pytest.param(*one, marks=LONG) for one in ((1, True), (4, False)))],
+)
+def test_a_layer_that_is_right_is_right_behind_every_token(
+    followed: Followed, max_drafts: int, overlap: bool
+) -> None:
+    """Behind the prompt, whose vectors another node has made; behind drafts that the layer has made
+    from its own vectors; at every place in a page.
+
+    Seen failing with vectors of tokens that fill a page alone."""
+    with PairRig(followed.loaded, decode=[_size(max_drafts)], overlap=overlap) as rig:
+        asked = {tuple(p): rig.ask(p, NUM_TOKENS) for p in _prompts(256)}
+        rig.run()
+        for prompt, one in asked.items():
+            assert one.tokens == followed.answer(list(prompt), NUM_TOKENS)
+        accepted, rejected = _drafts(rig)
+        assert rejected == 0
+        assert accepted >= len(asked) * (NUM_TOKENS - 1) * max_drafts // (max_drafts + 1) - 5
+
+
+def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(followed: Followed) -> None:
+    """On a node that computes prompts itself; later turns begin behind pages of earlier ones, which
+    drafts have written."""
+    with PairRig(followed.loaded, prefill=(), decode=[_size()], chunk_tokens=16) as rig:
+        first = [rig.ask(prompt, NUM_TOKENS) for prompt in _prompts(256)]
+        rig.run()
+        turns = [[*one.prompt, *one.tokens, 9, 8, 7] for one in first]
+        second = [rig.ask(turn, NUM_TOKENS) for turn in turns]
+        rig.run()
+        for turn, one in zip(turns, second, strict=True):
+            assert one.cached_tokens == (len(turn) - 4) // 16 * 16
+            assert one.tokens == followed.answer(turn, NUM_TOKENS)
+        accepted, rejected = _drafts(rig)
+        assert rejected == 0 and accepted > 0
+
+
+def test_a_prefix_on_both_nodes_leaves_it_right(followed: Followed) -> None:
+    """Pages that the decode node has are not moved, with what the layer keeps in them."""
+    with PairRig(followed.loaded, decode=[_size()]) as rig:
+        prompt = _prompts(256)[-1]
+        one = rig.ask(prompt, NUM_TOKENS)
+        rig.run(one)
+        again = rig.ask(prompt, NUM_TOKENS)
+        more = rig.ask([*prompt, *one.tokens, 5], NUM_TOKENS)
+        rig.run()
+        assert again.tokens == one.tokens and again.cached_tokens
+        assert more.tokens == followed.answer([5], NUM_TOKENS)
+        assert _drafts(rig)[1] == 0
+
+
+@pytest.mark.parametrize("host_pages", [64, pytest.param(0, marks=LONG)])
+def test_who_was_off_the_device_comes_back_to_it(followed: Followed, host_pages: int) -> None:
+    prompts = [[first] * 12 for first in range(1, 9)]
+    size = _size(num_pages=12, num_slots=40, host_pages=host_pages)
+    with PairRig(followed.loaded, decode=[size], scheduler=BOLD) as rig:
+        asked = [rig.ask(prompt, 40) for prompt in prompts]
+        rig.run()
+        for prompt, one in zip(prompts, asked, strict=True):
+            assert one.tokens == followed.answer(prompt, 40)
+        assert rig.decode[0].count("retractions") > 0
+        assert _drafts(rig)[1] == 0
+
+
+def test_a_request_that_moves_takes_it_along(followed: Followed) -> None:
+    prompt = _prompts(256)[-1]
+    with PairRig(followed.loaded, decode=[_size(), _size()], moves=True) as rig:
+        asked = rig.ask(prompt, 50)
+        rig.until(lambda: len(asked.tokens) >= 4, "it generates")
+        num_known = len(asked.tokens)
+        successor = rig.move(asked, 0, 1)
+        rig.until_granted(0)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        told = asked.tokens[:num_known] + successor.tokens
+        assert told == followed.answer(prompt, 50)
+        assert _drafts(rig)[1] == _drafts(rig, 1)[1] == 0
+        assert _drafts(rig, 1)[0] > 0
+
+
+def _answers(loaded: Loaded, size: Size, ways: list[dict[str, Any]]) -> list[Asked]:
+    prompts = _prompts(256)
+    with PairRig(loaded, decode=[size]) as rig:
+        asked = [rig.ask(p, NUM_TOKENS, **way) for p in prompts for way in ways]
+        rig.run()
+        if size.speculator is not None:
+            assert _drafts(rig)[1] > 0
+        return asked
+
+
+def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loaded]) -> None:
+    """Greedy and sampled ones, and those that forbid drafts, in one batch."""
+    ways = [{}, SAMPLED, {"frequency_penalty": 0.6, **SAMPLED, "seed": 8}]
+    plain = _answers(guessed[0], Size(num_slots=32), ways)
+    told = _answers(guessed[1], _size(), ways)
+    assert [one.tokens for one in told] == [one.tokens for one in plain]
+
+
+def test_a_prediction_goes_before_what_the_layer_guesses(followed: Followed) -> None:
+    prompt = _prompts(256)[-1]
+    answer = followed.answer(prompt, NUM_TOKENS)
+    with PairRig(followed.loaded, decode=[_size()]) as rig:
+        edited = rig.ask(prompt, NUM_TOKENS, prediction=[*answer[:12], 1, *answer[14:]])
+        plain = rig.ask(prompt, NUM_TOKENS)
+        rig.run()
+        assert edited.tokens == plain.tokens == answer
+        assert edited.predicted.accepted > 0
+        accepted, rejected = _drafts(rig)
+        assert rejected == edited.predicted.rejected
+        assert accepted > edited.predicted.accepted

@@ -1,0 +1,119 @@
+"""Tiny heads for drafts, as checkpoints have them: random ones, and one that is right.
+
+Who is right guesses for a model whose next token is a function of the newest one, and knows that
+function of the model's vectors alone: one vector that is not the right one, and a draft is wrong.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.checkpoints import make_checkpoint
+
+TENSORS = "model.safetensors"
+FOLLOWED_SIZE = 320  # hidden numbers of a model of `make_followed`, as many as it has tokens
+
+
+def make_eagle(directory: Path, model: Path, *, seed: int = 0, bias: bool = False) -> Path:
+    """Writes a random EAGLE head for a model of Llama's sizes; returns `directory`."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim") or hidden // heads
+    random = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=random) * 1.5 * columns**-0.5
+
+    tensors = {
+        "fc.weight": matrix(hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj.weight": 3 * matrix(heads * size, hidden),
+        "layers.0.self_attn.k_proj.weight": 3 * matrix(kv_heads * size, hidden),
+        "layers.0.self_attn.v_proj.weight": matrix(kv_heads * size, hidden),
+        "layers.0.self_attn.o_proj.weight": matrix(hidden, heads * size),
+        "layers.0.post_attention_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "layers.0.mlp.gate_proj.weight": matrix(inner, hidden),
+        "layers.0.mlp.up_proj.weight": matrix(inner, hidden),
+        "layers.0.mlp.down_proj.weight": matrix(hidden, inner),
+        "embed_tokens.weight": matrix(config["vocab_size"], hidden),  # as stored, and not used
+    }
+    if bias:
+        tensors["fc.bias"] = matrix(1, hidden)[0]
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / TENSORS)
+    head = config | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "head_dim": size,
+    }
+    (directory / "config.json").write_text(json.dumps(head))
+    return directory
+
+
+def make_mtp(model: Path, *, seed: int = 0) -> Path:
+    """Gives a checkpoint of DeepSeek-V3 its layer for drafts, in place, as a random one of its last
+    layer's kind; returns `model`."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, number = config["hidden_size"], config["num_hidden_layers"]
+    tensors = load_file(model / TENSORS)
+    last, mine = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    random = torch.Generator().manual_seed(seed)
+
+    def shaken(tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=random)
+        return tensor + noise * tensor.std() if tensor.numel() > 1 else tensor
+
+    own = {
+        name.replace(last, mine): shaken(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        own[f"{mine}{norm}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=random)
+    join = torch.randn(hidden, 2 * hidden, generator=random)
+    own[f"{mine}eh_proj.weight"] = join * 1.5 * (2 * hidden) ** -0.5
+    own[f"{mine}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    own[f"{mine}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | own, model / TENSORS, {"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return model
+
+
+def make_followed(directory: Path) -> Path:
+    """Writes a Llama whose next token is a permutation of the newest one, whatever stands before
+    it: its vectors are the tokens' own. Returns `directory`."""
+    size = FOLLOWED_SIZE
+    make_checkpoint(directory, "llama", hidden_size=size, num_attention_heads=4, head_dim=80)
+    tensors = load_file(directory / TENSORS)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1)
+    tensors["model.embed_tokens.weight"] = torch.eye(size)
+    tensors["lm_head.weight"] = _permutation()
+    save_file(tensors, directory / TENSORS, {"format": "pt"})
+    return directory
+
+
+def make_follower(directory: Path, model: Path) -> Path:
+    """Writes the EAGLE head that is right for a model of `make_followed`: of the vector of the
+    token before it makes the vector of the token, and does not look at that itself."""
+    make_eagle(directory, model)
+    tensors = load_file(directory / TENSORS)
+    size = FOLLOWED_SIZE
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"layers.0.{name}.weight"].zero_()
+    tensors["fc.weight"] = torch.cat((torch.zeros(size, size), _permutation()), dim=1)
+    save_file(tensors, directory / TENSORS)
+    return directory
+
+
+def _permutation() -> Tensor:
+    """[next token, token]."""
+    order = torch.randperm(FOLLOWED_SIZE, generator=torch.Generator().manual_seed(3))
+    return torch.eye(FOLLOWED_SIZE)[order]
