@@ -1,4 +1,4 @@
-"""Attention to latents by the keys and values that they stand for: of chunks, by torch's own.
+"""Attention to latents by the keys and values that they stand for: of chunks, on a CPU.
 
 To attend to latents as they are, a query is made as wide as they are, and so is what comes out: the
 products of that are as many as those that make a key and a value of one latent. So whoever has all
@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import device
-from kernels.attention.reference import Row, attend_chunk, chunks_of, gathered_tokens
+from kernels.attention.decode_plan import LONGEST_HEAD
+from kernels.attention.reference import Chunk, attend_chunk, chunks_of, gathered_tokens
+from kernels.cpu.operators import DTYPES, Operators
 
 ATTENDED = 2.5  # how long a product in attention takes, by one of matrices (seen on a CPU)
 MOST_BYTES = 32 << 20  # of the keys and values that are there at once, but for one head
@@ -43,10 +45,26 @@ class Unfolding:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """Queries [start, end) of a step, which see the tokens of `pages` up to `length`.
+
+    chunks: of them, as torch attends; alone: the row as a batch of its own, whose keys and values
+    are in one page: page ids, page starts, query starts and lengths.
+    """
+
+    start: int
+    end: int
+    length: int
+    pages: Tensor
+    chunks: tuple[Chunk, ...]
+    alone: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class UnfoldedPlan:
     """Which keys each query of the chunks sees: what the layers of one forward share."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[_Row, ...]
     num_tokens: int
 
     def attend(self, q: Tensor, latents: Tensor, unfolding: Unfolding, *, scale: float) -> Tensor:
@@ -59,19 +77,21 @@ class UnfoldedPlan:
         """
         value_dim = unfolding.values.shape[2]
         out = q.new_empty(*q.shape[:2], value_dim)
-        wide = F.pad(q, (0, max(0, value_dim - q.shape[2])))
+        width = max(q.shape[2], value_dim)
+        compiled = device.compiled(q) if width <= LONGEST_HEAD and q.dtype in DTYPES else None
+        wide = F.pad(q, (0, width - q.shape[2]))
         by_head = latents.permute(1, 2, 0, 3, 4)
         for row in self.rows:
             kept = gathered_tokens(by_head, row.pages, latents.dtype, q.dtype)[0, 0]
-            at_once = max(1, MOST_BYTES // (2 * len(kept) * wide.shape[2] * q.element_size()))
+            at_once = max(1, MOST_BYTES // (2 * len(kept) * width * q.element_size()))
             for first in range(0, q.shape[1], at_once):
                 heads = slice(first, first + at_once)
-                k, v = _made(kept, unfolding.keys[heads], unfolding.values[heads], wide.shape[2])
-                for chunk in row.chunks:
-                    seen = slice(chunk.first, chunk.last)
-                    queries = wide[chunk.start : chunk.end, heads].unsqueeze(2)
-                    found = attend_chunk(queries, k[:, seen], v[:, seen], chunk, scale, None, None)
-                    out[chunk.start : chunk.end, heads] = found[:, :, 0, :value_dim]
+                kv = _made(kept, unfolding.keys[heads], unfolding.values[heads], width)
+                queries, found = wide[row.start : row.end, heads], out[row.start : row.end, heads]
+                if compiled is None:
+                    _attend(queries, kv, row, scale, found)
+                else:
+                    _attend_compiled(compiled, queries, kv, row, scale, found)
         return out
 
 
@@ -95,18 +115,51 @@ def plan_unfolded(
     rows = []
     for place, start, count, end in zip(page_starts.tolist(), starts, counts, ends, strict=False):
         pages = page_ids[place : place + -(-end // page_size)]
-        chunks = chunks_of(start, count, end - count, 0, None, latents.device)
-        rows.append(Row(pages, chunks))
+        chunks = chunks_of(0, count, end - count, 0, None, latents.device)
+        alone = tuple(
+            torch.tensor(numbers, dtype=torch.int32) for numbers in ([0], [0], [0, count], [end])
+        )
+        rows.append(_Row(start, start + count, end, pages, chunks, alone))
     return UnfoldedPlan(tuple(rows), starts[-1])
 
 
-def _made(latents: Tensor, keys: Tensor, values: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Of latents [n, rank + rotated] each head's keys and values, [heads, n, width]; zeros where
-    they are smaller: torch is fast where values are as wide as keys."""
+def _attend(queries: Tensor, kv: Tensor, row: _Row, scale: float, out: Tensor) -> None:
+    for chunk in row.chunks:
+        k, v = kv[0, :, :, chunk.first : chunk.last].unbind(1)
+        asking = queries[chunk.start : chunk.end].unsqueeze(2)
+        found = attend_chunk(asking, k, v, chunk, scale, None, None)
+        out[chunk.start : chunk.end] = found[:, :, 0, : out.shape[2]]
+
+
+def _attend_compiled(
+    operators: Operators, queries: Tensor, kv: Tensor, row: _Row, scale: float, out: Tensor
+) -> None:
+    page_ids, page_starts, query_starts, lengths = row.alone
+    found = out.new_empty(len(out), out.shape[1] * out.shape[2])
+    operators.extend_attention(
+        queries,
+        kv,
+        page_ids,
+        page_starts,
+        query_starts,
+        lengths,
+        found,
+        window=None,
+        scale=scale,
+        soft_cap=None,
+        sinks=None,
+    )
+    out.copy_(found.view(out.shape))
+
+
+def _made(latents: Tensor, keys: Tensor, values: Tensor, width: int) -> Tensor:
+    """Of latents [n, rank + rotated] each head's keys and values, as one page of a pool, [1, heads,
+    2, n, width]; zeros where they are smaller: torch is fast where values are as wide as keys."""
     heads, key_dim, rank = keys.shape
     alike, rotated = latents[:, :rank].expand(heads, -1, -1), latents[:, rank:]
-    k, v = latents.new_zeros(2, heads, len(latents), width)
-    torch.bmm(alike, keys.mT, out=k[..., :key_dim])
-    torch.bmm(alike, values, out=v[..., : values.shape[2]])
-    k[..., key_dim : key_dim + rotated.shape[1]] = rotated
-    return k, v
+    kv = latents.new_empty(2, heads, len(latents), width)
+    for vectors, weights in ((kv[0], keys.mT), (kv[1], values)):
+        torch.bmm(alike, weights, out=vectors[..., : weights.shape[2]])
+        vectors[..., weights.shape[2] :] = 0
+    kv[0, ..., key_dim : key_dim + rotated.shape[1]] = rotated
+    return kv.transpose(0, 1).unsqueeze(0)

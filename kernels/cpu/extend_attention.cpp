@@ -53,13 +53,17 @@ class Block {
 
    public:
     // Head g of the query at `first` + i is row i * group + g here.
-    Block(const T* q, int64_t q_stride, int64_t first, int64_t count, int64_t group, int64_t size)
+    Block(
+        const T* q, int64_t q_stride, int64_t first, int64_t count, int64_t group, int64_t size,
+        int64_t value_size
+    )
         : first_(first),
           rows_(count * group),
           group_(group),
           size_(size),
+          value_size_(value_size),
           words_((size + GROUP - 1) / GROUP),
-          panels_((size + COLUMNS - 1) / COLUMNS),
+          panels_((value_size + COLUMNS - 1) / COLUMNS),
           queries_(rows_ * words_ * GROUP),
           weights_(rows_ * COLUMNS),
           scores_(rows_ * PARTS),
@@ -83,29 +87,35 @@ class Block {
         int64_t begin = pages.first_seen(first_);  // behind it there may be no pages
         for (int64_t i = 0; i < count; i++)
             tokens[i] = kv + pages.place(row, head, std::max(start + i, begin));
+        // Queries before the first of these keys see none of them.
+        int64_t from = std::max<int64_t>(0, start - first_) * group_, rest = rows_ - from;
         lay_keys(tokens, count);
-        add_rows<Kind>(panel(), words(queries_), words_, rows_, words_, sums(scores_), true);
-        for (int64_t i = 0; i < rows_; i++) weigh(i, pages, start, scale, soft_cap);
+        add_rows<Kind>(
+            panel(), words(queries_) + from * words_, words_, rest, words_, sums(scores_) + from,
+            true
+        );
+        for (int64_t i = from; i < rows_; i++) weigh(i, pages, start, scale, soft_cap);
         for (int64_t i = 0; i < count; i++) tokens[i] += pages.kv_stride;
         lay_values(tokens, count);
+        const int64_t depth = COLUMNS / GROUP;
         for (int64_t part = 0; part < panels_; part++)
             add_rows<Kind>(
-                panel() + part * COLUMNS / GROUP * COLUMNS, words(weights_), COLUMNS / GROUP, rows_,
-                COLUMNS / GROUP, sums(values_) + part * rows_, false
+                panel() + part * depth * COLUMNS, words(weights_) + from * depth, depth, rest, depth,
+                sums(values_) + part * rows_ + from, false
             );
     }
 
     // sinks: of the block's heads, or null; each is a score of a key without a value.
     void write(T* out, int64_t stride, const float* sinks) const {
         for (int64_t row = 0; row < rows_; row++) {
-            T* own = out + row / group_ * stride + row % group_ * size_;
+            T* own = out + row / group_ * stride + row % group_ * value_size_;
             float sink = sinks ? sinks[row % group_] : -std::numeric_limits<float>::infinity();
             float largest = std::max(largest_[row], sink);
             float less = std::exp(largest_[row] - largest);
             float scale = less / (total_[row] * less + std::exp(sink - largest));
-            for (int64_t i = 0; i < size_; i += WIDTH) {
+            for (int64_t i = 0; i < value_size_; i += WIDTH) {
                 int64_t place = (i / COLUMNS * rows_ + row) * PARTS + i % COLUMNS / WIDTH;
-                store(own + i, values_[place] * scale, size_ - i);
+                store(own + i, values_[place] * scale, value_size_ - i);
             }
         }
     }
@@ -162,7 +172,7 @@ class Block {
         alignas(64) Number value[GROUP][256 + COLUMNS] = {};
         for (int64_t i = 0; i < COLUMNS; i += GROUP) {
             for (int64_t one = 0; one < GROUP; one++) {
-                if (i + one < count) converted(tokens[i + one], value[one], size_);
+                if (i + one < count) converted(tokens[i + one], value[one], value_size_);
                 else std::memset(value[one], 0, sizeof value[one]);
             }
             for (int64_t part = 0; part < panels_; part++) {
@@ -180,7 +190,7 @@ class Block {
     }
     static Sums* sums(std::vector<Lanes>& lanes) { return (Sums*)lanes.data(); }
 
-    const int64_t first_, rows_, group_, size_, words_, panels_;
+    const int64_t first_, rows_, group_, size_, value_size_, words_, panels_;
     std::vector<Number> queries_, weights_;
     std::vector<Lanes> scores_, values_;
     std::vector<Number> panel_;
@@ -193,14 +203,15 @@ struct Piece {
 
 }  // namespace
 
-// See kernels/attention. q: [num_tokens, kv_heads * group, size], rows q_stride apart; out: the
-// same, contiguous; query_starts: [num_rows + 1]; sinks: [kv_heads * group] or null.
+// See kernels/attention. q: [num_tokens, kv_heads * group, size], rows q_stride apart; out:
+// [num_tokens, kv_heads * group, value_size], contiguous; query_starts: [num_rows + 1]; sinks:
+// [kv_heads * group] or null. Of a value the first value_size numbers are there, of `size` at most.
 extern "C" void extend_attention(
     int dtype, const void* q, int64_t q_stride, const void* kv, int64_t page_stride,
     int64_t head_stride, int64_t kv_stride, int64_t token_stride, const int32_t* page_ids,
     const int32_t* page_starts, const int32_t* lengths, const int32_t* query_starts, void* out,
-    int64_t num_rows, int64_t kv_heads, int64_t group, int64_t page_size, int64_t size,
-    int64_t window, double scale, double soft_cap, const float* sinks, Team* team
+    int64_t num_rows, int64_t value_size, int64_t kv_heads, int64_t group, int64_t page_size,
+    int64_t size, int64_t window, double scale, double soft_cap, const float* sinks, Team* team
 ) {
     Pages pages{page_stride, head_stride, kv_stride,   token_stride, page_ids,
                 page_starts, lengths,     page_size, window};
@@ -219,23 +230,23 @@ extern "C" void extend_attention(
         auto work = [&](int64_t number) {
             const Piece& piece = pieces[number];
             int64_t query = query_starts[piece.row] + piece.first;
-            T* own = (T*)out + (query * heads + piece.head * group) * size;
+            T* own = (T*)out + (query * heads + piece.head * group) * value_size;
             if (!lengths[piece.row]) {
                 for (int64_t i = 0; i < piece.count; i++)
-                    std::memset(own + i * heads * size, 0, group * size * sizeof(T));
+                    std::memset(own + i * heads * value_size, 0, group * value_size * sizeof(T));
                 return;
             }
             int64_t behind = query_starts[piece.row + 1] - query;
             int64_t first = lengths[piece.row] - behind, end = first + piece.count;
             const T* own_q = (const T*)q + query * q_stride + piece.head * group * size;
-            Block<T> block(own_q, q_stride, first, piece.count, group, size);
+            Block<T> block(own_q, q_stride, first, piece.count, group, size, value_size);
             int64_t start = pages.first_seen(first) / COLUMNS * COLUMNS;
             for (; start < end; start += COLUMNS)
                 block.see(
                     (const T*)kv, pages, piece.row, piece.head, start,
                     std::min<int64_t>(COLUMNS, end - start), (float)scale, (float)soft_cap
                 );
-            block.write(own, heads * size, sinks ? sinks + piece.head * group : nullptr);
+            block.write(own, heads * value_size, sinks ? sinks + piece.head * group : nullptr);
         };
         team->share(pieces.size(), work);
     });

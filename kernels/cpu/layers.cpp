@@ -76,7 +76,7 @@ struct Step {
             extend_attention(
                 dtype, q, width, keys.start, keys.page_stride, keys.head_stride, keys.kv_stride,
                 keys.token_stride, page_ids, starts, lengths, query_starts, out, extends,
-                layer.kv_heads, group, page_size, layer.size, layer.window, layer.scale,
+                layer.size, layer.kv_heads, group, page_size, layer.size, layer.window, layer.scale,
                 layer.soft_cap, nullptr, team
             );
         if (num_decodes)

@@ -37,8 +37,8 @@ void extend_attention(
     int dtype, const void* q, int64_t q_stride, const void* kv, int64_t page_stride,
     int64_t head_stride, int64_t kv_stride, int64_t token_stride, const int32_t* page_ids,
     const int32_t* page_starts, const int32_t* lengths, const int32_t* query_starts, void* out,
-    int64_t num_rows, int64_t kv_heads, int64_t group, int64_t page_size, int64_t size,
-    int64_t window, double scale, double soft_cap, const float* sinks, Team* team
+    int64_t num_rows, int64_t value_size, int64_t kv_heads, int64_t group, int64_t page_size,
+    int64_t size, int64_t window, double scale, double soft_cap, const float* sinks, Team* team
 );
 
 void float_product(

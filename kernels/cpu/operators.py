@@ -21,9 +21,10 @@ _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "d": cty
 _FUNCTIONS = {
     "add_rms_norm": "iiplplpppplldp",
     "rope_and_store": "iiplppllllppppllllldp",
+    "rope_and_store_latents": "iplpdpllppllpplllllllip",
     "act_and_mul": "iippllp",
     "decode_attention": "iplpllllppppllllllddpp",
-    "extend_attention": "iplpllllpppppllllllddpp",
+    "extend_attention": "iplpllllppppplllllllddpp",
     "likeliest": "iplpllip",
     "sample": "iplpppppppllip",
     "apply_penalties": "plpplppppllip",
@@ -121,6 +122,42 @@ class Operators:
         )
         return q
 
+    def rope_and_store_latents(
+        self,
+        kv: Tensor,
+        norm: Tensor,
+        eps: float,
+        q: Tensor,
+        angles: Tensor,
+        latents: Tensor,
+        locations: Tensor,
+        out: Tensor,
+        *,
+        interleaved: bool,
+    ) -> None:
+        self._library.rope_and_store_latents(
+            DTYPES[kv.dtype],
+            kv.data_ptr(),
+            kv.stride(0),
+            norm.data_ptr(),
+            eps,
+            q.data_ptr(),
+            *q.stride()[:2],
+            angles.data_ptr(),
+            latents.data_ptr(),
+            latents.stride(0),
+            latents.stride(3),
+            locations.data_ptr(),
+            out.data_ptr(),
+            *out.stride()[:2],
+            *q.shape[:2],
+            latents.shape[3],
+            norm.shape[0],
+            angles.shape[2],
+            interleaved,
+            self._team,
+        )
+
     def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
         num_rows, size = x.shape[0], x.shape[1] // 2
         out = x.new_empty(num_rows, size)
@@ -176,13 +213,15 @@ class Operators:
         sinks: Tensor | None,
     ) -> None:
         """Rows of any number of queries: q [n, heads, head_dim] into contiguous
-        out [n, heads * head_dim]; int32 page_starts and lengths [rows], query_starts [rows + 1]."""
+        out [n, heads * value_dim], of the first value_dim numbers of each value; int32 page_starts
+        and lengths [rows], query_starts [rows + 1]."""
         sinks = None if sinks is None else sinks.float()  # held until the call is over
         self._library.extend_attention(
             *_queries_and_pages(q, kv, page_ids, page_starts, lengths),
             query_starts.data_ptr(),
             out.data_ptr(),
             lengths.shape[0],
+            out.shape[1] // q.shape[1],
             *_heads(q, kv, window, scale, soft_cap, sinks),
             self._team,
         )

@@ -73,6 +73,24 @@ void turn_head(
     }
 }
 
+// Turns `half` pairs: neighbours, or those that are `half` apart. They come out `half` apart.
+template <class T>
+void turn_pairs(
+    const T* x, const float* cos, const float* sin, T* out, int64_t half, bool interleaved
+) {
+    for (int64_t i = 0; i < half; i += WIDTH) {
+        int64_t left = std::min<int64_t>(WIDTH, half - i);
+        T low[WIDTH] = {}, high[WIDTH] = {};
+        for (int64_t j = 0; j < left; j++) {
+            low[j] = interleaved ? x[2 * (i + j)] : x[i + j];
+            high[j] = interleaved ? x[2 * (i + j) + 1] : x[half + i + j];
+        }
+        Lanes a = load(low), b = load(high), c = load(cos + i, left), s = load(sin + i, left);
+        store(out + i, a * c - b * s, left);
+        store(out + half + i, b * c + a * s, left);
+    }
+}
+
 // ---- Activations
 
 inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -146,6 +164,37 @@ void rope_and_store(
             });
         };
         norm_dtype == 0 ? run((float*)nullptr) : run((T*)nullptr);
+    });
+}
+
+// See kernels/pages/store_latents.py. Of a token and a layer there is one latent, `size` numbers
+// that are normed and 2 * half that are turned.
+void rope_and_store_latents(
+    int dtype, const void* kv, int64_t kv_stride, const void* norm, double eps, const void* q,
+    int64_t q_stride, int64_t q_head_stride, const float* angles, void* latents,
+    int64_t page_stride, int64_t token_stride, const int64_t* locations, void* out,
+    int64_t out_stride, int64_t out_head_stride, int64_t num_tokens, int64_t heads,
+    int64_t page_size, int64_t size, int64_t half, int interleaved, Team* team
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        int64_t bytes = num_tokens * (heads * 2 * half + size) * sizeof(T);
+        each(num_tokens, bytes, team, [&](int64_t token) {
+            const float* cos = angles + token * half;
+            const float* sin = cos + num_tokens * half;
+            for (int64_t head = 0; head < heads; head++)
+                turn_pairs(
+                    (const T*)q + token * q_stride + head * q_head_stride, cos, sin,
+                    (T*)out + token * out_stride + head * out_head_stride, half, interleaved
+                );
+            int64_t location = locations[token];
+            if (location < 0) return;
+            const T* x = (const T*)kv + token * kv_stride;
+            T* key = (T*)latents + location / page_size * page_stride +
+                     location % page_size * token_stride;
+            norm_row<T, T>(x, nullptr, (const T*)norm, key, nullptr, size, (float)eps);
+            turn_pairs(x + size, cos, sin, key + size, half, interleaved);
+        });
     });
 }
 

@@ -63,8 +63,14 @@ def rope_and_store_latents(
         raise ValueError(f"latents of {latents.dtype} do not keep {kv.dtype}")
     if locations.shape != kv.shape[:1] or locations.dtype != torch.int64:
         raise ValueError(f"locations: int64 [{len(kv)}] expected, got {tuple(locations.shape)}")
-    run = _triton if device.uses_triton(kv) else _reference
-    run(kv, norm, eps, q, angles, latents, locations, out, value_dim, interleaved)
+    if device.uses_triton(kv):
+        _triton(kv, norm, eps, q, angles, latents, locations, out, value_dim, interleaved)
+    elif latents.dtype == kv.dtype and (compiled := device.compiled(kv)) is not None:
+        compiled.rope_and_store_latents(
+            kv, norm, eps, q, angles, latents, locations, out, interleaved=interleaved
+        )
+    else:
+        _reference(kv, norm, eps, q, angles, latents, locations, out, value_dim, interleaved)
 
 
 def _reference(

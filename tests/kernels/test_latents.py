@@ -177,8 +177,9 @@ class Chunks:
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["head by head", "all heads"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize("implementation", ["reference", "compiled"], indirect=True)
 def test_chunks_attend_alike_by_the_keys_and_values_of_latents(
-    monkeypatch, dtype, tolerance, at_once
+    monkeypatch, implementation, dtype, tolerance, at_once
 ):
     monkeypatch.setattr(unfolded, "MOST_BYTES", at_once)
     # Of more queries than share a mask, of one, and with a last page that is not full.
