@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.engine.models import fingerprint, load, open_checkpoint
+from common.engine.models.borrowed import attention
 from common.engine.models.borrowed.held import hold
 from common.engine.models.borrowed.skeleton import products
 from common.engine.models.linear.dense import DenseForm
@@ -31,7 +32,8 @@ CLASSES = {
     "roberta": {"is_decoder": True},  # positions that begin behind those of padding
     "gpt_neox": {},  # rotation of a part of a head, attention and MLP side by side
     "granite": {},  # scales of embeddings, of scores and of logits
-    "cohere2": {},  # windows, layers without positions, scaled logits
+    # Windows, three layers in as many tables, one without positions, scaled logits.
+    "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "gemma3_text": {},  # a rotation for each kind of layer
     "gemma3n_text": {},  # layers that attend to the KV of others
     "phimoe": {"sliding_window": WINDOW},  # a window that only the mask tells of
@@ -41,6 +43,12 @@ CLASSES = {
     "phi3": {},  # one matrix for Q, K and V
     "olmo2": {},
     "gpt_oss": {},  # sinks
+    # A rotation by the longest text of a batch, from some length on.
+    "helium": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "max_position_embeddings": 96,
+    },
+    "modernbert-decoder": {},  # what it calls its decoder is its head
 }
 
 
@@ -112,6 +120,17 @@ def test_logits_of_random_chunks_of_two_texts_are_those_of_the_class_alone(check
         steps.launch([rows[i] for i in order], samples=[True] * len(rows))
     steps.close()
     assert (torch.cat(model.seen) - torch.stack(wanted)).abs().max() <= 1e-4
+
+
+def test_layers_that_attend_to_the_kv_of_others_keep_and_store_nothing(checkpoints, monkeypatch):
+    model = load(checkpoints("gemma3n_text"), CPU, torch.float32)
+    assert len(model.spec.layers) == 2  # of four
+    stored, store = [], attention.store_kv
+    monkeypatch.setattr(attention, "store_kv", lambda *them: stored.append(store(*them)))
+    steps = Steps(model, overlap=False)
+    steps.prefill(steps.add(tokens_of(20, 5)), chunk=32)
+    steps.close()
+    assert len(stored) == 2
 
 
 def test_greedy_tokens_of_overlapping_decode_steps_are_those_of_generate(checkpoints):
@@ -186,6 +205,9 @@ def test_texts_are_as_long_as_what_is_computed_is_what_the_class_computes(checkp
     phi3 = make_tiny(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=128)
     longest = open_checkpoint(phi3)
     assert longest.spec.context_length == 128 and "longest text of a batch" in longest.computed
+    assert open_checkpoint(checkpoints("helium")).spec.context_length == 96
+    # One of its 512 positions is before a text's first.
+    assert open_checkpoint(checkpoints("roberta")).spec.context_length == 511
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -236,6 +258,15 @@ def test_an_encoder_is_refused(tmp_path):
     tiny_config("bert", is_decoder=False).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="it is an encoder"):
         open_checkpoint(tmp_path)
+
+
+def test_a_quantised_checkpoint_is_refused(checkpoints, tmp_path):
+    directory = shutil.copytree(checkpoints("olmo2"), tmp_path / "copy")
+    path = directory / "config.json"
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    with pytest.raises(ConfigError, match="quantised checkpoints are not supported"):
+        open_checkpoint(directory)
 
 
 def test_code_of_a_checkpoints_own_is_never_run(tmp_path):

@@ -113,6 +113,12 @@ _OWN: Mapping[str, Mapping[str, object]] = {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": VOCABULARY_SIZE,
     },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 

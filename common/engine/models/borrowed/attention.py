@@ -30,7 +30,7 @@ class CurrentStep(threading.local):
     def __init__(self) -> None:
         self._batch: ForwardBatch | None = None
         self._pool: KVPool | None = None
-        self._plans: dict[tuple[object, ...], AttentionPlan] = {}
+        self._plans: dict[tuple[int, int], AttentionPlan] = {}
 
     @contextmanager
     def of(self, batch: ForwardBatch, pool: KVPool) -> Iterator[None]:
@@ -57,9 +57,9 @@ class CurrentStep(threading.local):
         return self._pool.layout.places[layer].table
 
     def plan(self, table: int, kv: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
-        """Of layers of a table with as many heads there is one."""
+        """Of layers of a table with as many heads there is one: they have one window."""
         batch = self.batch
-        key = (table, num_heads, window)
+        key = (table, num_heads)
         if key not in self._plans:
             self._plans[key] = plan_attention(
                 batch.page_ids,

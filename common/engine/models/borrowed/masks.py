@@ -53,16 +53,16 @@ def seen_by(rule: Rule, chunk: int | None) -> Seen:
     """
     try:
         counts = {query: _count(rule, query) for query in _QUERIES}
-    except (RuntimeError, IndexError) as error:
-        if chunk is not None:
-            return Seen(limit=chunk)
-        raise Refused("its mask depends on more than positions") from error
-    widest = counts[_FURTHEST]
-    if any(count != min(query + 1, widest) for query, count in counts.items()):
-        if chunk is not None:
-            return Seen(limit=chunk)
-        raise Refused("its mask is neither causal nor a window")
-    return Seen(window=widest if widest <= _FURTHEST else None)
+    except (RuntimeError, IndexError):
+        reason = "its mask depends on more than positions"
+    else:
+        widest = counts[_FURTHEST]
+        if all(count == min(query + 1, widest) for query, count in counts.items()):
+            return Seen(window=widest if widest <= _FURTHEST else None)
+        reason = "its mask is neither causal nor a window"
+    if chunk is None:
+        raise Refused(reason)
+    return Seen(limit=chunk)
 
 
 def _count(rule: Rule, query: int) -> int:

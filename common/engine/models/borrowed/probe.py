@@ -69,9 +69,9 @@ class Attending:
 @dataclass(frozen=True, slots=True)
 class _Call:
     module: nn.Module
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
+    query: Tensor
+    key: Tensor
+    value: Tensor
     mask: object
     scaling: float | None
     others: Mapping[str, object]
@@ -103,7 +103,8 @@ def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
     if not calls:
         raise Refused("the class does not attend by transformers' attention interface")
     names = {id(module): name for name, module in model.named_modules()}
-    layers = [_attending(call, names[id(call.module)]) for call in calls]
+    first: dict[int, int] = {}
+    layers = [_attending(call, names[id(call.module)], first) for call in calls]
     places = [layer.layer for layer in layers]
     for place in places:
         if places.count(place) > 1:
@@ -130,7 +131,11 @@ class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a class reads out of a tensor that has no number is 1: an expert that there is, a count
     that is not 0."""
 
-    _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+    _READS = (
+        torch.ops.aten.item.default,
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+    )
 
     def __torch_dispatch__(
         self,
@@ -144,13 +149,15 @@ class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _attending(call: _Call, name: str) -> Attending:
+def _attending(call: _Call, name: str, first: dict[int, int]) -> Attending:
+    """first: by a key's identity, the layer that attended to it before all others; added to. One
+    that shares KV is given the very tensors of that layer."""
     module, layer = call.module, getattr(call.module, "layer_idx", None)
     if layer is None:
         raise Refused(f"{name} does not know which layer it is")
-    heads, kv_heads = call.query[1], call.key[1]
-    head_dim = max(call.key[3], call.value[3])
-    if call.query[3] != call.key[3] or heads % kv_heads or call.value[1] != kv_heads:
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    heads, kv_heads, head_dim = query[1], key[1], max(key[3], value[3])
+    if query[3] != key[3] or heads % kv_heads or value[1] != kv_heads:
         raise Refused(f"{name} attends by heads that do not go together")
     if head_dim > _MAX_HEAD_DIM:
         raise Refused(f"heads of {head_dim} numbers; {_MAX_HEAD_DIM} are supported")
@@ -159,14 +166,13 @@ def _attending(call: _Call, name: str) -> Attending:
     if not getattr(module, "is_causal", True) or call.others.get("is_causal") is False:
         raise Refused("its tokens see those after them: it is an encoder")
     seen = _seen(call, name)
-    for what, value in call.others.items():
-        if value is not None and what not in _HARMLESS and what != "sliding_window":
+    for what, said in call.others.items():
+        if said is not None and what not in _HARMLESS and what != "sliding_window":
             raise Refused(f"its attention takes {what}")
-    shared = getattr(module, "is_kv_shared_layer", False)
     return Attending(
         module=name,
         layer=layer,
-        shares=getattr(module, "kv_shared_layer_index", layer) if shared else layer,
+        shares=first.setdefault(id(call.key), layer),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -197,8 +203,7 @@ def _note(
     **others: object,
 ) -> tuple[Tensor, None]:
     calls: list[_Call] = getattr(module, _CALLS)
-    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-    calls.append(_Call(module, *shapes, attention_mask, scaling, others))
+    calls.append(_Call(module, query, key, value, attention_mask, scaling, others))
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[3]), None
 

@@ -104,7 +104,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
         Refused: there is none.
     """
     decoder = model.get_decoder()
-    if decoder is not model:
+    if decoder is not model and isinstance(decoder, PreTrainedModel):  # some call their head so
         return decoder
     for child in model.children():
         if isinstance(child, PreTrainedModel):

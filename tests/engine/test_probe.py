@@ -1,0 +1,115 @@
+"""What a class says of its attention when one token of it is tried without weights, and which keys
+a mask's rule lets queries see."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from common.engine.models.borrowed import attention
+from common.engine.models.borrowed.masks import Seen, seen_by
+from common.engine.models.borrowed.probe import probe
+from common.engine.models.borrowed.refused import Refused
+from tests.support.tiny_models import tiny_config
+
+LAYERS = 4
+
+
+def probed(num_layers=LAYERS, head_dim=16, is_causal=True, **said):
+    """A Llama whose attention is called with what is said."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(tiny_config("llama", head_dim=head_dim)).eval()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = is_causal
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, kwargs | said), with_kwargs=True
+        )
+    return probe(model, num_layers)
+
+
+def test_every_layer_tells_its_heads_and_keeps_its_own_keys_and_values():
+    layers = probed()
+    assert [layer.layer for layer in layers] == [layer.shares for layer in layers] == [0, 1, 2, 3]
+    assert {(each.heads, each.kv_heads, each.head_dim, each.window) for each in layers} == {
+        (4, 2, 16, None)
+    }
+
+
+def test_a_layer_that_is_given_no_mask_says_its_window_itself():
+    assert {layer.window for layer in probed(attention_mask=None, sliding_window=7)} == {7}
+    assert {layer.window for layer in probed(attention_mask=None)} == {None}
+
+
+@pytest.mark.parametrize(
+    "said, reason",
+    [
+        ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "makes a mask of its own"),
+        ({"is_causal": False}, "its tokens see those after them"),
+        ({"position_bias": torch.zeros(1)}, "its attention takes position_bias"),
+        ({"head_dim": 264}, "heads of 264 numbers; 256 are supported"),
+        ({"num_layers": LAYERS + 1}, "4 of 5 layers attend"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_pages_cannot_give_is_refused(said, reason):
+    with pytest.raises(Refused, match=reason):
+        probed(**said)
+
+
+def test_scores_of_a_class_that_names_no_scale_have_the_usual_one():
+    class Layer:
+        def attend(self, q, k, v, **asked):
+            self.asked = asked
+            return v.transpose(0, 1)
+
+    module, layer = torch.nn.Module(), Layer()
+    attention.attach(module, layer)
+    call = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+    call(module, *torch.zeros(3, 1, 2, 5, 16), None)
+    assert layer.asked == {"scale": 0.25, "soft_cap": None, "sinks": None}
+    call(module, *torch.zeros(3, 1, 2, 5, 16), None, scaling=3.0, softcap=2.0)
+    assert layer.asked == {"scale": 3.0, "soft_cap": 2.0, "sinks": None}
+
+
+def causal(batch, head, query, key):
+    return key <= query
+
+
+def window(batch, head, query, key):
+    return (key <= query) & (key > query - 9)
+
+
+def chunks(batch, head, query, key):
+    return (key <= query) & (key // 50 == query // 50)
+
+
+def packed(batch, head, query, key):
+    return (key <= query) & (torch.zeros(50)[query] == torch.zeros(50)[key])
+
+
+@pytest.mark.parametrize(
+    "rule, chunk, seen",
+    [
+        (causal, None, Seen()),
+        (window, None, Seen(window=9)),
+        (chunks, 50, Seen(limit=50)),
+        (packed, 50, Seen(limit=50)),
+        (causal, 50, Seen()),  # of a layer that does not attend by chunks
+    ],
+)
+def test_a_rule_tells_which_keys_queries_see(rule, chunk, seen):
+    assert seen_by(rule, chunk) == seen
+
+
+@pytest.mark.parametrize(
+    "rule, reason",
+    [
+        (chunks, "neither causal nor a window"),
+        (packed, "depends on more than positions"),
+        (lambda batch, head, query, key: key <= query + 1, "see tokens after their own"),
+        (lambda batch, head, query, key: (key <= query) & (key % 5 != 3), "not the last ones"),
+    ],
+)
+def test_a_rule_that_is_no_window_is_refused(rule, reason):
+    with pytest.raises(Refused, match=reason):
+        seen_by(rule, None)
