@@ -113,8 +113,8 @@ def _tile(
         return Tile(32, 16, 8, 2, slack=0)
     slack = 8 if architecture < 100 else 0  # from then on sums are not in registers
     if architecture // 10 in (9, 10):
-        if head_dim > 128:
-            return Tile(128, 32, 8, 3, slack)
+        if head_dim > 128:  # where widening takes the registers that slack would
+            return Tile(128, 32, 8, 3, 0 if widened else slack)
         # The larger tile would spill registers of masked scores, and of narrower heads keep a
         # second program from the multiprocessor.
         large = head_dim > 64 and not masked

@@ -110,7 +110,7 @@ def causal_conv_triton(
             BLOCK_BEFORE=triton.next_power_of_2(width - 1),
             BLOCK_TOKENS=BLOCK_TOKENS,
             BLOCK=block,
-            num_warps=2,
+            num_warps=4,
             enable_fp_fusion=True,
         )
     return out
