@@ -103,9 +103,11 @@ rule of each mask is asked which keys a query sees. From that follows what a pag
 - Attention by chunks (Llama 4) is served within the first chunk, and rotations that depend on the
   longest text of a batch (`longrope`, `dynamic`) up to the length at which they begin to: the
   context is that much shorter, and `baton check` says so.
+- [Quantised checkpoints](cpu.md#products) are read as they are for native models, and become floats
+  while they are read: no kernel of a quantiser's runs, so they compute as fast as any other.
 - Refused, with the reason in one line: encoders, encoder-decoders, classes that do not attend by
   the interface, recurrent states and convolutions, masks that depend on more than positions, heads
-  of more than 256 numbers, quantised checkpoints.
+  of more than 256 numbers.
 - On a GPU, nobody has run this way yet.
 
 """
