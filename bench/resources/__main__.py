@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--write-budgets",
         action="store_true",
-        help=f"what is counted goes into {budgets.FILE.name}",
+        help=f"what is counted goes into {budgets.FILE.name}, and all else stays there",
     )
     parser.add_argument("--files", type=Path, help="folder for TTGIR and PTX of each kernel")
     options = parser.parse_args()
@@ -169,7 +169,7 @@ def main() -> None:
         if row["problem"]
     ]
     if options.write_budgets:
-        budgets.write(budgets.counted(rows))
+        budgets.write(budgets.counted(rows), () if options.only else options.arch)
     if budgets.known():
         problems += budgets.exceeded(rows, budgets.read())
     else:

@@ -1,15 +1,15 @@
 """How many instructions kernels may have, by what they had when somebody last looked.
 
 A change of a kernel that makes one longer fails by its name; whoever finds the longer one good
-writes the file anew (`python -m bench.resources --write-budgets`) and says why. Every release of
-Triton has a file of its own: the newest, and the one that torch's wheels for CUDA ask for. With
-another one nothing is compared.
+writes it down (`python -m bench.resources --write-budgets`, of all or of some `--arch` or `--only`)
+and says why. Every release of Triton has a file of its own: the newest, and the one that torch's
+wheels for CUDA ask for. With another one nothing is compared.
 Counted for one model, one with experts, a hybrid and one with latents, on every architecture, in
 machine code, or in PTX where nothing disassembles.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,15 +33,25 @@ Budgets: TypeAlias = dict[str, Counts]  # by "sm_90 kernel operation"
 
 
 def counted(rows: Iterable[Mapping[str, Any]]) -> Budgets:
-    """Of the rows of `bench.resources`."""
+    """Of the rows of `bench.resources`; of a kernel that one operation launches in several forms
+    the largest numbers."""
     found: Budgets = {}
     for row in rows:
         for variant in row["variants"]:
             model, _, operation = variant.partition(" ")
             if model in MODELS and row["codes"] and _has_a_budget(operation):
                 name = operation.removeprefix(PAGE).removeprefix("bfloat16").strip()
-                found[f"sm_{row['arch']} {row['kernel']} {name}"] = row["codes"]
+                name = f"sm_{row['arch']} {row['kernel']} {name}"
+                found[name] = _largest(found.get(name, {}), row["codes"])
     return dict(sorted(found.items()))
+
+
+def _largest(one: Counts, other: Counts) -> Counts:
+    both = {**one, **other}
+    for language in one.keys() & other.keys():
+        parts = one[language].items()
+        both[language] = {part: max(count, other[language][part]) for part, count in parts}
+    return both
 
 
 def exceeded(rows: Iterable[Mapping[str, Any]], budgets: Budgets) -> Iterator[str]:
@@ -69,7 +79,16 @@ def known() -> bool:
     return FILE.exists()
 
 
-def write(budgets: Budgets) -> None:
+def write(found: Budgets, whole: Collection[int]) -> None:
+    """Adds what was found to what is there.
+
+    Args:
+        whole: architectures whose kernels were all looked at: there is nothing else of them then.
+    """
+    gone = tuple(f"sm_{arch} " for arch in whole)
+    kept = read() if known() else {}
+    kept = {name: codes for name, codes in kept.items() if not name.startswith(gone)}
+    budgets = dict(sorted((kept | found).items()))
     lines = (f"{json.dumps(name)}: {json.dumps(codes)}" for name, codes in budgets.items())
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

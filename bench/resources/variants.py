@@ -90,7 +90,7 @@ GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4
 SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
 QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # of hybrids, and of latents
 WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
-ADAPTED = (QWEN3_8B, QWEN2_05B)
+ADAPTED = (LLAMA3_8B, QWEN2_05B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     if arch != 90:
         few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
         experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
-        experts.append(_adapters(QWEN3_8B, _BF16))
+        experts.append(_adapters(LLAMA3_8B, _BF16))
         narrow = _narrow() if arch >= FIRST_ARCHITECTURE else []
         return [early, *few, *experts, _states(_BF16), *_latents(_BF16), *narrow]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
