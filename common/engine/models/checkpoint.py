@@ -3,9 +3,10 @@
 Knows names, shapes and bytes; not what they mean.
 """
 
+import copy
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class Checkpoint:
             ConfigError: no safetensors checkpoint there, or a damaged one.
         """
         self._directory = directory
+        self._reads: Callable[[str], None] | None = None
         self.tensors: dict[str, StoredTensor] = {}
         for path in _files(directory) if files is None else files:
             self.tensors.update(_header(path))
@@ -125,8 +127,16 @@ class Checkpoint:
                     f"{', '.join(wanted.dtypes)}"
                 )
 
+    def watched(self, reads: Callable[[str], None]) -> "Checkpoint":
+        """The same one, which tells the name of each tensor before it reads it."""
+        watched = copy.copy(self)
+        watched._reads = reads
+        return watched
+
     def read(self, name: str) -> Tensor:
         """The tensor in its own dtype, mapped from the file: copy it before the file may change."""
+        if self._reads is not None:
+            self._reads(name)
         with safetensors.safe_open(self.tensors[name].path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor

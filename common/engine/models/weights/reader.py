@@ -23,7 +23,8 @@ from common.engine.models.refill import refill
 from common.engine.models.stored.experts import ExpertShape, Place
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme, storing
-from common.engine.models.weights.survey import form_for, survey
+from common.engine.models.weights.ahead import Ahead
+from common.engine.models.weights.survey import Needs, form_for, survey
 from common.process.allocator import trim
 
 
@@ -117,8 +118,8 @@ def load_weights(
         ConfigError: as `stored_tensors` and `form_of`.
     """
     form = form_for(spec, device, dtype, quantize)
-    survey(checkpoint, spec, form, dtype)
-    return spec.build(Reader(checkpoint, spec.stored, device, dtype, form))
+    watched = _watched(checkpoint, survey(checkpoint, spec, form, dtype))
+    return spec.build(Reader(watched, spec.stored, device, dtype, form))
 
 
 def refill_weights(
@@ -132,9 +133,15 @@ def refill_weights(
         EngineFault: they differ in more than numbers; some of them are there already.
     """
     form = form_for(spec, decoder.device, decoder.dtype, quantize)
-    survey(checkpoint, spec, form, decoder.dtype)
-    reader = Reader(checkpoint, spec.stored, decoder.device, decoder.dtype, form)
+    watched = _watched(checkpoint, survey(checkpoint, spec, form, decoder.dtype))
+    reader = Reader(watched, spec.stored, decoder.device, decoder.dtype, form)
     fresh = spec.parts(reader)
     for present in decoder.parts:
         refill(present, next(fresh))
         reader.products.clear()  # or all of it would be there twice
+
+
+def _watched(checkpoint: Checkpoint, needs: Needs) -> Checkpoint:
+    """A survey notes tensors in the order in which they are read."""
+    tensors = {name: checkpoint.tensors[name] for name in needs.stored}
+    return checkpoint.watched(Ahead(tensors).reads)

@@ -1,0 +1,57 @@
+"""While weights are loaded the system is asked for what comes next, and the log told of it."""
+
+import os
+
+import torch
+
+from common.engine.models import load
+from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.weights import ahead
+from tests.support.checkpoints import make_checkpoint
+
+
+def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_path, monkeypatch):
+    directory = make_checkpoint(tmp_path, max_shard_size="100KB")
+    tensors = Checkpoint(directory).tensors
+    assert len({tensor.path for tensor in tensors.values()}) > 2
+    largest = max(tensor.num_bytes for tensor in tensors.values())
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", largest)
+    asked, read, watched = [], [], ahead.Ahead.reads
+
+    def advise(file, offset, num_bytes, advice):
+        asked.append((os.readlink(f"/proc/self/fd/{file}"), offset, num_bytes, advice))
+
+    def reads(self, name):
+        watched(self, name)
+        read.append(tensors[name].num_bytes)
+        wanted = str(tensors[name].path), tensors[name].offset, tensors[name].num_bytes
+        assert (*wanted, os.POSIX_FADV_WILLNEED) in asked
+        assert sum(num_bytes for *_, num_bytes, _ in asked) < sum(read) + 2 * largest
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(ahead.Ahead, "reads", reads)
+    load(directory, torch.device("cpu"), torch.float32)
+    assert len(asked) == len(read) == len(tensors)
+
+
+def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
+    directory = make_checkpoint(tmp_path)
+    monkeypatch.setattr(ahead, "TOLD_EVERY_S", 0.0)
+    with caplog.at_level("INFO", ahead.__name__):
+        load(directory, torch.device("cpu"), torch.float32)
+    lines = [record.message for record in caplog.records if record.name == ahead.__name__]
+    shares = [int(line.partition("read=")[2].strip("\"'").split()[0]) for line in lines]
+    assert shares == sorted(shares) and 0 < shares[0] < 50 and shares[-1] == 100
+
+
+def test_nothing_is_said_of_what_is_loaded_at_once(tmp_path, caplog):
+    directory = make_checkpoint(tmp_path)
+    now = 5.0
+    told = ahead.Ahead(Checkpoint(directory).tensors, clock=lambda: now)
+    with caplog.at_level("INFO", ahead.__name__):
+        for name in Checkpoint(directory).tensors:
+            told.reads(name)
+        assert not caplog.records
+        now += ahead.TOLD_EVERY_S
+        told.reads(name)
+    assert "100 %" in caplog.records[0].message
