@@ -71,7 +71,9 @@ class Scripted:
     """A model whose logits are what a function of its batch says; no KV."""
 
     def __init__(self, logits):
-        self.spec = SimpleNamespace(vocabulary_size=8, eos_token_ids=(7,), layers=(PagedKV(1, 2),))
+        self.spec = SimpleNamespace(
+            vocabulary_size=8, eos_token_ids=(7,), layers=(PagedKV(1, 2),), draft=None
+        )
         self.device, self.dtype = CPU, torch.float32
         self._logits = logits
 
