@@ -153,6 +153,7 @@ class BatchBuilder:
         self._rows_32 = np.arange(table.num_slots + 1, dtype=np.int32)
         self._places_32 = torch.from_numpy(self._rows_32)
         self._places_64 = torch.arange(table.num_slots + 1)
+        self._stateless: dict[int, dict[str, Tensor]] = {}  # by number of rows
 
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
         """O(tokens + pages of all rows)."""
@@ -175,7 +176,12 @@ class BatchBuilder:
         earliest = starts if batch.early is None else starts - batch.early
         page_ids, page_starts = self._pages(slots, earliest, ends)
         lengths = torch.from_numpy(ends)
-        states = self._states(batch, slots)
+        if self._table.state.shape[1]:
+            states = self._states(batch, slots)
+        elif (known := self._stateless.get(num_rows)) is not None:  # as most models' rows are
+            states = known
+        else:
+            states = self._stateless[num_rows] = self._states(batch, slots)
         if batch.mode is ForwardMode.DECODE:
             token_ids, locations = self._tokens(slots, starts)
             return ForwardBatch(
