@@ -18,7 +18,7 @@ from common.engine.models import fingerprint, load, open_checkpoint
 from common.engine.rows.batch import TO_GUESS
 from common.errors import ConfigError
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.draft_heads import TENSORS, make_eagle, make_mtp
+from tests.support.draft_heads import TENSORS, make_eagle, make_eagle3, make_mtp
 from tests.support.steps import Steps
 
 CPU = torch.device("cpu")
@@ -67,6 +67,49 @@ def _mtp(root: Path) -> Guessing:
     return Guessing(model, SpeculationConfig(drafter="mtp"), behind)
 
 
+def _eagle3(root: Path) -> Guessing:
+    model = make_checkpoint(root / "model", "llama", num_hidden_layers=7)
+    head = make_eagle3(root / "head", model)
+    tensors, name = load_file(head / TENSORS), "midlayer."
+    reference = reference_model(model)
+
+    def normed(x: Tensor, norm: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], tensors[f"{norm}.weight"], 1e-6)
+
+    layer = _layer(head, {}, "")
+    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weight = tensors[f"{name}self_attn.{part}.weight"]
+        getattr(layer.self_attn, part).weight = torch.nn.Parameter(weight)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        weight = tensors[f"{name}mlp.{part}.weight"]
+        getattr(layer.mlp, part).weight = torch.nn.Parameter(weight)
+
+    @torch.no_grad()
+    def behind(text: list[int]) -> list[int]:
+        drafts: list[int] = []
+        states = reference.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        tapped = torch.cat([states[number][0] for number in (2, 3, 4)], dim=1)
+        vectors = F.linear(tapped, tensors["fc.weight"])
+        for _ in range(NUM_DRAFTS):
+            embeddings = reference.get_input_embeddings()(torch.tensor([*text, *drafts])[1:])
+            embeddings = normed(embeddings, f"{name}input_layernorm")
+            both = torch.cat((embeddings, normed(vectors, f"{name}hidden_norm")), dim=1)
+            x = F.pad(both, (0, 0, 1, 0))[None]  # nothing is before the first token
+            places = torch.arange(x.shape[1])[None]
+            mixed, _ = layer.self_attn(
+                x,
+                position_embeddings=layer.rotary(x, places),
+                attention_mask=torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None],
+            )
+            past = vectors[-1] + mixed[0, -1]
+            out = past + layer.mlp(normed(past, f"{name}post_attention_layernorm"))
+            vectors = torch.cat((vectors, out[None]))
+            drafts.append(2 * int((tensors["lm_head.weight"] @ normed(out, "norm")).argmax()) + 1)
+        return drafts
+
+    return Guessing(model, SpeculationConfig(drafter="eagle", draft_model=str(head)), behind)
+
+
 def _layer(directory: Path, tensors: dict[str, Tensor], prefix: str) -> torch.nn.Module:
     """transformers' decoder layer, the last of its model, with these tensors of a checkpoint."""
     config = AutoConfig.from_pretrained(directory)
@@ -85,7 +128,7 @@ def _layer(directory: Path, tensors: dict[str, Tensor], prefix: str) -> torch.nn
         )
         mine["mlp.experts.down_proj"] = torch.stack([one["down_proj"] for one in each])
     missing = layer.load_state_dict(mine, strict=False).missing_keys
-    assert set(missing) <= {"input_layernorm.weight"}
+    assert not mine or set(missing) <= {"input_layernorm.weight"}
     layer.rotary = model.model.rotary_emb
     return layer
 
@@ -123,7 +166,7 @@ def _behind(
     return behind
 
 
-@pytest.fixture(scope="module", params=[_eagle, _mtp], ids=["eagle", "mtp"])
+@pytest.fixture(scope="module", params=[_eagle, _mtp, _eagle3], ids=["eagle", "mtp", "eagle3"])
 def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Guessing:
     return request.param(tmp_path_factory.mktemp("guessing"))
 
@@ -185,7 +228,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"num_hidden_layers": 2}, ["num_hidden_layers", "one layer"]),
         ({"hidden_size": 128}, ["hidden_size", "64"]),
         ({"vocab_size": 1000}, ["vocab_size", "320"]),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, ["LlamaForCausalLMEagle3", "EAGLE-3"]),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, ["layers of the model's 2"]),
         ({"model_type": "mixtral"}, ["LlamaForCausalLM", "model_type llama"]),
         ({"intermediate_size": 100}, ["layers.0.mlp.gate_proj.weight", "100"]),
         ({"mlp_bias": True}, ["misses", "layers.0.mlp"]),
@@ -243,5 +286,5 @@ def test_a_layer_of_the_checkpoint_is_weighed_and_changed_with_it(tmp_path):
     open_checkpoint(new, speculation=mtp).refill(model, "none")
     fresh = load(new, CPU, torch.float32, speculation=mtp)
     for name in ("token_norm", "head_norm", "ffn_norm"):
-        mine, its = (getattr(each.drafter.block, name) for each in (model, fresh))
+        mine, its = (getattr(each.drafter.layer, name) for each in (model, fresh))
         assert torch.equal(mine.weight, its.weight)

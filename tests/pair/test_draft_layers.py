@@ -20,7 +20,13 @@ from common.engine.speculate.head import HeadDrafter
 from common.engine.speculate.policy import AllDrafts
 from common.engine.speculate.speculator import Speculator
 from tests.support.checkpoints import make_checkpoint
-from tests.support.draft_heads import make_eagle, make_followed, make_follower, make_mtp
+from tests.support.draft_heads import (
+    make_eagle,
+    make_eagle3,
+    make_followed,
+    make_follower,
+    make_mtp,
+)
 from tests.support.pair_node import Asked, Loaded, Size
 from tests.support.pair_rig import PairRig
 
@@ -74,7 +80,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     return Followed(loaded, after)
 
 
-@pytest.fixture(scope="module", params=["eagle", "mtp"])
+@pytest.fixture(scope="module", params=["eagle", "mtp", "eagle3"])
 def guessed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Loaded, Loaded]]:
@@ -84,8 +90,9 @@ def guessed(
         model = make_mtp(make_checkpoint(root / "model", "deepseek_v3"))
         yield _loaded(model), _loaded(model, drafter="mtp")
         return
-    model = make_checkpoint(root / "model", "llama")
-    head = make_eagle(root / "head", model, bias=True)
+    model = make_checkpoint(root / "model", "llama", num_hidden_layers=5)
+    make = make_eagle if request.param == "eagle" else make_eagle3
+    head = make(root / "head", model)
     yield _loaded(model), _loaded(model, drafter="eagle", draft_model=str(head))
 
 

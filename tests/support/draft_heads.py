@@ -54,6 +54,33 @@ def make_eagle(directory: Path, model: Path, *, seed: int = 0, bias: bool = Fals
     return directory
 
 
+def make_eagle3(directory: Path, model: Path, *, seed: int = 0) -> Path:
+    """Writes a random EAGLE-3 head for a model of Llama's sizes, that knows every second token;
+    returns `directory`."""
+    make_eagle(directory, model, seed=seed)
+    config = json.loads((directory / "config.json").read_text())
+    hidden, known = config["hidden_size"], config["vocab_size"] // 2
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in load_file(directory / TENSORS).items()
+        if name.startswith("layers.0.")
+    }
+    for name in ("q_proj", "k_proj", "v_proj"):
+        whole = f"midlayer.self_attn.{name}.weight"
+        tensors[whole] = torch.cat((tensors[whole], tensors[whole].roll(3, 0)), dim=1)
+    for norm in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm"):
+        tensors[f"{norm}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=random)
+    tensors["fc.weight"] = torch.randn(hidden, 3 * hidden, generator=random) * hidden**-0.5
+    tensors["lm_head.weight"] = torch.randn(known, hidden, generator=random)
+    tensors["d2t"] = torch.arange(known) + 1  # number n is token 2n + 1
+    tensors["t2d"] = torch.arange(2 * known) % 2 == 1
+    save_file(tensors, directory / TENSORS)
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": known}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def make_mtp(model: Path, *, seed: int = 0) -> Path:
     """Gives a checkpoint of DeepSeek-V3 its layer for drafts, in place, as a random one of its last
     layer's kind; returns `model`."""

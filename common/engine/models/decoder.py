@@ -13,10 +13,10 @@ from common.engine.models.blocks.layer import Layer, LayerSpec
 from common.engine.models.blocks.norm import Norm, RmsNorm
 from common.engine.models.blocks.protocol import Adapted, Site, Step
 from common.engine.models.blocks.source import Source
-from common.engine.models.drafting import DraftBlock, DraftHead, DraftSpec
+from common.engine.models.drafting import DraftHead, DraftLayer, DraftLayerSpec
 from common.engine.models.linear import Linear, Product
 from common.engine.models.spec import ModelSpec
-from common.engine.models.stack import LayerByLayer, stack_of
+from common.engine.models.stack import LayerByLayer, stack_of, tap
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme
 from common.engine.models.vision.seeing import Seeing
@@ -48,10 +48,10 @@ class DecoderSpec:
     stored: Scheme = PLAIN
     prefix: str = "model."
     unused: tuple[str, ...] = ()
-    offered: DraftSpec | None = field(default=None, repr=False)
-    drafter: DraftSpec | None = None
+    offered: DraftLayerSpec | None = field(default=None, repr=False)
+    drafter: DraftLayerSpec | None = None
 
-    def drafting(self, drafter: DraftSpec) -> "DecoderSpec":
+    def drafting(self, drafter: DraftLayerSpec) -> "DecoderSpec":
         """With a drafter that the checkpoint has."""
         draft = drafter.keeps(self.model.hidden_size)
         return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
@@ -127,7 +127,7 @@ class Decoder:
         layers: tuple[Layer, ...],
         norm: RmsNorm,
         products: Sequence[Product] = (),
-        drafter: DraftBlock | None = None,
+        drafter: DraftLayer | None = None,
     ) -> None:
         self.spec = spec.model
         self.device = embedding.device
@@ -141,7 +141,7 @@ class Decoder:
         self._adaptable = LayerByLayer(layers)
         self.norm = norm
         self.seeing: Seeing | None = None
-        self._draft_block = drafter  # if it is its own
+        self._draft_layer = drafter  # if it is its own
         self.drafter = None if drafter is None else self.drafting(drafter)
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
@@ -150,11 +150,11 @@ class Decoder:
     def parts(self) -> Sequence[object]:
         """As `DecoderSpec.parts` makes them."""
         own = (self.embedding, self.head, self.classes, *self.layers, self.norm)
-        return (*own, self._draft_block)
+        return (*own, self._draft_layer)
 
-    def drafting(self, block: DraftBlock) -> DraftHead:
+    def drafting(self, layer: DraftLayer) -> DraftHead:
         """Such a layer behind this decoder."""
-        return DraftHead(block, self._embedded, self.logits)
+        return DraftHead(layer, self._embedded, self.logits)
 
     def forward(
         self,
@@ -179,13 +179,18 @@ class Decoder:
         if batch.seen:
             assert self.seeing is not None
             self.seeing.embed(batch.seen, x)
-        stack = self.stack if adapted is None else self._adaptable
-        x, residual = stack.forward(x, step, pool)
-        if self.drafter is None:
+        drafter = self.drafter
+        tapped: Sequence[Tensor] = ()
+        if drafter is not None and drafter.layer.taps:
+            x, residual, tapped = tap(self.layers, drafter.layer.taps, x, step, pool)
+        else:
+            stack = self.stack if adapted is None else self._adaptable
+            x, residual = stack.forward(x, step, pool)
+        if drafter is None:
             x, _ = self.norm.forward(x, residual, rows=batch.sampled)
             return x
         x, _ = self.norm.forward(x, residual)
-        self.drafter.follow(step, x, future_tokens, pool)
+        drafter.follow(step, x, tapped, future_tokens, pool)
         return x.index_select(0, batch.sampled)
 
     def _embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:

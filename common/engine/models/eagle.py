@@ -2,14 +2,21 @@
 it out. Embedding and head for tokens are those of the model that it was trained for."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from common.config import Quantize
+from common.engine.models.blocks.attention import Attention
 from common.engine.models.blocks.protocol import Site
 from common.engine.models.checkpoint import Checkpoint, content
-from common.engine.models.drafting import DraftBlock, DraftSpec
+from common.engine.models.drafting import (
+    DraftLayer,
+    DraftLayerSpec,
+    DraftSpec,
+    Eagle3Spec,
+)
 from common.engine.models.families import common
 from common.engine.models.fields import Fields
 from common.engine.models.linear import form_of
@@ -20,8 +27,10 @@ from common.engine.models.weights.survey import Needs, Survey
 from common.errors import ConfigError
 
 _FLAG = "engine.speculation.draft_model"
-_SHARED = ("embed_tokens.", "lm_head.")  # stored once more, and not used
+_UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # the model's own once more, or of no use
 _JOIN = "fc"
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+_MIDDLE = "midlayer.hidden_norm.weight"
 
 
 class EagleCheckpoint:
@@ -41,26 +50,17 @@ class EagleCheckpoint:
         _check(config, model, directory)
         self._checkpoint, self._scheme = Checkpoint(directory), scheme_of(config)
         self._hidden_size = model.hidden_size
-        bias = config.flag("attention_bias", False)
-        self.spec = DraftSpec(
-            mixer=common.attention(
-                config, common.even_head_dim(config), qkv_bias=bias, output_bias=bias
-            ),
-            ffn=common.dense(config, bias=config.flag("mlp_bias", False)),
-            norm=common.norm(config),
-            prefix="",
-            layer_prefix="layers.0.",
-            join=_JOIN,
-            join_bias=f"{_JOIN}.bias" in self._checkpoint.tensors,
-            inner_norms=False,
-            input_norm=False,
-        )
+        self.spec: DraftLayerSpec
+        if any("eagle3" in name.lower() for name in _architectures(config)):
+            self.spec = _third(config, model, self._checkpoint)
+        else:
+            self.spec = _first(config, self._checkpoint)
 
     def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
         """What `load` takes. Raises ConfigError: it is not whole."""
         return self._survey(device, dtype, quantize).num_bytes
 
-    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> DraftBlock:
+    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> DraftLayer:
         """Raises ConfigError as `weight_bytes`."""
         self._survey(device, dtype, quantize)
         form = form_of(device, dtype, quantize)
@@ -77,20 +77,62 @@ class EagleCheckpoint:
         form = form_of(device, dtype, quantize)
         source = Survey(self._checkpoint, self._scheme, form, dtype)
         self.spec.build(Site(source, self._hidden_size))
-        self._checkpoint.check(source.needs.stored, self._scheme.ignored, _SHARED)
+        self._checkpoint.check(source.needs.stored, self._scheme.ignored, _UNUSED)
         return source.needs
 
 
 def _check(config: Fields, model: ModelSpec, directory: Path) -> None:
     kind, layers = config.text("model_type"), config.integer("num_hidden_layers")
-    names = config.texts("architectures") if "architectures" in config else ()
-    if kind != "llama" or any("eagle3" in name.lower() for name in names):
+    if kind != "llama":
         raise ConfigError(
-            f"{_FLAG}: {directory} is {', '.join(names) or kind}; EAGLE heads of model_type llama "
-            "are supported, and not those of EAGLE-3"
+            f"{_FLAG}: {directory} is {', '.join(_architectures(config)) or kind}; EAGLE heads of "
+            "model_type llama are supported"
         )
     if layers != 1:
         raise config.wrong("num_hidden_layers", "1: an EAGLE head is one layer")
     for name, here in (("hidden_size", model.hidden_size), ("vocab_size", model.vocabulary_size)):
         if config.integer(name) != here:
             raise config.wrong(name, f"{here}, as of the model that it is to guess for")
+
+
+def _architectures(config: Fields) -> tuple[str, ...]:
+    return config.texts("architectures") if "architectures" in config else ()
+
+
+def _attention(config: Fields) -> Attention:
+    bias = config.flag("attention_bias", False)
+    return common.attention(config, common.even_head_dim(config), qkv_bias=bias, output_bias=bias)
+
+
+def _first(config: Fields, checkpoint: Checkpoint) -> DraftSpec:
+    """EAGLE, and EAGLE-2, which differs in how many drafts there are."""
+    return DraftSpec(
+        mixer=_attention(config),
+        ffn=common.dense(config, bias=config.flag("mlp_bias", False)),
+        norm=common.norm(config),
+        prefix="",
+        layer_prefix="layers.0.",
+        join=_JOIN,
+        join_bias=f"{_JOIN}.bias" in checkpoint.tensors,
+        inner_norms=False,
+        input_norm=False,
+    )
+
+
+def _third(config: Fields, model: ModelSpec, checkpoint: Checkpoint) -> Eagle3Spec:
+    told, count = config.nested("eagle_config"), len(model.layers)
+    if not told.flag("use_aux_hidden_state", True):
+        raise told.wrong("use_aux_hidden_state", "true")
+    taps = told.counts(_TAPS) or (2, count // 2, count - 3)
+    if not all(0 <= tap < count for tap in taps):
+        raise told.wrong(_TAPS, f"layers of the model's {count}")
+    return Eagle3Spec(
+        mixer=replace(_attention(config), of_two=True),
+        ffn=common.dense(config, bias=config.flag("mlp_bias", False)),
+        norm=common.norm(config),
+        taps=taps,
+        layer_prefix="midlayer." if _MIDDLE in checkpoint.tensors else "layers.0.",
+        vocabulary=config.integer("draft_vocab_size", model.vocabulary_size),
+        mapped="d2t" in checkpoint.tensors,
+        normed_residual=config.flag("norm_before_residual", False),
+    )

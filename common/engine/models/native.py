@@ -10,7 +10,7 @@ import torch
 from common.config import Quantize, SpeculationConfig
 from common.engine.models.checkpoint import Checkpoint, stored_names
 from common.engine.models.decoder import Decoder, DecoderSpec
-from common.engine.models.drafting import DraftSpec
+from common.engine.models.drafting import DraftLayerSpec
 from common.engine.models.eagle import EagleCheckpoint
 from common.engine.models.families import read_decoder
 from common.engine.models.heads import as_stored
@@ -119,7 +119,7 @@ class NativeCheckpoint:
         return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()
 
 
-def _offered(decoder: DecoderSpec, directory: Path) -> DraftSpec:
+def _offered(decoder: DecoderSpec, directory: Path) -> DraftLayerSpec:
     if decoder.offered is None:
         raise ConfigError(
             f"engine.speculation.drafter: mtp wants a layer for drafts in the checkpoint (of "

@@ -62,6 +62,21 @@ class LayerByLayer:
         return x, residual
 
 
+def tap(
+    layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: Step, pool: KVPool
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    """As `Stack.forward`, layer by layer; and what went into the layers of these numbers,
+    [num_tokens, hidden] each."""
+    residual: Tensor | None = None
+    tapped: dict[int, Tensor] = {}
+    kept = zip(layers, pool.layers, pool.layout.places, pool.cells, strict=True)
+    for number, (layer, kv, place, cells) in enumerate(kept):
+        if number in taps:
+            tapped[number] = x.clone() if residual is None else x + residual
+        x, residual = layer.forward(x, residual, step, Kept(kv, place.table, cells))
+    return x, residual, [tapped[number] for number in taps]
+
+
 class InOneCall:
     """
     Args:

@@ -202,7 +202,7 @@ class ModelRunner:
             output.tokens = _to_host(nothing_sampled(chosen))
         else:
             tokens, told = asked.choose(to_logits(chosen), sent, step.early_chosen)
-            self._keep(step, chosen, tokens, output)
+            self._keep(step, tokens, output)
             output.told = {name: _to_host(tensor) for name, tensor in told.items()}
         if asked.prompt is not None:
             of_prompt = forward.hidden[step.num_chosen :][: len(asked.prompt.places)]
@@ -212,20 +212,15 @@ class ModelRunner:
             parts = asked.pooling.run(self._model, forward.hidden, sent)
             output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
-    def _keep(self, step: Settled, hidden: Tensor, tokens: Tensor, output: Output) -> None:
-        """For the next step, and for the host.
-
-        Args:
-            hidden: that tokens were chosen after.
-        """
+    def _keep(self, step: Settled, tokens: Tensor, output: Output) -> None:
+        """For the next step, and for the host."""
         rejected = None
         if step.verified is not None:
             verified = step.verified.judge(step.batch.token_ids, tokens)
             tokens, rejected = verified.newest, verified.rejected
             output.runs = _to_host(verified.tokens), _to_host(verified.counts)
             if (drafter := self._model.drafter) is not None:
-                last = verified.last
-                drafter.go_on_from(step.batch, step.batch.sampled[last], hidden[last], self._pool)
+                drafter.go_on_from(step.batch, step.batch.sampled[verified.last], self._pool)
         self._future.store(step.batch.slots, tokens, rejected)
         output.tokens = _to_host(tokens)
 

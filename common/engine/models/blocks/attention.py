@@ -24,6 +24,7 @@ class Attention:
     soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
     sinks: each head has a score beside those of its keys, for a key without a value.
     qk_norm: of each head of queries and of keys, before they are rotated; None: there is none.
+    of_two: it is given two vectors of each token, side by side.
     output_gate: each head's output is multiplied by the sigmoid of what comes with its query.
     """
 
@@ -39,6 +40,7 @@ class Attention:
     qk_norm: Norm | None = None
     sinks: bool = False
     output_gate: bool = False
+    of_two: bool = False
 
     @property
     def keeps(self) -> PagedKV:
@@ -58,7 +60,7 @@ class Attention:
             rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
             qkv=source.linear(
                 {"q_proj": queries, "k_proj": kv, "v_proj": kv},
-                site.hidden_size,
+                site.hidden_size * (2 if self.of_two else 1),
                 bias=self.qkv_bias,
             ),
             q_norm=None if norm is None else norm.build(source, "q_norm", size),

@@ -54,6 +54,10 @@ class Source(Protocol):
         """
         ...
 
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """int64, as they are stored."""
+        ...
+
     def scale(self, name: str) -> float:
         """A stored number; 1 where there is none."""
         ...

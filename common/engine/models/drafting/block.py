@@ -4,6 +4,7 @@ the token behind it, it makes what takes the place of the model's vector of that
 Sources: DeepSeek-V3, 2024, section 2.2 (MTP); EAGLE, Li et al. 2024, section 3.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ class DraftSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftBlock:
-    """Vectors, and embeddings of the tokens behind them, are [num_tokens, hidden]."""
+    """See DraftLayer."""
 
     token_norm: RmsNorm | None
     vector_norm: RmsNorm | None
@@ -80,24 +81,27 @@ class DraftBlock:
     ffn: Ffn
     head_norm: RmsNorm | None
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
+        return hidden
+
     def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
-        """Writes what later tokens will need of these, and computes nothing else."""
         x = self._joined(vectors, embeddings, step)
         # Nothing is before a text's first token: what the layer makes of zeros.
         x = x.masked_fill((step.batch.positions == 0)[:, None], 0)
         self.mixer.keep(_normed(x, self.mixer_norm), step, kept)
 
     def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
-        """Writes them, too; returns the vectors of those tokens, [num_tokens, hidden]. None of them
-        is a text's first."""
         x = self._joined(vectors, embeddings, step)
         mixed = self.mixer.forward(_normed(x, self.mixer_norm), step, kept)
         normed, residual = self.ffn_norm.forward(mixed, x)
         return residual + self.ffn.forward(normed, step)
 
-    def for_head(self, vectors: Tensor) -> Tensor:
-        """What the model's head makes logits of."""
-        return _normed(vectors, self.head_norm)
+    def likeliest(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        return logits(_normed(vectors, self.head_norm)).argmax(dim=1).int()
 
     def _joined(self, vectors: Tensor, embeddings: Tensor, step: Step) -> Tensor:
         parts = _normed(embeddings, self.token_norm), _normed(vectors, self.vector_norm)

@@ -8,6 +8,7 @@ Whoever goes on behind a token, on this node or on another one, has its page.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from common.engine.memory.kv import KVPool
 from common.engine.memory.layout import DraftView
 from common.engine.models.blocks.protocol import Kept, Step
-from common.engine.models.drafting.block import DraftBlock
+from common.engine.models.drafting.protocol import DraftLayer
 from common.engine.rows.batch import TO_GUESS
 from common.engine.rows.forward import ForwardBatch
 from kernels.pages.store_kv import store_kv
@@ -33,37 +34,45 @@ class DraftHead:
 
     def __init__(
         self,
-        block: DraftBlock,
+        layer: DraftLayer,
         embed: Callable[[Tensor, Tensor], Tensor],
         logits: Callable[[Tensor], Tensor],
     ) -> None:
-        self.block = block
+        self.layer = layer
+        self._newest: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()  # steps' vectors
         self._embed = embed
         self._logits = logits
 
-    def follow(self, step: Step, hidden: Tensor, future_tokens: Tensor, pool: KVPool) -> None:
+    def follow(
+        self,
+        step: Step,
+        hidden: Tensor,
+        tapped: Sequence[Tensor],
+        future_tokens: Tensor,
+        pool: KVPool,
+    ) -> None:
         """After the model: what there is to keep of a step's tokens.
 
         Args:
-            hidden: [num_tokens, hidden], as the model's head would have them.
+            hidden, tapped: as of DraftLayer.
         """
         batch, view = step.batch, _view(pool)
-        firsts = batch.query_starts[:-1]
-        vectors = hidden.roll(1, 0)
-        vectors[firsts] = _vectors_before(batch, view, pool.layout.page_size).to(hidden.dtype)
+        own = self.layer.vectors(hidden, tapped, step)
+        vectors = own.roll(1, 0)
+        vectors[batch.query_starts[:-1]] = _vectors_before(batch, view, pool.layout.page_size)
         embeddings = self._embed(batch.token_ids, future_tokens)
-        self.block.keep(vectors, embeddings, step, Kept(view.tokens, _TABLE, {}))
-        pages = _newest_of_pages(batch, pool.layout.page_size)
-        _store(hidden, pages, view)
+        self.layer.keep(vectors, embeddings, step, Kept(view.tokens, _TABLE, {}))
+        _store(own, _newest_of_pages(batch, pool.layout.page_size), view)
+        self._newest[pool] = own
 
-    def go_on_from(self, batch: ForwardBatch, places: Tensor, hidden: Tensor, pool: KVPool) -> None:
-        """After a step with drafts, and its verdict: its rows go on behind these tokens.
+    def go_on_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
+        """After `follow` of a step with drafts, and its verdict: its rows go on behind these.
 
         Args:
             places: int64 [num_rows], of the last token that stands among the step's.
-            hidden: [num_rows, hidden], of those.
         """
-        _store(hidden, batch.locations[_TABLE][places] // pool.layout.page_size, _view(pool))
+        pages = batch.locations[_TABLE][places] // pool.layout.page_size
+        _store(self._newest[pool][places], pages, _view(pool))
 
     def guess(
         self,
@@ -84,8 +93,8 @@ class DraftHead:
             places = firsts[:rows] + number
             one = _one_token(batch, token_ids, places)
             embeddings = self._embed(one.token_ids, future_tokens)
-            vectors = self.block.forward(vectors[:rows], embeddings, Step(one), kept)
-            likeliest = self._logits(self.block.for_head(vectors)).argmax(dim=1).int()
+            vectors = self.layer.forward(vectors[:rows], embeddings, Step(one), kept)
+            likeliest = self.layer.likeliest(vectors, self._logits)
             drafts = token_ids[places + 1]
             token_ids[places + 1] = torch.where(drafts == TO_GUESS, likeliest, drafts)
         return token_ids

@@ -75,6 +75,9 @@ class Reader:
     ) -> Tensor:
         return own_copy(self._stored([name]), self.device, dtype or self.dtype)
 
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return own_copy(self._stored([name]), self.device, torch.int64)
+
     def scale(self, name: str) -> float:
         stored = self.prefix + name in self.checkpoint.tensors
         return float(self._stored([name])) if stored else 1.0

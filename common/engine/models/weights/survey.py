@@ -87,6 +87,11 @@ class Survey:
     ) -> Tensor:
         return self._kept(name, shape, dtype or self.dtype)
 
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.needs.stored[self.prefix + name] = Wanted(shape, ("I64",))
+        self.needs.num_bytes += math.prod(shape) * torch.int64.itemsize
+        return _nothing(shape, torch.int64)
+
     def scale(self, name: str) -> float:
         if self.prefix + name in self.checkpoint.tensors:
             self.needs.stored[self.prefix + name] = Wanted((), or_shapes=((1,),))

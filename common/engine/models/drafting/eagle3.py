@@ -1,0 +1,112 @@
+"""A decoder layer that sees inputs of three of a model's layers, and has a head of its own for some
+of the model's tokens.
+
+Source: EAGLE-3, Li et al. 2025, section 3.1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.memory.states import DraftState
+from common.engine.models.blocks.norm import Norm, RmsNorm
+from common.engine.models.blocks.protocol import (
+    Ffn,
+    FfnSpec,
+    KeepingMixer,
+    KeepingMixerSpec,
+    Kept,
+    Site,
+    Step,
+)
+from common.engine.models.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Spec:
+    """
+    mixer: of two vectors side by side.
+    taps: see DraftLayer.
+    layer_prefix: of the names of the decoder layer's tensors.
+    vocabulary: tokens that the head knows; mapped: they are not the model's first ones.
+    normed_residual: what goes past attention is the normed vector.
+    """
+
+    mixer: KeepingMixerSpec
+    ffn: FfnSpec
+    norm: Norm
+    taps: tuple[int, ...]
+    layer_prefix: str
+    vocabulary: int
+    mapped: bool
+    normed_residual: bool
+    prefix: str = ""
+
+    def keeps(self, hidden_size: int) -> DraftState:
+        return DraftState(self.mixer.keeps, hidden_size)
+
+    def build(self, site: Site) -> "Eagle3Layer":
+        hidden, source = site.hidden_size, site.source
+        layer = site.within(self.layer_prefix)
+        shifts = source.integers("d2t", (self.vocabulary,)) if self.mapped else None
+        built = Eagle3Layer(
+            spec=self,
+            join=source.linear({"fc": hidden}, len(self.taps) * hidden),
+            token_norm=self.norm.build(layer.source, "input_layernorm", hidden),
+            vector_norm=self.norm.build(layer.source, "hidden_norm", hidden),
+            mixer=self.mixer.build(layer),
+            ffn_norm=self.norm.build(layer.source, "post_attention_layernorm", hidden),
+            ffn=self.ffn.build(layer),
+            norm=self.norm.build(source, "norm", hidden),
+            head=source.linear({"lm_head": self.vocabulary}, hidden),
+            shifts=shifts,
+        )
+        source.tidy()
+        return built
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eagle3Layer:
+    """See DraftLayer."""
+
+    spec: Eagle3Spec
+    join: Linear  # what was tapped -> hidden
+    token_norm: RmsNorm
+    vector_norm: RmsNorm
+    mixer: KeepingMixer
+    ffn_norm: RmsNorm
+    ffn: Ffn
+    norm: RmsNorm
+    head: Linear  # hidden -> vocabulary
+    shifts: Tensor | None  # int64 [vocabulary], to be added for the model's number of a token
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.spec.taps
+
+    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
+        return self.join.apply(torch.cat([*tapped], dim=1))
+
+    def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
+        x, _ = self._joined(vectors, embeddings)
+        # Nothing is before a text's first token: what the layer makes of zeros.
+        x = x.masked_fill((step.batch.positions == 0)[:, None], 0)
+        self.mixer.keep(x, step, kept)
+
+    def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
+        x, past = self._joined(vectors, embeddings)
+        normed, residual = self.ffn_norm.forward(self.mixer.forward(x, step, kept), past)
+        return residual + self.ffn.forward(normed, step)
+
+    def likeliest(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        known = self.head.apply(self.norm.forward(vectors)[0]).argmax(dim=1)
+        return (known if self.shifts is None else known + self.shifts[known]).int()
+
+    def _joined(self, vectors: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention sees, and what goes past it."""
+        tokens, _ = self.token_norm.forward(embeddings)
+        normed, _ = self.vector_norm.forward(vectors)
+        past = normed if self.spec.normed_residual else vectors
+        return torch.cat((tokens, normed), dim=1), past
