@@ -290,6 +290,26 @@ def test_watchers_hear_of_a_page_until_no_file_has_it(tmp_path):
     assert not names & told.names
 
 
+def test_watchers_hear_of_a_page_that_is_not_what_was_written(tmp_path):
+    rig = small(tmp_path)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    slot = written_slots(rig, prompt)[5]
+    told = Told(rig)
+    forgotten(rig, prompt)
+    damage(file_of(tmp_path), slot * 4 * SIZE + 7, 1)
+    name = page_names(prompt, SIZE, SHARED)[5]
+    told.check()
+    assert name in told.names
+    over: list[bool] = []
+    way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
+    assert way is not None and rig.tiers.bring(way, len(way.host), lambda: over.append(True))
+    while not over:
+        rig.tiers.poll()
+    told.check()
+    assert name not in told.names
+
+
 def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: int) -> Rig:
     """Conversations, of which one process after the other hears a part."""
     rng = random.Random(seed)
