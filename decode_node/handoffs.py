@@ -56,6 +56,8 @@ READ_SOON_S = 2.0
 # waits for neither of them, or for one step.
 MOVE_WAIT_S = 2.0
 MOST_GROWTH = 512  # tokens, meanwhile
+# Longest wait of a launch for those that come next, once the first of several is about to be here.
+LAUNCH_WAITS_S = 0.008
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +106,7 @@ class Handoffs:
         self._on_its_way: dict[bytes, Transfer] = {}  # of prompts whose pages others may share
         self._waits = Drain()  # for pages, in pages: the prealloc queue
         self._deadlines_due = 0.0
+        self._launch_by = 0.0  # for all of those that move here about now
         self._log = ThrottledLog(log, Throttle(most=100))
 
     @property
@@ -315,6 +318,7 @@ class Handoffs:
         now = time.monotonic()
         attempt.stamps.first_ready, attempt.stamps.first_token = event.first_ready, now
         attempt.until = math.inf  # reads have deadlines of their own
+        self._note_arrival(now)
         num_tokens = len(attempt.token_ids) + len(event.token_ids)
         transfer.destination = self._destinations.settle(transfer.destination, num_tokens)
         transfer.told, transfer.first_token = event, event.token
@@ -328,6 +332,7 @@ class Handoffs:
         attempt, destination = transfer.attempt, transfer.destination
         stamps, now, num_read = attempt.stamps, time.monotonic(), len(destination.fresh)
         if attempt.moves:
+            self._note_arrival(now)
             self._counts.moved_here()
         else:
             self._counts.held(
@@ -340,6 +345,23 @@ class Handoffs:
         stamps.landed, stamps.held = event.landed, now
         stamps.num_pages = num_read
         stamps.num_bytes = num_read * self._destinations.page_bytes
+
+    def launch_waits_s(self, now: float, *, ahead: bool) -> float:
+        """So long the next launch should wait, at most, for requests that move here: one that comes
+        just after it stands still for the whole step.
+
+        Args:
+            ahead: a step is under way, and the next one would only be queued behind it: whoever
+                comes before its end would miss both.
+        """
+        if not self.transfer.num_coming:
+            return 0.0
+        return math.inf if ahead else max(0.0, self._launch_by - now)
+
+    def _note_arrival(self, now: float) -> None:
+        """Of one that moves here: it has stopped where it was, or its pages are read."""
+        if now > self._launch_by:
+            self._launch_by = now + LAUNCH_WAITS_S
 
     def join(self) -> None:
         """KV and first token are here: into the running batch without a forward."""

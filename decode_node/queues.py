@@ -166,6 +166,7 @@ class TransferQueue:
 
     def __init__(self) -> None:
         self._transfers: dict[HandoffId, Transfer] = {}
+        self._movers: dict[HandoffId, Transfer] = {}  # of these
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -175,12 +176,20 @@ class TransferQueue:
 
     def append(self, transfer: Transfer) -> None:
         self._transfers[transfer.attempt.id] = transfer
+        if transfer.attempt.moves:
+            self._movers[transfer.attempt.id] = transfer
 
     def get(self, handoff_id: HandoffId) -> Transfer | None:
         return self._transfers.get(handoff_id)
 
     def remove(self, handoff_id: HandoffId) -> Transfer | None:
+        self._movers.pop(handoff_id, None)
         return self._transfers.pop(handoff_id, None)
+
+    @property
+    def num_coming(self) -> int:
+        """Of those that run at their owners, how many are not held yet."""
+        return sum(not transfer.held for transfer in self._movers.values())
 
     def held(self) -> list[Transfer]:
         return [transfer for transfer in self._transfers.values() if transfer.held]

@@ -201,6 +201,8 @@ class DecodeRole:
         self._outbox.flush()
 
     def next_batch(self) -> ScheduleBatch | None:
+        if self._launch_waits_s > 0:
+            return None
         batch = self._scheduler.next_batch()
         if self._scheduler.on_trial is not self._told_trial:
             self._tell_trial(self._scheduler.on_trial)
@@ -231,7 +233,11 @@ class DecodeRole:
         self._outbox.flush()
 
     def idle(self) -> None:
-        self._desk.rest(self, self.check)
+        self._desk.rest(self, self.check, self._launch_waits_s or math.inf)
+
+    @property
+    def _launch_waits_s(self) -> float:
+        return self._handoffs.launch_waits_s(time.monotonic(), ahead=self._scheduler.computes)
 
     def check(self) -> None:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""

@@ -4,6 +4,7 @@ The role is asked through the small Inside protocol; the desk knows no queue by 
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -189,8 +190,11 @@ class Desk:
         """Tells the front something that it has not asked."""
         self._channel.post(message)
 
-    def rest(self, inside: Inside, self_check: Callable[[], None]) -> None:
-        """Sleeps until the front or another thread has something, or the next report is due.
+    def rest(
+        self, inside: Inside, self_check: Callable[[], None], longest_s: float = math.inf
+    ) -> None:
+        """Sleeps until the front or another thread has something, or the next report is due; for
+        `longest_s` at most.
 
         Args:
             self_check: raises where something has leaked. It looks at every page, which takes
@@ -210,7 +214,7 @@ class Desk:
             self._told_drained = True
             self._channel.post(Drained())
         now = time.monotonic()
-        self._channel.wait(max(0.0, self._report_at - now))
+        self._channel.wait(max(0.0, min(self._report_at - now, longest_s)))
         self._rested_s += time.monotonic() - now
 
     def _report(self, inside: Inside) -> None:

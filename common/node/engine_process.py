@@ -29,6 +29,9 @@ C = TypeVar("C", bound=NodeConfig)
 
 _START_S = 30.0  # from exec to the front's first frame
 _FLUSH_S = 2.0  # for the last words
+# So long a thread that has something to do waits for another one that computes in Python. By
+# default that is 5 ms, longer than it takes to tell a peer something or to launch a step.
+_SWITCH_S = 0.0005
 
 
 class EngineChannel:
@@ -136,6 +139,7 @@ def run_engine(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
+    sys.setswitchinterval(_SWITCH_S)
     engine_fd, handed_over_fd = (int(argument) for argument in sys.argv[1:3])
     for fd in (engine_fd, handed_over_fd):
         os.set_inheritable(fd, False)

@@ -72,7 +72,7 @@ class Outbox:
             streams = np.concatenate(self._streams)
             requests = np.concatenate(self._requests)
             tokens = np.concatenate(self._tokens)
-            for stream in np.unique(streams).tolist():
+            for stream in set(streams.tolist()):
                 mine = streams == stream
                 self._post(stream, requests[mine], tokens[mine])
             for column in (self._streams, self._requests, self._tokens):

@@ -7,6 +7,7 @@ import pytest
 from grpc import StatusCode
 
 from common.engine.memory.pages import Holder
+from common.engine.rows.batch import ScheduleBatch
 from common.engine.rows.request import FinishReason
 from common.node.messages import MoveFrom
 from common.requests.guide import Guide
@@ -130,6 +131,27 @@ def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
         (grant,) = [g for g in rig.wires.seen if isinstance(g, Grant) and g.room_tokens]
         assert grant.prefix_tokens == 32
         assert grant.gib_per_s > 0.0  # by which the source bounds its pause
+
+
+def test_while_one_is_on_its_way_nothing_is_launched_ahead(known: Known) -> None:
+    """It would miss the step under way, and the one that is queued behind that."""
+    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+        target = rig.decode[1]
+        launch, seen = target.engine.runner.launch, list[tuple[bool, bool]]()
+
+        def note(batch: ScheduleBatch) -> Any:
+            seen.append((target.queue("transfer") > 0, target.in_flight is not None))
+            return launch(batch)
+
+        target.engine.runner.launch = note
+        other = rig.ask(PROMPT[1:], 400, node=1)
+        rig.until(lambda: (False, True) in seen, "a step is launched ahead")
+        _, successor = _paused(rig)
+        rig.until(lambda: (True, False) in seen or successor.ended, "the other one goes on")
+        rig.wires.let_go()
+        rig.run(successor)
+        assert (True, True) not in seen
+        rig.cancel(other, node=1)
 
 
 # What comes to nothing ------------------------------------------------------------------------

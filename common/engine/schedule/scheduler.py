@@ -303,7 +303,12 @@ class Scheduler:
     @property
     def at_rest(self) -> bool:
         """Whether it is paused, and nothing that was launched is under way."""
-        return self.paused and not self._launched
+        return self.paused and not self.computes
+
+    @property
+    def computes(self) -> bool:
+        """Whether something that was launched is under way."""
+        return bool(self._launched)
 
     def start_over(self) -> None:
         """Lets go of all KV of requests that are here: they wait, to be computed anew from their
