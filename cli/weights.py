@@ -1,7 +1,7 @@
-"""baton weights PATH: all nodes compute with other weights of the model from now on.
+"""baton weights PATH or --from NODE: all nodes compute with other weights of the model from now on.
 
-They are looked through while requests go on; all nodes are paused only while the present ones are
-written over."""
+Those below a path are looked through while requests go on; all nodes are paused only while the
+present ones are written over. Those of a node are read by the others, in a pause of these."""
 
 import argparse
 import sys
@@ -19,8 +19,20 @@ _LONGEST_S = 1500.0
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command.parser("weights", __doc__, "not all nodes have them, and says who does")
-    parser.add_argument(
-        "path", metavar="PATH", help="of a directory below every node's engine.weights_directory"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        default="",
+        help="of a directory below every node's engine.weights_directory",
+    )
+    source.add_argument(
+        "--from",
+        dest="node",
+        metavar="NODE",
+        default="",
+        help="address of a node, as the router knows it, whose weights all others take",
     )
     parser.add_argument(
         "--abort",
@@ -34,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 async def update(options: argparse.Namespace, fleet: Fleet) -> None:
     """Raises Undone."""
-    request = UpdateWeightsRequest(path=options.path, abort=options.abort)
+    request = UpdateWeightsRequest(path=options.path, from_node=options.node, abort=options.abort)
     answer = await fleet.tell_router(options.router, "UpdateWeights", request, _LONGEST_S)
     aborted = f"; {answer.aborted} requests have ended" if answer.aborted else ""
     say(f"all nodes compute with {answer.id.hex()}{aborted}")

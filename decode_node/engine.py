@@ -37,7 +37,7 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
         tables=engine.shape.layout.tables,
         page_bytes=engine.pool.page_bytes,
         limits=engine.limits,
-        port=parts.transfer,
+        port=parts.port,
         desk=parts.desk,
         outbox=Outbox(start.channel),
         adapters=engine.adapters,

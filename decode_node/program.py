@@ -8,6 +8,7 @@ from common.errors import ServingError
 from common.node.parts import Front, NodeParts, RoleProgram
 from decode_node.serve import ServeService
 from kvtransfer.pairs.dialer import PairDialer
+from kvtransfer.pairs.named_owners import NamedOwners
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 
@@ -25,7 +26,8 @@ def program(config: DecodeConfig) -> RoleProgram:
 
 def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) -> NodeParts:
     """Routers call here, and decode nodes that a request of this one goes to; this node calls the
-    prefill nodes that routers name, and decode nodes that a request, or a prefix, comes from."""
+    prefill nodes that routers name, decode nodes that a request, or a prefix, comes from, and whose
+    weights it is to take."""
 
     def beat() -> None:
         front.supervision.beat(time.monotonic())
@@ -33,11 +35,11 @@ def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) ->
 
     streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
     dialer = PairDialer(streams, front.metrics, front.make_channel)
-
+    owners = NamedOwners(front.address, dialer.dial)
     pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
 
     def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
-        dialer.dial(decode if colocated else prefill | decode)
+        owners.list(decode if colocated else prefill | decode)
 
     serve = ServeService(
         front.engine,
@@ -60,6 +62,7 @@ def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) ->
         step=serve.step,
         on_trial=serve.on_trial,
         moved=serve.moved,
+        pair_with=lambda address: owners.name([address]),
         drain=serve.drain,  # whoever its requests go to still pairs with it
         resume=serve.resume,
         end=end,

@@ -56,6 +56,7 @@ from common.queueing.drain import Backlog, Drain, may_wait_s
 from common.requests.adapter import within
 from common.requests.flight import Flight, Flights
 from common.requests.prefix_at import MAX_HINTS, PrefixAt
+from common.requests.weights import WeightsId
 from decode_node import canary
 from decode_node.answer_pace import AnswerPace
 from decode_node.canary import Canary
@@ -242,8 +243,8 @@ class DecodeRole:
     def check(self) -> None:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
         joining = [transfer.destination.holding.flat() for transfer in self._handoffs.transfer]
-        reads = [*self._destinations.reads.values(), *self._sharing.fetches.reads()]
-        lent = [*self._departures.lent(), *self._sharing.loans.lent()]
+        reads = [*self._destinations.reads.values(), *self._sharing.reads()]
+        lent = [*self._departures.lent(), *self._sharing.lent()]
         self._scheduler.check_idle(
             {Holder.REQUEST: joining, Holder.READ: reads, Holder.PUBLICATION: lent}
         )
@@ -362,10 +363,12 @@ class DecodeRole:
         self._scheduler.forget_cached()
 
     def renew(self) -> None:
-        self._port.post(ComputesWith(self._desk.weights))
-        self._desk.links.clear()
         for request in self._live:
             request.compute_with(self._desk.weights)
+
+    def pair_as(self, weights: WeightsId) -> None:
+        self._port.post(ComputesWith(weights))
+        self._desk.links.clear()
 
     def explain(self, request_id: str) -> Flights:
         return self._live.explain(request_id)

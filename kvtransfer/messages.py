@@ -36,6 +36,12 @@ class Kind(IntEnum):
     PROMPT = 0  # the owner computes it
     LIVE = 1  # a request that the owner runs, until it is released as held
     PREFIX = 2  # what the owner's cache has of it, which stays there too
+    WEIGHTS = 3  # a part of those that the owner computes with: token_ids are numbers of pieces
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token comes with it."""
+        return self in (Kind.PROMPT, Kind.LIVE)
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +91,7 @@ class Ready(Message, frozen=True, tag=True):
     end: int
     pages: tuple[int, ...]
     last: bool
-    first_token: int | None  # set if and only if last, and never of a PREFIX
+    first_token: int | None  # set if and only if last, of a kind that samples
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # of the first token, where asked for
     prompt_logprobs: Logprobs | None = None  # with last: of the prompt's tokens but the first one

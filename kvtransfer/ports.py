@@ -33,8 +33,8 @@ Ints = NDArray[np.int32]
 
 class OpenHandoff(msgspec.Struct, frozen=True):
     """Ask `owner` (a paired instance) for the KV of these tokens, for what its cache has of them
-    (PREFIX: whole pages), or for the request of this ticket, which has these and more. Lost follows
-    if it is gone."""
+    (PREFIX: whole pages), for the request of this ticket, which has these and more, or for the
+    pieces of its weights with these numbers. Lost follows if it is gone."""
 
     id: HandoffId
     owner: int
@@ -58,7 +58,8 @@ class OpenHandoff(msgspec.Struct, frozen=True):
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
-    """Destination pages of what `PageTables.handed_over` says, table after table. The engine holds
+    """Destination pages of what `PageTables.handed_over` says, table after table; of WEIGHTS
+    one for each piece. The engine holds
     them for "read" until ReadsEnded. Of a running request, and of a
     PREFIX, there are `PageTables.room_pages`, and those that its tokens take are the first ones."""
 

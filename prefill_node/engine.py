@@ -34,7 +34,7 @@ def serve(
         limits=engine.limits,
         max_waiting=config.scheduler.max_waiting,
         max_waiting_tokens=config.scheduler.max_waiting_tokens,
-        port=parts.transfer,
+        port=parts.port,
         desk=parts.desk,
         adapters=engine.adapters,
         guides=engine.guides,

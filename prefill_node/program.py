@@ -4,7 +4,7 @@ import time
 from functools import partial
 
 from common.config import PrefillConfig
-from common.errors import ServingError
+from common.errors import ServingError, WrongState
 from common.node import spans
 from common.node.parts import Front, NodeParts, RoleProgram
 from kvtransfer.pairs.dialer import PairDialer
@@ -16,16 +16,18 @@ from prefill_node.pooling_service import PoolingService
 
 def program(config: PrefillConfig) -> RoleProgram:
     # Over TLS it calls nobody whom it cannot check.
-    fetches = config.sharing.enabled and (config.front.tls.cert is None or config.front.tls.mutual)
-    return RoleProgram("prefill", config, partial(_parts, fetches=fetches))
+    calls = config.front.tls.cert is None or config.front.tls.mutual
+    fetches = config.sharing.enabled and calls
+    return RoleProgram("prefill", config, partial(_parts, calls=calls, fetches=fetches))
 
 
-def _parts(front: Front, *, fetches: bool) -> NodeParts:
+def _parts(front: Front, *, calls: bool, fetches: bool) -> NodeParts:
     """Readers call here for KV, and routers for vectors; this node calls whoever readers say has
-    part of a prompt.
+    part of a prompt, and whose weights it is to take.
 
     Args:
-        fetches: whether it does.
+        calls: whether it calls anybody.
+        fetches: whether it calls for prompts.
     """
     streams = PairStreams(
         front.transfer_socket,
@@ -41,6 +43,11 @@ def _parts(front: Front, *, fetches: bool) -> NodeParts:
         on_named=owners.name if fetches else lambda addresses: None,
     )
     pooling = PoolingService(front.engine, front.supervision.check_length)
+
+    def pair_with(address: str) -> None:
+        if not calls:
+            raise WrongState("over TLS that is not mutual a prefill node calls no other")
+        owners.name([address])
 
     def drain() -> None:
         pairs.drain()
@@ -59,6 +66,7 @@ def _parts(front: Front, *, fetches: bool) -> NodeParts:
         background=(streams.run, dialer.run),
         handoff=lambda handoff: spans.tell_handoff(front.tracer, handoff),
         pooled=pooling.pooled,
+        pair_with=pair_with,
         drain=drain,
         resume=resume,
         end=end,

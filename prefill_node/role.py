@@ -43,6 +43,7 @@ from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain
 from common.queueing.waiting_line import Place
 from common.requests.flight import Flight, Flights
+from common.requests.weights import WeightsId
 from kvtransfer.ports import (
     Admit,
     ComputesWith,
@@ -188,8 +189,8 @@ class PrefillRole:
 
     def check(self) -> None:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
-        lent = [*self._lent.values(), *self._sharing.loans.lent()]
-        reads = self._sharing.fetches.reads()
+        lent = [*self._lent.values(), *self._sharing.lent()]
+        reads = self._sharing.reads()
         self.scheduler.check_idle({Holder.PUBLICATION: lent, Holder.READ: reads})
 
     # What the desk asks -------------------------------------------------------------------------
@@ -290,9 +291,11 @@ class PrefillRole:
         self.scheduler.forget_cached()
 
     def renew(self) -> None:
-        self._port.post(ComputesWith(self._desk.weights))
-        self._desk.links.clear()
         self._pooled.renew()
+
+    def pair_as(self, weights: WeightsId) -> None:
+        self._port.post(ComputesWith(weights))
+        self._desk.links.clear()
 
     def _give_up_all(self) -> None:
         for serial in (*self._bootstrap, *self._prefilling):

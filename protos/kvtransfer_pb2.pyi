@@ -16,9 +16,11 @@ class HandoffKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HANDOFF_KIND_PROMPT: _ClassVar[HandoffKind]
     HANDOFF_KIND_LIVE: _ClassVar[HandoffKind]
     HANDOFF_KIND_PREFIX: _ClassVar[HandoffKind]
+    HANDOFF_KIND_WEIGHTS: _ClassVar[HandoffKind]
 HANDOFF_KIND_PROMPT: HandoffKind
 HANDOFF_KIND_LIVE: HandoffKind
 HANDOFF_KIND_PREFIX: HandoffKind
+HANDOFF_KIND_WEIGHTS: HandoffKind
 
 class FromReader(_message.Message):
     __slots__ = ("hello", "open", "grant", "done", "cancel", "beat")

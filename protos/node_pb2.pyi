@@ -112,6 +112,18 @@ class PutWeightsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class TakeWeightsRequest(_message.Message):
+    __slots__ = ("id", "address")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    id: bytes
+    address: str
+    def __init__(self, id: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
+
+class TakeWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ProfileResponse(_message.Message):
     __slots__ = ("path",)
     PATH_FIELD_NUMBER: _ClassVar[int]

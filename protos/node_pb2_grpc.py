@@ -95,6 +95,11 @@ class NodeStub:
                 request_serializer=protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
                 response_deserializer=protos_dot_node__pb2.PutWeightsResponse.FromString,
                 _registered_method=True)
+        self.TakeWeights = channel.unary_unary(
+                '/baton.v1.Node/TakeWeights',
+                request_serializer=protos_dot_node__pb2.TakeWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_node__pb2.TakeWeightsResponse.FromString,
+                _registered_method=True)
         self.ReleaseMemory = channel.unary_unary(
                 '/baton.v1.Node/ReleaseMemory',
                 request_serializer=protos_dot_router__pb2.ReleaseMemoryRequest.SerializeToString,
@@ -214,6 +219,16 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeWeights(self, request, context):
+        """Reads the weights of another node, over the path that KV takes, and puts them in the place of
+        the present ones likewise; where they are those already, there is nothing to do.
+        FAILED_PRECONDITION with the reason: it computes with those that it had, unless the reason says
+        that they are incomplete.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseMemory(self, request, context):
         """Gives memory back to the system, until it is to take it again: FAILED_PRECONDITION while
         requests are here and the node is not paused, or where it cannot. All KV is let go. The node is
@@ -314,6 +329,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.PutWeights,
                     request_deserializer=protos_dot_node__pb2.PutWeightsRequest.FromString,
                     response_serializer=protos_dot_node__pb2.PutWeightsResponse.SerializeToString,
+            ),
+            'TakeWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeWeights,
+                    request_deserializer=protos_dot_node__pb2.TakeWeightsRequest.FromString,
+                    response_serializer=protos_dot_node__pb2.TakeWeightsResponse.SerializeToString,
             ),
             'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseMemory,
@@ -665,6 +685,33 @@ class Node:
             '/baton.v1.Node/PutWeights',
             protos_dot_node__pb2.PutWeightsRequest.SerializeToString,
             protos_dot_node__pb2.PutWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/TakeWeights',
+            protos_dot_node__pb2.TakeWeightsRequest.SerializeToString,
+            protos_dot_node__pb2.TakeWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -439,12 +439,14 @@ class ContinueResponse(_message.Message):
     def __init__(self, was_paused: _Optional[bool] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("path", "abort")
+    __slots__ = ("path", "abort", "from_node")
     PATH_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    FROM_NODE_FIELD_NUMBER: _ClassVar[int]
     path: str
     abort: bool
-    def __init__(self, path: _Optional[str] = ..., abort: _Optional[bool] = ...) -> None: ...
+    from_node: str
+    def __init__(self, path: _Optional[str] = ..., abort: _Optional[bool] = ..., from_node: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("id", "aborted")

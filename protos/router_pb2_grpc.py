@@ -245,7 +245,8 @@ class RouterServicer:
     def UpdateWeights(self, request, context):
         """Has all nodes compute with other weights of the model from now on: all of them look through these
         first, then all are paused, change, and continue. INVALID_ARGUMENT, and nothing has changed, where
-        one of them refuses; FAILED_PRECONDITION, and all stay paused, where one could not change.
+        one of them refuses; FAILED_PRECONDITION, and all stay paused, where one could not change. Those
+        of a node are read by the others while these are paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,1 +1,2 @@
-"""Prefixes that one node has cached and another one reads: what any node lends, and fetches."""
+"""What one node has and another one reads, besides the KV of requests: prefixes that it has cached,
+and its weights. What any node lends, and fetches."""

@@ -25,11 +25,12 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import Hello
-from kvtransfer.ports import NodeCommand, NodeEvent
+from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
 from kvtransfer.transfer.both import both_sides
 from kvtransfer.transfer.read_meter import ReadMeter
 from kvtransfer.transfer.thread import TransferThread
 from sharing.prefixes import PrefixSharing
+from sharing.weights import WeightSharing
 
 TRANSFER_END_S = 3.0
 
@@ -43,6 +44,7 @@ class EngineParts:
     clock: StepClock
     transfer: TransferThread[NodeCommand, NodeEvent]
     desk: Desk
+    weights: WeightSharing
     sharing: PrefixSharing
     profiler: Profiler
     memory: Occupation
@@ -91,17 +93,26 @@ class EngineParts:
         profiler = engine.profiler(config.engine, start.role, lambda: clock.reading.finished)
         profiler.tell = channel.wake
         tiers = TierMeter(engine.tiers, kv.page_bytes)
+        weights = WeightSharing(
+            engine.weights,
+            instance=start.instance,
+            cache=engine.cache,
+            pages=engine.pages,
+            pool=kv.tensor,
+            port=transfer,
+            tell=channel.wake,
+        )
         desk = Desk(
             channel,
             pages_by_holder=engine.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
             meters=(
-                *(clock.meter, reads, tiers),
+                *(clock.meter, reads, tiers, weights),
                 *(AdapterMeter(engine.adapters), SeeingMeter(engine.model.seeing)),
             ),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,
-            operations=Operations(engine.weights, memory, profiler),
+            operations=Operations(engine.weights, weights, memory, profiler),
             prepare=prepare,
         )
         sharing = PrefixSharing(
@@ -112,9 +123,15 @@ class EngineParts:
             pages=engine.pages,
             tiers=engine.tiers,
             tables=tables,
-            port=transfer,
+            port=weights,
+            weights=weights,
         )
-        return cls(clock, transfer, desk, sharing, profiler, memory)
+        return cls(clock, transfer, desk, weights, sharing, profiler, memory)
+
+    @property
+    def port(self) -> NodePort:
+        """To the transfer thread, of hand-offs of requests."""
+        return self.weights
 
     def run(
         self, role: DrivenRole, scheduler: Scheduler, engine: Engine, start: EngineStart[C]
@@ -129,3 +146,4 @@ class EngineParts:
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()
             self.memory.close()
+            self.weights.close()

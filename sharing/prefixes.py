@@ -2,10 +2,13 @@
 is to compute."""
 
 import time
+from collections.abc import Iterator
+from itertools import chain
 
 from common.config import SharingConfig
 from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
+from common.engine.rows.batch import Ints
 from common.engine.rows.request import Request
 from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
@@ -26,10 +29,16 @@ from kvtransfer.ports import (
 from sharing.fetches import Fetches
 from sharing.loans import Loans
 from sharing.ways import Ways
+from sharing.weights import WeightSharing
 
 
 class PrefixSharing:
-    """Engine thread only. Prompts by the keys of their requests."""
+    """Engine thread only. Prompts by the keys of their requests.
+
+    Args:
+        port: to the transfer thread.
+        weights: the other thing that nodes share; in the same pages.
+    """
 
     def __init__(
         self,
@@ -42,8 +51,10 @@ class PrefixSharing:
         tiers: Tiers,
         tables: PageTables,
         port: NodePort,
+        weights: WeightSharing,
     ) -> None:
         self._tiers = tiers
+        self._weights = weights
         self.loans = Loans(
             enabled=config.enabled,
             cache=cache,
@@ -66,7 +77,15 @@ class PrefixSharing:
     @property
     def busy(self) -> bool:
         """Whether somebody reads here, or bytes may land here."""
-        return bool(len(self.loans) or self.fetches.busy)
+        return bool(len(self.loans) or self.fetches.busy or self._weights.busy)
+
+    def lent(self) -> Iterator[Ints]:
+        """Pages held for publication."""
+        return chain(self.loans.lent(), self._weights.lent())
+
+    def reads(self) -> Iterator[Ints]:
+        """Pages held for reads."""
+        return chain(self.fetches.reads(), self._weights.reads())
 
     def counters(self) -> dict[str, int]:
         return {**self.loans.counters(), **self.fetches.counters(), **self.ways.counters()}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from bench.support.record import percentiles
 from common.config import DecodeConfig, SchedulerConfig, SharingConfig
@@ -59,6 +60,7 @@ from kvtransfer.ports import (
 )
 from prefill_node.role import PrefillRole
 from sharing.prefixes import PrefixSharing
+from sharing.weights import WeightSharing
 
 PAGE_SIZE = 16
 VOCABULARY = 32_000
@@ -166,6 +168,7 @@ def owner(load: Load) -> dict[str, Any]:
     """A prefill node's side: opened, granted, admitted, computed, published, dropped."""
     pages, cache, table, limits = _engine(load)
     port, front, clock = _Port(), _Front(), _Clock()
+    weights = _weights(pages, cache, port)
     role = PrefillRole(
         make_scheduler=lambda on_admit: _scheduler(load, pages, cache, table, on_admit),
         pages=pages,
@@ -173,11 +176,11 @@ def owner(load: Load) -> dict[str, Any]:
         limits=limits,
         max_waiting=64,
         max_waiting_tokens=1 << 24,
-        port=port,
-        desk=_desk(front, pages, cache),
+        port=weights,
+        desk=_desk(front, pages, cache, weights),
         adapters=no_adapters(table),
         guides=_GUIDES,
-        sharing=_sharing(pages, cache, port),
+        sharing=_sharing(pages, cache, weights),
         tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
     )
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
@@ -211,6 +214,15 @@ class _Weights:
     def put(self, weights: WeightsId) -> NoReturn:
         raise WrongState("this bench asks for none")
 
+    def lent(self) -> NoReturn:
+        raise WrongState("this bench lends none")
+
+    def receive(self) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
+    def prepare_received(self, received: object, named: str) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
 
 class _Memory:
     """That stays."""
@@ -240,18 +252,30 @@ class _NoProfiler:
         raise WrongState("this bench asks for none")
 
 
-def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache) -> Desk:
+def _weights(pages: PageAllocator, cache: RadixCache, port: NodePort) -> WeightSharing:
+    return WeightSharing(
+        _Weights(),
+        instance=READER,
+        cache=cache,
+        pages=pages,
+        pool=torch.empty(1, PAGE_SIZE, dtype=torch.uint8),
+        port=port,
+        tell=lambda: None,
+    )
+
+
+def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache, weights: WeightSharing) -> Desk:
     return Desk(
         front,
         pages_by_holder=pages.by_holder,
         steps_finished=lambda: 0,
         cache=CacheEvents(cache),
         adapters=AdapterLoader(no_shelf(), Library(0, 0)),
-        operations=Operations(_Weights(), _Memory(), _NoProfiler()),
+        operations=Operations(_Weights(), weights, _Memory(), _NoProfiler()),
     )
 
 
-def _sharing(pages: PageAllocator, cache: RadixCache, port: NodePort) -> PrefixSharing:
+def _sharing(pages: PageAllocator, cache: RadixCache, weights: WeightSharing) -> PrefixSharing:
     return PrefixSharing(
         SharingConfig(),
         instance=READER,
@@ -260,7 +284,8 @@ def _sharing(pages: PageAllocator, cache: RadixCache, port: NodePort) -> PrefixS
         pages=pages,
         tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
         tables=PageTables(PAGE_SIZE),
-        port=port,
+        port=weights,
+        weights=weights,
     )
 
 
@@ -268,6 +293,7 @@ def reader(load: Load) -> dict[str, Any]:
     """A decode node's side: submitted, opened, granted, first token, reads ended, joined."""
     pages, cache, table, limits = _engine(load)
     port, front, clock = _Port(), _Front(), _Clock()
+    weights = _weights(pages, cache, port)
     role = DecodeRole(
         config=DecodeConfig.model_validate({"engine": {"model": "none"}}),
         instance=READER,
@@ -277,12 +303,12 @@ def reader(load: Load) -> dict[str, Any]:
         tables=PageTables(PAGE_SIZE),
         page_bytes=PAGE_SIZE,
         limits=limits,
-        port=port,
-        desk=_desk(front, pages, cache),
+        port=weights,
+        desk=_desk(front, pages, cache, weights),
         outbox=Outbox(front),
         adapters=no_adapters(table),
         guides=_GUIDES,
-        sharing=_sharing(pages, cache, port),
+        sharing=_sharing(pages, cache, weights),
         tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
     )
     port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]

@@ -1,6 +1,6 @@
 """Other weights for the model that is served, of the same shape: looked through beside the engine
-while that goes on, then put in the place of the present ones while it is at rest. Then it can do
-without any, too.
+while that goes on, or read from another node, then put in the place of the present ones while it is
+at rest. Then it can do without any, too.
 
 All on a thread of its own, so the loop turns on. Weights are named by their content.
 """
@@ -19,6 +19,7 @@ from common.engine.models import Model, Servable, open_checkpoint
 from common.engine.models.below import below
 from common.engine.models.checkpoint import content
 from common.engine.models.fingerprint import stored_of
+from common.engine.models.one_file import OneFile, ReceivedFile
 from common.engine.sizing import free_bytes
 from common.errors import ConfigError, EngineFault, InvalidRequest, Overloaded, WrongState
 from common.requests.weights import WeightsId
@@ -28,6 +29,8 @@ _UNREADABLE = (
     SafetensorError,
 )
 _FLAG = "engine.weights_directory"
+_NAMED = "model_path"  # as who asks for those of a directory calls it
+_NOWHERE = "weights: these came from another node, and are nowhere here to be read again"
 # Numbers that are no tensors of the model: what was made of them is not made anew.
 _FIXED = (".k_scale", ".v_scale")
 
@@ -36,10 +39,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where weights are read."""
+    """Where weights are read.
+
+    received: from another node; they are here until they are in place.
+    """
 
     directory: Path
     servable: Servable
+    received: ReceivedFile | None = None
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self.received is not None:
+            self.received.close()
 
 
 class WeightsUpdate:
@@ -68,7 +80,9 @@ class WeightsUpdate:
         self._worker = ThreadPoolExecutor(1, "weights")
         self._under_way = False
         self._prepared: tuple[WeightsId, _Source] | None = None
-        self._source = _Source(directory, served)  # of those that are computed with
+        self._directory = directory
+        # Of those that are computed with; None: nowhere any more.
+        self._source: _Source | None = _Source(directory, served)
         self.id = weights
         self.whole = True
         self.tell: Callable[[], None] = lambda: None
@@ -85,8 +99,40 @@ class WeightsUpdate:
             raise InvalidRequest(f"model_path: this node has no {_FLAG}")
         if self._under_way:
             raise Overloaded("other weights are under way already")
-        directory = below(self._root, path, "model_path", _FLAG)
+        directory = below(self._root, path, _NAMED, _FLAG)
         return self._begin(lambda: self._look_through(directory))
+
+    def receive(self) -> ReceivedFile:
+        """A place for those that are read from another node; `prepare_received` follows, or
+        whoever has it closes it. Raises WrongState: there is none."""
+        try:
+            return ReceivedFile(self._directory)
+        except OSError as error:
+            raise WrongState(f"weights: there is no place for them here: {error}") from error
+
+    def prepare_received(self, received: ReceivedFile, named: str) -> Future[WeightsId]:
+        """As `prepare`, of what has been read; owned from now on.
+
+        Args:
+            named: who has lent them.
+        Raises:
+            Overloaded: others are under way, and it is closed.
+        """
+        if self._under_way:
+            received.close()
+            raise Overloaded("other weights are under way already")
+        return self._begin(lambda: self._look_through_received(received, named))
+
+    def lent(self) -> OneFile:
+        """Those that are computed with, as another node reads them. On any thread; reads headers of
+        files. Raises WrongState: they are not there to be read."""
+        source = self._source
+        if source is None or not self.whole:
+            raise WrongState(_NOWHERE if self.whole else "weights: they are incomplete")
+        try:
+            return OneFile(stored_of(source.servable, source.directory))
+        except (ConfigError, *_UNREADABLE) as error:
+            raise WrongState(f"weights: they cannot be read again: {error}") from error
 
     def put(self, weights: WeightsId) -> Future[None]:
         """Puts what was prepared last in place. Fails with WrongState: it could not be read any
@@ -107,6 +153,8 @@ class WeightsUpdate:
         """Raises WrongState where their memory cannot be given back."""
         if self._model.device.type != "cpu":
             raise WrongState("weights: they are in a device's memory, which is not given back")
+        if self._source is None:
+            raise WrongState(_NOWHERE)
 
     def give_back(self) -> Future[None]:
         """Gives their memory back to the system, until `bring_back`. After `check_drainable`.
@@ -132,6 +180,8 @@ class WeightsUpdate:
     def close(self) -> None:
         """Nothing is begun any more."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        if not self._under_way:
+            self._forget_prepared()
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         self._under_way = True
@@ -145,27 +195,57 @@ class WeightsUpdate:
         return future
 
     def _look_through(self, directory: Path) -> WeightsId:
-        root, here = self._root, self._served
+        found, weights = self._named(directory, _NAMED, f"{self._root}/")
+        self._prepare(weights, _Source(directory, found))
+        return weights
+
+    def _look_through_received(self, received: ReceivedFile, named: str) -> WeightsId:
         try:
-            if not here.changeable:
-                raise InvalidRequest(
-                    "model_path: a model that is shown images takes no other weights"
-                )
-            there = open_checkpoint(directory, self._config.model_backend, self._config.speculation)
-            if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
-                raise InvalidRequest("model_path: its configuration is that of another model")
-            self._check_room(there)
-            stored = stored_of(there, directory)
-            if fixed := [name for name in stored if name.endswith(_FIXED)]:
-                raise InvalidRequest(f"model_path: {fixed[0]} cannot be changed in a running node")
-            weights = content(stored)
-        except ConfigError as error:
-            raise InvalidRequest(f"model_path: {str(error).replace(f'{root}/', '')}") from None
+            found, weights = self._named(received.directory, named, f"{received.directory}: ")
+        except BaseException:
+            received.close()
+            raise
+        self._prepare(weights, _Source(received.directory, found, received))
+        return weights
+
+    def _prepare(self, weights: WeightsId, source: _Source) -> None:
+        self._forget_prepared()
+        self._prepared = weights, source
+
+    def _named(self, directory: Path, named: str, hidden: str) -> tuple[Servable, WeightsId]:
+        """Looks all of them through.
+
+        Args:
+            hidden: what is nobody's business, in what is said of them.
+        Raises:
+            InvalidRequest: they cannot be put in the place of the present ones.
+        """
+        try:
+            return self._fitting(directory)
+        except (ConfigError, InvalidRequest) as error:
+            raise InvalidRequest(f"{named}: {str(error).replace(hidden, '')}") from None
         except _UNREADABLE as error:  # whatever is wrong with a file, the engine goes on
             kind = type(error).__name__
-            raise InvalidRequest(f"model_path: what is there cannot be read ({kind})") from error
-        self._prepared = weights, _Source(directory, there)
-        return weights
+            raise InvalidRequest(f"{named}: what is there cannot be read ({kind})") from error
+
+    def _fitting(self, directory: Path) -> tuple[Servable, WeightsId]:
+        here = self._served
+        if not here.changeable:
+            raise InvalidRequest("a model that is shown images takes no other weights")
+        there = open_checkpoint(directory, self._config.model_backend, self._config.speculation)
+        if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
+            raise InvalidRequest("its configuration is that of another model")
+        self._check_room(there)
+        stored = stored_of(there, directory)
+        if fixed := [name for name in stored if name.endswith(_FIXED)]:
+            raise InvalidRequest(f"{fixed[0]} cannot be changed in a running node")
+        return there, content(stored)
+
+    def _forget_prepared(self) -> None:
+        if self._prepared is not None:
+            _, source = self._prepared
+            self._prepared = None
+            source.close()
 
     def _check_room(self, there: Servable) -> None:
         """Raises InvalidRequest where they do not fit beside the present ones, and have to."""
@@ -176,7 +256,7 @@ class WeightsUpdate:
         left = free_bytes(device, config.cache.memory_fraction)
         if wanted > left:
             raise InvalidRequest(
-                f"model_path: {wanted / 2**30:.2f} GiB are wanted beside the present weights, "
+                f"{wanted / 2**30:.2f} GiB are wanted beside the present weights, "
                 f"{left / 2**30:.2f} GiB are left"
             )
 
@@ -190,7 +270,11 @@ class WeightsUpdate:
                 torch.cuda.synchronize(self._model.device)
         except (ConfigError, EngineFault, *_UNREADABLE) as error:
             raise WrongState(f"its weights are incomplete now: {error}") from error
-        self.id, self.whole, self._source = weights, True, source
+        finally:
+            if source.received is not None:
+                self._forget_prepared()
+        lasts = source.received is None
+        self.id, self.whole, self._source = weights, True, source if lasts else None
 
     def _give_back(self) -> None:
         self.whole = False
@@ -198,6 +282,8 @@ class WeightsUpdate:
 
     def _bring_back(self) -> None:
         source = self._source
+        if source is None:
+            raise WrongState(_NOWHERE)
         try:
             if content(stored_of(source.servable, source.directory)) != self.id:
                 raise WrongState("weights: other ones are now where they were read")

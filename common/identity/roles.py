@@ -33,6 +33,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "/baton.v1.Node/FlushCache": _ROUTER_TOO,
     "/baton.v1.Node/PrepareWeights": _ROUTER_TOO,
     "/baton.v1.Node/PutWeights": _ROUTER_TOO,
+    "/baton.v1.Node/TakeWeights": _ROUTER_TOO,
     "/baton.v1.Node/Abort": _OPERATOR,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _OPERATOR,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,

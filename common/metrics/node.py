@@ -183,6 +183,24 @@ PAUSES = Declared(
 WEIGHT_UPDATES = Declared(
     "baton_weight_updates", "counter", "Times that other weights were put in place."
 )
+WEIGHT_BYTES = Declared(
+    "baton_weight_bytes",
+    "counter",
+    "Bytes of weights that this node has read from others, and that others have read here.",
+    {"copy": ("read", "lent")},
+)
+WEIGHT_READS = Declared(
+    "baton_weight_reads",
+    "counter",
+    "Times that this node was to take another one's weights; held: all of them came, and are what "
+    "was wanted.",
+    {"outcome": ("held", "lost")},
+)
+WEIGHT_READ_SECONDS = Declared(
+    "baton_weight_read_seconds",
+    "counter",
+    "What that has taken in sum, with comparing them but without putting them in place.",
+)
 MEMORY_AWAY = Declared(
     "baton_memory_away",
     "gauge",
@@ -393,7 +411,8 @@ BOTH = (
     *(WAITING, QUEUED, TOKEN_SECONDS),
     *(STEP_SECONDS, BATCH_REQUESTS, BATCH_TOKENS, WAITED, THREAD_CPU, ENGINE_CPU),
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
-    *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, WEIGHT_UPDATES, MEMORY_AWAY, HANDOFFS),
+    *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, MEMORY_AWAY, HANDOFFS),
+    *(WEIGHT_UPDATES, WEIGHT_BYTES, WEIGHT_READS, WEIGHT_READ_SECONDS),
     *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
@@ -426,6 +445,9 @@ _TOTALS = {
     "preempted": PREEMPTED,
     "pauses": PAUSES,
     "weight_updates": WEIGHT_UPDATES,
+    "weight_bytes": WEIGHT_BYTES,
+    "weight_reads": WEIGHT_READS,
+    "weight_read_seconds": WEIGHT_READ_SECONDS,
     "handoffs_opened": OPENED,
     "handoff_retries": RETRIES,
     "handoff_tokens": HANDOFF_TOKENS,

@@ -88,6 +88,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
         role of which the needs are) | "flush_cache" | "abort" | "explain" (argument = request_id of
         both) | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode)
         | "continue" | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
+        | "take_weights" (ID=ADDRESS of a node that has them)
         | "release_memory" | "resume_memory" (tags, with commas)
         | "start_profile" (steps) | "stop_profile"
     """

@@ -6,16 +6,18 @@ from common.node.memory_calls import Memory, MemoryCalls, Restful
 from common.node.messages import Answer, Ask
 from common.node.pauses import Pauses
 from common.node.profile_calls import ProfileCalls, Profiling
-from common.node.weight_calls import WeightCalls, Weights
+from common.node.weight_calls import Lenders, WeightCalls, Weights
 from common.requests.weights import WeightsId
 
 
 class Operations:
     """Engine thread only."""
 
-    def __init__(self, weights: Weights, memory: Memory, profiler: Profiling) -> None:
+    def __init__(
+        self, weights: Weights, lenders: Lenders, memory: Memory, profiler: Profiling
+    ) -> None:
         self._pauses = Pauses()
-        self._weights = WeightCalls(weights)
+        self._weights = WeightCalls(weights, lenders)
         self._memory = MemoryCalls(memory)
         self._profiles = ProfileCalls(profiler)
 
@@ -42,10 +44,12 @@ class Operations:
                 yield from self._pauses.resume(ask, role)
             case "prepare_weights":
                 yield from self._weights.prepare(ask)
-            case "put_weights" if reason := self._memory.why_no_weights:
+            case "put_weights" | "take_weights" if reason := self._memory.why_no_weights:
                 yield Answer(ask.number, error=reason)
             case "put_weights":
                 yield from self._weights.put(ask, role)
+            case "take_weights":
+                yield from self._weights.take(ask, role)
             case "release_memory" if reason := self._weights.why_busy:
                 yield Answer(ask.number, error=reason)
             case "release_memory":

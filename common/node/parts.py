@@ -47,6 +47,7 @@ class NodeParts:
     moved: Callable[[Moving], None] = _nothing
     handoff: Callable[[HandoffTraced], None] = _nothing
     pooled: Callable[[Pooled], None] = _nothing
+    pair_with: Callable[[str], None] = _nothing  # a node there; raises WrongState: it cannot
     drain: Callable[[], None] = _nothing  # take no new work from now on
     resume: Callable[[], None] = _nothing  # take it again
     end: Callable[[ServingError], None] = _nothing  # end every stream with this error

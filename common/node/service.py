@@ -18,6 +18,7 @@ from common.pause_mode import pause_mode
 from common.queueing.drain import Backlog
 from common.requests.flight import Flights, to_proto
 from common.requests.weights import check_weights
+from common.rpc import check_address
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 MAX_PATH_CHARACTERS = 1024
@@ -36,6 +37,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         mode: of a decode node, else empty.
         drain: begins the drain; called with who wants it.
         switch: to the role of that name; returns when it is about to begin.
+        pair_with: a node at that address, from now on; raises WrongState where that cannot be.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         cache_feed: CacheFeed,
         drain: Callable[[str], None],
         switch: Callable[[str], Awaitable[None]],
+        pair_with: Callable[[str], None],
     ) -> None:
         self._role = role
         self._mode = mode
@@ -62,6 +65,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._cache_feed = cache_feed
         self._drain = drain
         self._switch = switch
+        self._pair_with = pair_with
 
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: Any
@@ -188,6 +192,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
         weights = check_weights(request.id)
         await self._engine.ask("put_weights", weights.hex(), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
+
+    async def TakeWeights(
+        self, request: node_pb2.TakeWeightsRequest, context: Any
+    ) -> node_pb2.TakeWeightsResponse:
+        """FAILED_PRECONDITION with the reason why it computes with others."""
+        weights, address = check_weights(request.id), check_address(request.address)
+        self._pair_with(address)
+        await self._engine.ask("take_weights", f"{weights.hex()}={address}", timeout_s=WEIGHTS_S)
+        return node_pb2.TakeWeightsResponse()
 
     async def ReleaseMemory(
         self, request: router_pb2.ReleaseMemoryRequest, context: Any

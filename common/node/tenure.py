@@ -260,6 +260,7 @@ class Tenure:
             cache_feed=self._cache_feed,
             drain=self._ending.want,
             switch=self.switch.to,
+            pair_with=self._parts.pair_with,
         )
         add = node_pb2_grpc.add_NodeServicer_to_server
         names = list(rpc.add_service(self._server, add, node, guard))

@@ -1,7 +1,10 @@
 """New weights, as an operator has them put in place: first looked through, which takes as long as
-reading them does and holds up nobody, then put there in a pause that has taken all KV.
+reading them does and holds up nobody, then put there in a pause that has taken all KV. Those of
+another node are read in that pause, too:
 
-Knows neither files nor tensors: those are behind Weights.
+    wanted --at rest, no KV--> reading (of a node) --all is here, and is right--> putting --> done
+
+Knows neither files nor tensors, nor other nodes: those are behind Weights and Lenders.
 """
 
 from collections.abc import Iterator
@@ -26,6 +29,19 @@ class Weights(Protocol):
     def put(self, weights: WeightsId) -> Future[None]: ...
 
 
+class Lenders(Protocol):
+    """See sharing/weights.py."""
+
+    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
+        """Those that the node there has: `Weights.put` may follow. Fails with a ServingError, and
+        nothing has changed."""
+        ...
+
+    def poll(self) -> None:
+        """Does what is due; to be called in each turn."""
+        ...
+
+
 class Renewable(Pausable, Protocol):
     """A role."""
 
@@ -34,8 +50,11 @@ class Renewable(Pausable, Protocol):
         ...
 
     def renew(self) -> None:
-        """There are other weights: what waits is computed with these, and the pairs of this node
-        end, for it pairs with those that have them too."""
+        """There are other weights: what waits is computed with these."""
+        ...
+
+    def pair_as(self, weights: WeightsId) -> None:
+        """The pairs of this node end: from now on it pairs with those that have these."""
         ...
 
 
@@ -44,17 +63,19 @@ class _Asked:
     number: int
     weights: WeightsId
     future: Future[Any]
-    before: WeightsId = UNNAMED  # that were computed with
 
 
 class WeightCalls:
     """Engine thread only."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, lenders: Lenders) -> None:
         self._weights = weights
+        self._lenders = lenders
         self._preparing: list[_Asked] = []
         self._wanted: Ask | None = None  # to be put in place as soon as nobody has KV
+        self._reading: _Asked | None = None
         self._putting: _Asked | None = None
+        self._computed_with = self._paired_as = weights.id  # as the role knows
         self._num_updates = 0
 
     @property
@@ -68,8 +89,8 @@ class WeightCalls:
     @property
     def why_busy(self) -> str:
         """Why nothing else may be done to them; empty: it may."""
-        busy = self._wanted is not None or self._putting is not None
-        return "its weights are being changed" if busy else ""
+        steps = (self._wanted, self._reading, self._putting)
+        return "its weights are being changed" if any(steps) else ""
 
     @property
     def why_paused(self) -> str:
@@ -89,35 +110,70 @@ class WeightCalls:
         """The same. argument: their id, in hexadecimal."""
         if not role.paused:
             yield Answer(ask.number, error="this node is not paused")
-        elif self._wanted is not None or self._putting is not None:
+        elif self.why_busy:
             yield Answer(ask.number, error="its weights are being changed already")
         else:
             self._wanted = ask
 
+    def take(self, ask: Ask, role: Renewable) -> Iterator[Answer]:
+        """The same, of another node's. argument: their id, and its address."""
+        weights, _ = _lent(ask)
+        if weights == self._weights.id and self._weights.whole and not self.why_busy:
+            yield Answer(ask.number, weights=weights)
+        else:
+            yield from self.put(ask, role)
+
     def done(self, role: Renewable) -> Iterator[Answer]:
         """What has come of the questions; to be called in each turn."""
+        self._lenders.poll()
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
             yield _answer(asked)
         if self._wanted is not None and role.at_rest and role.let_go():
             ask, self._wanted = self._wanted, None
             role.forget_cached()
-            yield from self._put(ask)
+            if ask.what == "take_weights":
+                self._read(ask, role)
+            else:
+                yield from self._put(ask.number, bytes.fromhex(ask.argument))
+        if self._reading is not None and self._reading.future.done():
+            asked, self._reading = self._reading, None
+            if asked.future.exception() is None:
+                yield from self._put(asked.number, asked.weights)
+            else:
+                yield _answer(asked)
         if self._putting is not None and self._putting.future.done():
             asked, self._putting = self._putting, None
-            if asked.future.exception() is None:
-                self._num_updates += 1
-                if self._weights.id != asked.before:
-                    role.renew()
+            self._num_updates += asked.future.exception() is None
             yield _answer(asked)
+        if self._weights.id != self._computed_with:
+            self._computed_with = self._weights.id
+            role.renew()
+        if not self.why_busy:
+            self._pair_as(self._weights.id, role)
 
-    def _put(self, ask: Ask) -> Iterator[Answer]:
-        weights = bytes.fromhex(ask.argument)
+    def _read(self, ask: Ask, role: Renewable) -> None:
+        """Who has them pairs with its like: until they are here, or are not to be had, this node
+        says that it is one. It computes nothing, and has no KV."""
+        weights, address = _lent(ask)
+        self._pair_as(weights, role)
+        self._reading = _Asked(ask.number, weights, self._lenders.read(weights, address))
+
+    def _put(self, number: int, weights: WeightsId) -> Iterator[Answer]:
         try:
-            before = self._weights.id
-            self._putting = _Asked(ask.number, weights, self._weights.put(weights), before)
+            self._putting = _Asked(number, weights, self._weights.put(weights))
         except ServingError as error:
-            yield Answer(ask.number, error=str(error))
+            yield Answer(number, error=str(error))
+
+    def _pair_as(self, weights: WeightsId, role: Renewable) -> None:
+        if weights != self._paired_as:
+            self._paired_as = weights
+            role.pair_as(weights)
+
+
+def _lent(ask: Ask) -> tuple[WeightsId, str]:
+    weights, _, address = ask.argument.partition("=")
+    return bytes.fromhex(weights), address
 
 
 def _answer(asked: _Asked) -> Answer:

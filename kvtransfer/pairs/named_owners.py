@@ -1,5 +1,5 @@
-"""Owners that this node pairs with because somebody has named them: whoever has been named lately,
-and not too many. Knows addresses and a dialer."""
+"""Owners that this node pairs with because somebody has named them: those of the router's list, and
+whoever has been named lately, and not too many. Knows addresses and a dialer."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -25,8 +25,14 @@ class NamedOwners:
         self._own_address = own_address
         self._dial = dial
         self._clock = clock
+        self._listed: frozenset[str] = frozenset()
         self._named: dict[str, float] = {}  # by address, when; the latest last
         self._dialled: frozenset[str] = frozenset()
+
+    def list(self, addresses: frozenset[str]) -> None:
+        """These, until there is another list."""
+        self._listed = addresses
+        self._dial_wanted()
 
     def name(self, addresses: Iterable[str]) -> None:
         """Somebody says that there is something to be read there."""
@@ -38,7 +44,10 @@ class NamedOwners:
         oldest = list(self._named)
         while oldest and self._is_too_many(oldest[0], now):
             del self._named[oldest.pop(0)]
-        wanted = frozenset(self._named)
+        self._dial_wanted()
+
+    def _dial_wanted(self) -> None:
+        wanted = self._listed | frozenset(self._named)
         if wanted != self._dialled:
             self._dialled = wanted
             self._dial(wanted)

@@ -78,7 +78,7 @@ class Attempt:
             raise ProtocolViolation(f"Ready of {self.id} before Grant")
         if pages and not 0 <= min(pages) <= max(pages) < owner_pages:
             raise ProtocolViolation(f"a page id of {self.id} is outside [0, {owner_pages})")
-        comes = message.last and self.kind is not Kind.PREFIX
+        comes = message.last and self.kind.samples
         if comes is (message.first_token is None):
             raise ProtocolViolation(f"Ready of {self.id}: the first token comes with the last")
         self.ranges.follow(message.start, message.end, len(pages), last=message.last)
@@ -100,10 +100,10 @@ class Attempt:
     def _places(self, ranges: Ranges, message: Ready) -> Ints:
         """Which of the destination pages a range's pages go to, in their order."""
         firsts, place = [], 0
-        for table in self.tables.handed_over(ranges.num_tokens, ranges.start):
+        for table in ranges.tables.handed_over(ranges.num_tokens, ranges.start):
             firsts.append(place - table.first)
             place += table.num_pages
-        spans = self.tables.spans(
+        spans = ranges.tables.spans(
             ranges.num_tokens, ranges.start, message.start, message.end, last=message.last
         )
         return np.concatenate(

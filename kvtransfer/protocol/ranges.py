@@ -7,6 +7,8 @@ from common.errors import ProtocolViolation
 from common.page_tables import PageTables, num_pages_of
 from kvtransfer.messages import Kind
 
+_PIECES = PageTables(1)  # of weights: a page each
+
 
 class Ends(NamedTuple):
     """Where the only range of a hand-off may end that says itself how many tokens there are."""
@@ -30,6 +32,9 @@ def granted(
     Raises:
         ProtocolViolation: it cannot have been granted so.
     """
+    if kind is Kind.WEIGHTS:
+        check_prefix(prefix_tokens, 0, 1)
+        return Ranges(_PIECES, num_tokens, 0, 0, ends=Ends(0, num_tokens, 1))
     ends = None
     if kind is Kind.LIVE:
         check_room(prefix_tokens, num_tokens, room_tokens, tables.page_size)
@@ -67,8 +72,8 @@ class Ranges:
     start: int  # the prefix that the reader has
     next: int  # where the next range begins
     complete: bool = False
-    # Of a running request, which goes on, and of a PREFIX: their only range says how many tokens
-    # there are.
+    # Of a running request, which goes on, of a PREFIX and of WEIGHTS: their only range says how
+    # many tokens there are.
     ends: Ends | None = None
 
     @property

@@ -1,6 +1,6 @@
 """What operators ask of all engines, as SGLang has it: /pause_generation, /continue_generation,
 /update_weights_from_disk, /release_memory_occupation, /resume_memory_occupation, /start_profile,
-/stop_profile, /flush_cache."""
+/stop_profile, /flush_cache; and /update_weights_from_node."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Generic, TypeVar
@@ -20,7 +20,7 @@ from router.cluster.engine_calls import EngineCalls
 
 PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
 FLUSH_PATH = "/flush_cache"
-UPDATE_PATH = "/update_weights_from_disk"
+UPDATE_PATH, TAKE_PATH = "/update_weights_from_disk", "/update_weights_from_node"
 RELEASE_PATH, RESUME_PATH = "/release_memory_occupation", "/resume_memory_occupation"
 PROFILE_PATH, END_PROFILE_PATH = "/start_profile", "/stop_profile"
 
@@ -33,6 +33,11 @@ class PauseFields(msgspec.Struct, kw_only=True):
 
 class UpdateFields(msgspec.Struct, kw_only=True):
     model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    abort_all_requests: bool = False
+
+
+class TakeFields(msgspec.Struct, kw_only=True):
+    node: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
     abort_all_requests: bool = False
 
 
@@ -76,6 +81,7 @@ COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
     CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
     UPDATE_PATH: ("Has all nodes compute with other weights of the model.", UpdateFields),
+    TAKE_PATH: ("Has all nodes compute with the weights of one of them.", TakeFields),
     RELEASE_PATH: ("Has all nodes give memory back to the system.", MemoryFields),
     RESUME_PATH: ("Has all nodes take it again.", MemoryFields),
     PROFILE_PATH: ("Has torch's profiler watch the next steps of all nodes.", ProfileFields),
@@ -96,6 +102,7 @@ class Engines:
             PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
             CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
             UPDATE_PATH: {"POST": _Command(UpdateFields, self._update, _OF_UPDATES)},
+            TAKE_PATH: {"POST": _Command(TakeFields, self._take)},
             RELEASE_PATH: {"POST": _Command(MemoryFields, self._release)},
             RESUME_PATH: {"POST": _Command(MemoryFields, self._resume)},
             PROFILE_PATH: {"POST": _Command(ProfileFields, self._profile, _OF_PROFILES)},
@@ -113,9 +120,11 @@ class Engines:
 
     async def _update(self, fields: UpdateFields) -> Mapping[str, Any]:
         abort = fields.abort_all_requests
-        updated = await self._calls.update_weights(fields.model_path, abort=abort)
-        weights = updated.id.hex()
-        return {"success": True, "message": f"weights {weights}", "weights": weights}
+        return _updated(await self._calls.update_weights(fields.model_path, abort=abort))
+
+    async def _take(self, fields: TakeFields) -> Mapping[str, Any]:
+        abort = fields.abort_all_requests
+        return _updated(await self._calls.take_weights(fields.node, abort=abort))
 
     async def _release(self, fields: MemoryFields) -> Mapping[str, Any]:
         await self._calls.release_memory(fields.tags or ())
@@ -158,6 +167,11 @@ class _Command(Generic[F]):
         except ServingError as error:
             return problems.of_error(error, self._reader.names).response()
         return whole(200, msgspec.json.encode(done))
+
+
+def _updated(done: router_pb2.UpdateWeightsResponse) -> Mapping[str, Any]:
+    weights = done.id.hex()
+    return {"success": True, "message": f"weights {weights}", "weights": weights}
 
 
 def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]:

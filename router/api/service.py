@@ -209,7 +209,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def UpdateWeights(
         self, request: router_pb2.UpdateWeightsRequest, context: Context
     ) -> router_pb2.UpdateWeightsResponse:
-        return await self._engines.update_weights(request.path, abort=request.abort)
+        if not request.from_node:
+            return await self._engines.update_weights(request.path, abort=request.abort)
+        if request.path:
+            raise InvalidRequest("from_node: not together with a path")
+        return await self._engines.take_weights(request.from_node, abort=request.abort)
 
     async def ReleaseMemory(
         self, request: router_pb2.ReleaseMemoryRequest, context: Context

@@ -40,9 +40,14 @@ class EngineCalls:
             WrongState: a node is not paused, or does not answer; or there is none.
         """
         request = router_pb2.PauseRequest(mode=pause_mode(mode).value)
+        return await self._pause(request, self._survey.members)
+
+    async def _pause(
+        self, request: router_pb2.PauseRequest, members: Sequence[Member]
+    ) -> router_pb2.PauseResponse:
         said: list[Said] = []
-        for members in self._by_role("decode", "prefill"):
-            said += await ask_all(members, "Pause", request, _PAUSE_S)
+        for of_role in _by_role(members, "decode", "prefill"):
+            said += await ask_all(of_role, "Pause", request, _PAUSE_S)
             if any(each.problem for each in said):
                 fresh = [each.member for each in said if each.answer and each.answer.fresh]
                 late = [each.member for each in said if each.problem]
@@ -60,9 +65,12 @@ class EngineCalls:
         Raises:
             WrongState: a node does not answer; the others go on.
         """
+        return await self._resume(self._survey.members)
+
+    async def _resume(self, members: Sequence[Member]) -> router_pb2.ContinueResponse:
         said: list[Said] = []
-        for members in self._by_role("prefill", "decode"):
-            said += await self._continue(members)
+        for of_role in _by_role(members, "prefill", "decode"):
+            said += await self._continue(of_role)
         _check(said)
         return router_pb2.ContinueResponse(was_paused=any(each.answer.was_paused for each in said))
 
@@ -88,6 +96,40 @@ class EngineCalls:
         if paused.fresh:
             await self.resume()
         return router_pb2.UpdateWeightsResponse(id=prepared, aborted=paused.aborted)
+
+    async def take_weights(self, lender: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
+        """All nodes compute with the weights of that one when this returns. Those with others are
+        paused while they read them from it.
+
+        Args:
+            lender: its address.
+            abort: as in `update_weights`.
+        Raises:
+            InvalidRequest: there is no such node, or it does not say what it has.
+            WrongState: as in `update_weights`; those that were to take them stay paused.
+        """
+        has = {
+            report.address: report.description.weights
+            for report in await self._survey.look()
+            if report.description is not None
+        }
+        weights, pairs = has.get(lender), await self._pairs()
+        if not weights:
+            raise InvalidRequest(f"node: none is known at {lender}, or it does not answer")
+        others = [each for each in self._survey.members if each.address != lender]
+        takers = [each for each in others if has.get(each.address) != weights]
+        mode = (PauseMode.ABORT if abort else PauseMode.RETRACT).value
+        paused = router_pb2.PauseResponse()
+        if takers:
+            paused = await self._pause(router_pb2.PauseRequest(mode=mode), takers)
+        request = node_pb2.TakeWeightsRequest(id=weights, address=lender)
+        said = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
+        if problems := _problems(said):
+            raise WrongState(f"{problems}; those that were to take them stay paused")
+        await self._paired(pairs)
+        if paused.fresh:
+            await self._resume(takers)
+        return router_pb2.UpdateWeightsResponse(id=weights, aborted=paused.aborted)
 
     async def _pairs(self) -> frozenset[tuple[str, str]]:
         """Each decode node with each node that it can read from."""
@@ -193,9 +235,9 @@ class EngineCalls:
     async def _continue(self, members: Sequence[Member]) -> list[Said]:
         return await ask_all(members, "Continue", router_pb2.ContinueRequest(), _ANSWER_S)
 
-    def _by_role(self, *roles: str) -> Sequence[Sequence[Member]]:
-        members = self._survey.members
-        return [[each for each in members if each.role == role] for role in roles]
+
+def _by_role(members: Sequence[Member], *roles: str) -> Sequence[Sequence[Member]]:
+    return [[each for each in members if each.role == role] for role in roles]
 
 
 def _check(said: Sequence[Said]) -> None:

@@ -100,3 +100,37 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
         for path in written:
             with gzip.open(path, "rt") as file:
                 assert json.load(file)["traceEvents"]
+
+
+@pytest.mark.parametrize("path", ["nixl", "tcp"])
+@pytest.mark.parametrize("again", ["prefill", "decode"])
+async def test_who_is_started_again_takes_the_weights_of_the_others(
+    make: Callable[..., Cluster], shelf: Path, path: str, again: str
+) -> None:
+    """It has none of the others' files: what it is started with is another directory."""
+    flags = (f"--engine.weights-directory={shelf}",)
+    prompt, known = _prompts()[-1], oracle(shelf / str(NEXT))
+    async with make(node_flags=flags, num_prefill=2, num_decode=2, path=path) as cluster:
+        await asyncio.to_thread(_baton, cluster, "weights", str(NEXT))
+        behind, other = cluster.prefill if again == "prefill" else cluster.decode
+        await cluster.kill(behind)
+        behind = await cluster.start_again(behind)
+
+        async def ready() -> bool:
+            nodes = (await cluster.describe()).nodes
+            return all(node.state == "ready" and node.weights for node in nodes)
+
+        await cluster.wait_until(ready, "it is back", 120.0)
+        had = (await other.describe()).weights
+        assert (await behind.describe()).weights not in (b"", had)
+        said = await asyncio.to_thread(_baton, cluster, "weights", f"--from={other.address}")
+        assert said == f"all nodes compute with {had.hex()}\n"
+        nodes = (await cluster.describe()).nodes
+        assert {node.weights for node in nodes} == {had}
+        assert {node.state for node in nodes} == {"ready"}
+        for _ in range(8):
+            answer = await cluster.generate(
+                prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            )
+            assert answer.token_ids == known.tokens(prompt, NUM_TOKENS)
+        await cluster.until_nothing_is_held()

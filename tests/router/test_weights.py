@@ -13,6 +13,7 @@ from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 UPDATE, PAUSE = "/update_weights_from_disk", "/pause_generation"
+TAKE = "/update_weights_from_node"
 
 
 class Two:
@@ -39,6 +40,11 @@ class Two:
 
     async def update(self, **fields):
         return await post(self.router.http_port, UPDATE, {"model_path": "step-7", **fields})
+
+    async def take(self, lender, **fields):
+        """The others take what it has."""
+        lender.weights = lender.description.weights = b"w" * 16
+        return await post(self.router.http_port, TAKE, {"node": lender.address, **fields})
 
     @property
     def weights(self):
@@ -122,3 +128,40 @@ async def test_nodes_go_on_once_those_that_were_pairs_are_again(two):
     two.decode.description.links.extend(links_to(["127.0.0.1:1"]))
     assert (await updating).status == 200
     assert two.paused == {""}
+
+
+@pytest.mark.parametrize("abort, mode", [(False, "retract"), (True, "abort")])
+async def test_the_others_take_what_a_node_has_in_a_pause_of_their_own(two, abort, mode):
+    done = await two.take(two.prefill, abort_all_requests=abort)
+    assert (done.status, done.json["weights"]) == (200, (b"w" * 16).hex())
+    assert two.weights == {b"w" * 16} and two.decode.lender == two.prefill.address
+    assert (two.prefill.in_mode, two.decode.in_mode, two.paused) == ("", mode, {""})
+
+
+async def test_who_has_what_is_to_be_taken_is_not_paused(two):
+    await two.take(two.decode)
+    two.prefill.description.weights = two.prefill.weights
+    two.prefill.refuses_pauses = "not now"
+    request = router_pb2.UpdateWeightsRequest(from_node=two.decode.address)
+    assert (await two.client.stub.UpdateWeights(request)).id == b"w" * 16
+
+
+async def test_who_could_not_take_them_stays_paused(two):
+    two.decode.loses_weights = "10.0.0.7:1: its weights do not come"
+    lost = await two.take(two.prefill)
+    assert lost.status == 409
+    assert lost.error["message"] == (
+        f"decode node {two.decode.address}: 10.0.0.7:1: its weights do not come; those that were "
+        "to take them stay paused"
+    )
+    assert (two.prefill.paused, two.decode.paused) == ("", "retract")
+
+
+async def test_nothing_is_taken_of_a_node_that_is_not_known(two):
+    unknown = await post(two.router.http_port, TAKE, {"node": "127.0.0.1:1"})
+    assert (unknown.status, unknown.error["param"]) == (400, "node")
+    assert (two.weights, two.paused) == ({b""}, {""})
+    both = router_pb2.UpdateWeightsRequest(from_node="127.0.0.1:1", path="x")
+    with pytest.raises(AioRpcError) as caught:
+        await two.client.stub.UpdateWeights(both)
+    assert caught.value.code() is StatusCode.INVALID_ARGUMENT

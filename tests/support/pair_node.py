@@ -83,6 +83,7 @@ from kvtransfer.transfer.thread import TransferThread
 from kvtransfer.transfer.untaken import MAX_TOKENS
 from prefill_node.role import PrefillRole
 from sharing.prefixes import PrefixSharing
+from sharing.weights import WeightSharing
 from tests.support.pair_wires import FrontEnd
 
 STREAM = 1  # of the only router
@@ -349,8 +350,8 @@ def prefill_node(
     hello = _hello(engine, instance, front.address)
     news, ears = News(common.wake), Ears()
     transfer = _transfer(common, engine, hello, owner, frames, news, ears)
-    router = RouterEnd()
-    desk = _desk(router, engine, config)
+    router, weights = RouterEnd(), _weights(instance, engine, transfer, news)
+    desk = _desk(router, engine, config, weights)
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config, on_admit),
         pages=engine.pages,
@@ -358,11 +359,11 @@ def prefill_node(
         limits=engine.limits,
         max_waiting=size.max_waiting,
         max_waiting_tokens=config.scheduler.max_waiting_tokens,
-        port=transfer,
+        port=weights,
         desk=desk,
         adapters=engine.adapters,
         guides=engine.guides,
-        sharing=_sharing(common, instance, engine, transfer),
+        sharing=_sharing(common, instance, engine, weights),
         tiers=engine.tiers,
     )
     engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
@@ -388,9 +389,9 @@ def decode_node(
     hello = _hello(engine, instance, front.address)
     news, ears = News(common.wake), Ears()
     transfer = _transfer(common, engine, hello, owner, frames, news, ears)
-    router = RouterEnd()
-    desk = _desk(router, engine, engine_config)
-    sharing = _sharing(common, instance, engine, transfer)
+    router, weights = RouterEnd(), _weights(instance, engine, transfer, news)
+    desk = _desk(router, engine, engine_config, weights)
+    sharing = _sharing(common, instance, engine, weights)
     role = DecodeRole(
         config=config,
         instance=instance,
@@ -400,7 +401,7 @@ def decode_node(
         tables=tables,
         page_bytes=engine.pool.page_bytes,
         limits=engine.limits,
-        port=transfer,
+        port=weights,
         desk=desk,
         outbox=Outbox(router),
         adapters=engine.adapters,
@@ -435,8 +436,22 @@ def _transfer(
     return TransferThread(frames, sides, engine_moves=ears.turn, wake_engine=news.tell)
 
 
+def _weights(
+    instance: int, engine: Engine, transfer: TransferThread[Any, Any], news: News
+) -> WeightSharing:
+    return WeightSharing(
+        engine.weights,
+        instance=instance,
+        cache=engine.cache,
+        pages=engine.pages,
+        pool=engine.pool.tensor,
+        port=transfer,
+        tell=news.tell,
+    )
+
+
 def _sharing(
-    common: Common, instance: int, engine: Engine, transfer: TransferThread[Any, Any]
+    common: Common, instance: int, engine: Engine, weights: WeightSharing
 ) -> PrefixSharing:
     return PrefixSharing(
         common.sharing,
@@ -446,7 +461,8 @@ def _sharing(
         pages=engine.pages,
         tiers=engine.tiers,
         tables=engine.shape.layout.tables,
-        port=transfer,
+        port=weights,
+        weights=weights,
     )
 
 
@@ -569,7 +585,7 @@ def _hello(engine: Engine, instance: int, address: str) -> Hello:
     )
 
 
-def _desk(router: RouterEnd, engine: Engine, config: EngineConfig) -> Desk:
+def _desk(router: RouterEnd, engine: Engine, config: EngineConfig, weights: WeightSharing) -> Desk:
     pools = (engine.pool.tensor, engine.host_pool.tensor)
     memory = Occupation(engine.weights, engine.pages, pools, "", lambda: None)
     return Desk(
@@ -578,5 +594,7 @@ def _desk(router: RouterEnd, engine: Engine, config: EngineConfig) -> Desk:
         steps_finished=lambda: 0,
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
-        operations=Operations(engine.weights, memory, engine.profiler(config, "test", lambda: 0)),
+        operations=Operations(
+            engine.weights, weights, memory, engine.profiler(config, "test", lambda: 0)
+        ),
     )

@@ -69,6 +69,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.away: set[str] = set()  # parts of its memory
         self.profiled: int | None = None  # steps; None: never
         self.prepared = self.weights = b""
+        self.lender = ""  # of these weights
         self.in_mode = ""  # in which it was paused while it has got weights
         self.refuses_weights = self.loses_weights = ""  # why, if it does
         self.unpairs = False  # when it gets weights
@@ -162,6 +163,15 @@ class StubNode(node_pb2_grpc.NodeServicer):
         if self.unpairs:
             del self.description.links[:]
         return node_pb2.PutWeightsResponse()
+
+    async def TakeWeights(
+        self, request: node_pb2.TakeWeightsRequest, context: Any
+    ) -> node_pb2.TakeWeightsResponse:
+        if request.id != self.weights:
+            if self.loses_weights or not self.paused:
+                raise WrongState(self.loses_weights or "it is not paused")
+            self.weights, self.in_mode, self.lender = request.id, self.paused, request.address
+        return node_pb2.TakeWeightsResponse()
 
     async def ReleaseMemory(
         self, request: router_pb2.ReleaseMemoryRequest, context: Any

@@ -20,10 +20,11 @@ from common.errors import ConfigError
 from common.requests.weights import WeightsId
 
 _INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _BLOCK_BYTES = 8 << 20
 FLOATS = ("F32", "F16", "BF16")
+LENGTH_BYTES = 8  # before a file's header
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 
 
@@ -45,6 +46,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element; 1 where the dtype is not known here."""
+        return _SIZES.get(self.dtype, 1)
 
     def blocks(self, num_bytes: int) -> Iterator[bytes]:
         """All of its bytes, so many at a time.
@@ -78,7 +84,7 @@ class Checkpoint:
         self._reads: Callable[[str], None] | None = None
         self.tensors: dict[str, StoredTensor] = {}
         for path in _files(directory) if files is None else files:
-            self.tensors.update(_header(path))
+            self.tensors.update(_whole(path))
 
     def has_floats(self, name: str) -> bool:
         """Whether a tensor of that name is there, and not in fewer than 16 bits."""
@@ -142,13 +148,19 @@ class Checkpoint:
             return tensor
 
 
+def holds_weights(name: str) -> bool:
+    """Whether a file of that name, in a model's directory, is one of its tensors or says in which
+    they are."""
+    return name == _INDEX or name.endswith(".safetensors")
+
+
 def stored_names(directory: Path) -> Collection[str]:
     """Of the tensors of a checkpoint; none where its weights are not there.
 
     Raises:
         ConfigError: it is damaged.
     """
-    if not any((directory / name).exists() for name in (_INDEX, _SINGLE)):
+    if not any((directory / name).exists() for name in (_INDEX, SINGLE)):
         return ()
     return Checkpoint(directory).tensors
 
@@ -156,9 +168,9 @@ def stored_names(directory: Path) -> Collection[str]:
 def _files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if not index.exists():
-        if not (directory / _SINGLE).exists():
-            raise ConfigError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there")
-        return [directory / _SINGLE]
+        if not (directory / SINGLE).exists():
+            raise ConfigError(f"{directory}: neither {SINGLE} nor {_INDEX} is there")
+        return [directory / SINGLE]
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -169,22 +181,47 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def _whole(path: Path) -> dict[str, StoredTensor]:
+    tensors = _header(path)
+    end, size = _end(tensors), path.stat().st_size
+    if end > size:
+        raise ConfigError(f"{path}: cut off, {size} of {end} bytes are there")
+    return tensors
+
+
+def file_bytes(path: Path) -> int:
+    """Of a file as its header has it, however much of it is there behind that.
+
+    Raises:
+        ConfigError: not a safetensors file.
+    """
+    return _end(_header(path))
+
+
+def header_bytes(start: bytes) -> int:
+    """Of the header, which follows these LENGTH_BYTES. Raises ValueError for more than there may
+    be."""
+    length = int.from_bytes(start, "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    return length
+
+
+def _end(tensors: Mapping[str, StoredTensor]) -> int:
+    return max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
+
+
 def _header(path: Path) -> dict[str, StoredTensor]:
     """Format: 8 bytes of length, little-endian, then JSON, then the bytes its offsets count in."""
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
+            length = header_bytes(file.read(LENGTH_BYTES))
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: _stored(path, 8 + length, entry) for name, entry in header.items()}
+        base = LENGTH_BYTES + length
+        return {name: _stored(path, base, entry) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a safetensors file ({error})") from error
-    end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
-    if end > path.stat().st_size:
-        raise ConfigError(f"{path}: cut off, {path.stat().st_size} of {end} bytes are there")
-    return tensors
 
 
 def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:

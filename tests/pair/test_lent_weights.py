@@ -1,0 +1,215 @@
+"""Weights that a node takes from another one, over the path that KV takes: whole, or not at all."""
+
+import shutil
+
+import pytest
+
+from common.config import SharingConfig
+from kvtransfer.messages import Done, Kind, Open, Released
+from sharing import weight_reads
+from tests.pair.test_pauses import one_runs, resumed, told
+from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, put, shelf
+from tests.support.pair_node import Loaded, Size
+from tests.support.pair_rig import PairRig
+
+__all__ = ["greedy", "shelf"]  # fixtures
+
+CHANGING = "its weights are being changed"
+
+
+class Pair:
+    """Two nodes that may pair with each other; one has been started with the new weights."""
+
+    def __init__(self, rig, lender, taker):
+        self.rig, self.lender, self.taker = rig, lender, taker
+        self.num_answers = 0
+
+    def tell(self, *, of=None, weights=None):
+        """The taker is to take them."""
+        lender = of or self.lender
+        named = (weights or lender.desk.weights).hex()
+        self.rig.tell(self.taker, "take_weights", f"{named}={lender.front.address}")
+        self.num_answers = len(self.taker.router.answers)
+
+    def answer(self):
+        """To that, as the last one of the taker."""
+        answers, before = self.taker.router.answers, self.num_answers
+        self.rig.until(lambda: len(answers) > before, "the answer")
+        return answers[-1]
+
+    def take(self, **asked):
+        self.tell(**asked)
+        return self.answer()
+
+    @property
+    def num_opened(self):
+        opened = [each for each in self.rig.wires.seen if isinstance(each, Open)]
+        return sum(each.kind is Kind.WEIGHTS for each in opened)
+
+    def until_halfway(self):
+        """What they are has come in part, and no more of it will before `let_go` of Done."""
+        self.rig.wires.hold_back(Done)
+        self.rig.until(lambda: self.num_opened, "some are asked for")
+        self.rig.settle()
+
+    def still_has(self, answers):
+        """It computes with those that it had."""
+        assert not self.taker.role.busy
+        resumed(self.rig, self.taker)
+        asked = self.rig.ask(PROMPT, 8)
+        self.rig.run(asked)
+        assert (asked.tokens, asked.cached_tokens) == (answers("old", PROMPT, 8), 0)
+
+
+def pair_of(shelf, lender="prefill", new="new"):
+    size = Size(weights_directory=shelf)
+    fresh = Size(weights_directory=shelf, started_with=shelf / new)
+    sizes = {"prefill": [size], "decode": [size], lender: [fresh]}
+    loaded = Loaded.from_directory(shelf / "old")
+    return PairRig(loaded, **sizes, own_models=True, paired=False, shares=SharingConfig())
+
+
+@pytest.fixture
+def pair(shelf):
+    with pair_of(shelf) as rig:
+        yield Pair(rig, rig.prefill[0], rig.decode[0])
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A taker gives up soon what does not come at all."""
+    monkeypatch.setattr(weight_reads, "STILL_S", 0.5)
+
+
+@pytest.mark.parametrize("lender", ["prefill", "decode"])
+def test_who_has_taken_them_answers_with_them_and_finds_nothing_of_the_old(shelf, greedy, lender):
+    with pair_of(shelf, lender) as rig:
+        nodes = {"prefill": rig.prefill[0], "decode": rig.decode[0]}
+        has, takes = nodes.pop(lender), *nodes.values()
+        pair = Pair(rig, has, takes)
+        before = ask(rig)
+        assert before.tokens == greedy("old" if takes in rig.decode else "new", PROMPT, 8)
+        pause(rig, takes)
+        answer = pair.take()
+        assert not answer.error and takes.desk.weights == answer.weights == has.desk.weights
+        assert takes.pages("cache") == 0 and pair.num_opened > 2
+        resumed(rig, takes)
+        rig.until_paired()
+        rig.flush(rig.decode[0])
+        asked = ask(rig)
+        assert asked.tokens == greedy("new", PROMPT, 8)
+        assert rig.prefill[0].count("handoffs_held") == 1
+        assert (asked.cached_tokens > 0) == (has in rig.prefill and before.cached_tokens > 0)
+
+
+def test_what_runs_goes_on_from_its_tokens_and_what_comes_meanwhile_has_the_new_ones(pair, greedy):
+    rig = pair.rig
+    asked = rig.ask(PROMPT, MANY)
+    one_runs(rig)
+    pause(rig, pair.taker)
+    num_old = len(asked.tokens)
+    pair.tell()
+    pair.until_halfway()
+    late = rig.ask(PROMPT, 8)
+    rig.wires.let_go()
+    assert not pair.answer().error
+    resumed(rig, pair.taker)
+    rig.run()
+    assert asked.tokens[:num_old] == greedy("old", PROMPT, MANY)[:num_old]
+    rest = greedy("new", [*PROMPT, *asked.tokens[:num_old]], MANY - num_old)
+    assert asked.tokens[num_old:] == rest
+    assert late.tokens == greedy("new", PROMPT, 8)
+
+
+def test_a_lender_goes_on_meanwhile_and_a_lost_stream_costs_a_part_alone(pair, greedy):
+    rig = pair.rig
+    pause(rig, pair.taker)
+    rig.wires.hold_back(Released)
+    pair.tell()
+    rig.until(lambda: pair.num_opened, "some are asked for")
+    refused = told(rig, pair.taker, "continue")
+    assert refused.error == CHANGING
+    pair.num_answers += 1
+    rig.wires.cut(pair.lender.front, pair.taker.front)
+    rig.wires.let_go()
+    rig.wires.heal()
+    assert not pair.answer().error
+    resumed(rig, pair.taker)
+    rig.run(asked := rig.ask(PROMPT, 8))
+    assert asked.tokens == greedy("new", PROMPT, 8)
+
+
+def test_of_a_lender_that_is_gone_halfway_nothing_is_put_in_place(pair, greedy, impatient):
+    pause(pair.rig, pair.taker)
+    pair.tell()
+    pair.until_halfway()
+    pair.rig.wires.cut(pair.lender.front, pair.taker.front)
+    pair.rig.wires.let_go()
+    assert "it does not pair with this node" in pair.answer().error
+    pair.still_has(greedy)
+
+
+@pytest.mark.parametrize(
+    "spoil, why",
+    [
+        pytest.param(
+            lambda path: path.write_bytes(path.read_bytes()[:-8] + bytes(8)),
+            "is not what it is known to have",
+            id="changed",
+        ),
+        pytest.param(
+            lambda path: path.write_bytes(path.read_bytes()[:-8]), "cannot be read", id="cut-off"
+        ),
+        pytest.param(lambda path: path.unlink(), "cannot be read again", id="gone"),
+    ],
+)
+def test_what_is_not_what_was_wanted_is_not_put_in_place(shelf, greedy, tmp_path, spoil, why):
+    for name in ("old", "new"):
+        shutil.copytree(shelf / name, tmp_path / name)
+    with pair_of(tmp_path) as rig:
+        pair = Pair(rig, rig.prefill[0], rig.decode[0])
+        pause(rig, pair.taker)
+        spoil(tmp_path / "new" / "model.safetensors")
+        answer = pair.take()
+        assert why in answer.error and pair.lender.front.address in answer.error
+        pair.still_has(greedy)
+
+
+def test_who_has_other_weights_lends_none_and_who_is_not_paused_takes_none(pair, greedy, impatient):
+    assert pair.take().error == "this node is not paused"
+    pause(pair.rig, pair.taker)
+    assert pair.take(of=pair.taker).weights == pair.taker.desk.weights  # there is nothing to do
+    assert "it does not pair with this node" in pair.take(weights=b"o" * 16).error
+    pair.still_has(greedy)
+
+
+def test_weights_that_came_from_a_node_are_nowhere_else_there(pair, greedy):
+    """So they can neither be lent on nor be given back to the system."""
+    rig = pair.rig
+    pause(rig)
+    assert not pair.take().error
+    refused = told(rig, pair.taker, "release_memory", "weights").error
+    assert "nowhere here to be read again" in refused
+    put(rig, pair.lender, "old")
+    back = Pair(rig, pair.taker, pair.lender)
+    answer = back.take()
+    assert "nowhere here to be read again" in answer.error
+    put(rig, pair.taker, "old")
+    put(rig, pair.lender, "new")
+    assert not pair.take().error
+    resumed(rig)
+    assert ask(rig).tokens == greedy("new", PROMPT, 8)
+
+
+def test_what_could_not_be_put_in_place_whole_is_taken_again(pair, shelf, greedy):
+    """A node with a part of the weights says so, computes nothing, and is helped by another."""
+    rig = pair.rig
+    shutil.copytree(shelf / "new", shelf / "vanishing", dirs_exist_ok=True)
+    weights = told(rig, pair.taker, "prepare_weights", "vanishing").weights
+    (shelf / "vanishing" / "model.safetensors").unlink()
+    pause(rig, pair.taker)
+    assert "incomplete" in told(rig, pair.taker, "put_weights", weights.hex()).error
+    assert told(rig, pair.taker, "continue").error == "its weights are incomplete"
+    assert not pair.take().error
+    resumed(rig, pair.taker)
+    assert ask(rig).tokens == greedy("new", PROMPT, 8)
