@@ -4,5 +4,5 @@ import msgspec
 
 
 class Picture(msgspec.Struct, frozen=True):
-    source: str  # data:...;base64,... or an address
+    source: str | bytes  # data:...;base64,... or an address; bytes: of a file
     low_detail: bool = False

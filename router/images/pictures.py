@@ -25,6 +25,7 @@ from router.images.picture import Picture
 from router.images.sizes import tokens_of
 
 MAX_ENCODED_BYTES = 8 << 20  # of one request's images; as base64 they fit into its body
+_TOO_LARGE = f"images: more than the {MAX_ENCODED_BYTES} bytes allowed"
 LOW_DETAIL_TOKENS = 256
 _THREADS = 2
 T = TypeVar("T")
@@ -100,13 +101,18 @@ class Pictures:
         return [*whole, *token_ids[after:]], placed
 
     async def _encoded(self, picture: Picture, left: int) -> bytes:
-        if not picture.source.startswith("data:"):
-            return await self._fetch(picture.source, left)
-        head, comma, body = picture.source.partition(",")
+        source = picture.source
+        if isinstance(source, bytes):
+            if len(source) > left:
+                raise InvalidRequest(_TOO_LARGE)
+            return source
+        if not source.startswith("data:"):
+            return await self._fetch(source, left)
+        head, comma, body = source.partition(",")
         if not comma or not head.endswith(";base64"):
             raise InvalidRequest("an image is data:image/...;base64,... or an address")
         if len(body) > 4 * (left // 3 + 1):
-            raise InvalidRequest(f"images: more than the {MAX_ENCODED_BYTES} bytes allowed")
+            raise InvalidRequest(_TOO_LARGE)
         try:
             return await self._run(partial(base64.b64decode, body, validate=True))
         except (binascii.Error, ValueError) as error:

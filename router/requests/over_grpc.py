@@ -7,7 +7,15 @@ import msgspec
 
 from common.errors import InvalidRequest
 from common.requests.sampling import unchecked
-from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, Input, TokenizeRequest
+from protos.router_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    ChatPart,
+    GenerateRequest,
+    Input,
+    TokenizeRequest,
+)
+from router.images.picture import Picture
 from router.requests.wanted import (
     UNLIMITED,
     Ending,
@@ -92,7 +100,7 @@ def _messages(sent: ChatMessages) -> Messages:
         )
     tools = [_tool(text, f"messages.tools[{n}]") for n, text in enumerate(sent.tools)]
     return Messages(
-        [_turn(message) for message in sent.messages],
+        [_turn(number, message) for number, message in enumerate(sent.messages)],
         tools,
         _object(sent.template_settings or "{}", "messages.template_settings"),
         sent.reasoning_effort if sent.HasField("reasoning_effort") else None,
@@ -100,16 +108,33 @@ def _messages(sent: ChatMessages) -> Messages:
     )
 
 
-def _turn(message: ChatMessage) -> Turn:
+def _turn(number: int, message: ChatMessage) -> Turn:
     calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
+    parts = tuple(_part(f"messages[{number}].parts", *each) for each in enumerate(message.parts))
+    if parts and message.content:
+        raise InvalidRequest(f"messages[{number}]: either content or parts")
+    texts = [part for part in parts if isinstance(part, str)]
+    seen = len(texts) < len(parts)
+    content = message.content or "\n".join(texts)
     return Turn(
         role=message.role,
-        content=None if calls and not message.content else message.content,
+        content=None if seen or (calls and not content) else content,
+        parts=parts if seen else (),
         name=message.name if message.HasField("name") else None,
         reasoning=message.reasoning if message.HasField("reasoning") else None,
         tool_calls=calls,
         tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
     )
+
+
+def _part(where: str, number: int, part: ChatPart) -> str | Picture:
+    match part.WhichOneof("part"):
+        case "text":
+            return part.text
+        case "image":
+            return Picture(part.image, part.low_detail)
+        case _:
+            raise InvalidRequest(f"{where}[{number}] is neither a text nor an image")
 
 
 def _tool(text: str, field: str) -> dict[str, Any]:

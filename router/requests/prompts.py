@@ -138,14 +138,11 @@ class Prompts:
             case TokenIds():
                 check_length(prompt.token_ids, self._limits, prompt.field)
                 return list(prompt.token_ids)
-            case Messages(pictures=[]):
-                return await self._encode(
-                    self._render(prompt), prompt.field, add_special_tokens=False
-                )
+            case Messages():
+                said, _ = await self._conversation(prompt, self._render(prompt))
+                return said
             case Prediction(text=text):
                 return await self._encode(text, prompt.field, add_special_tokens=False)
-            case Messages():
-                raise InvalidRequest("messages: with images they are only made tokens of to answer")
             case Nothing():
                 raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
 
@@ -154,14 +151,28 @@ class Prompts:
             case Messages() as messages:
                 text = self._render(messages)
                 shared.rendered_end = text[-_END_CHARACTERS:]
-                token_ids = await self._encode(text, messages.field, add_special_tokens=False)
-                check_prompt(token_ids, self._limits, messages.field)
-                if messages.pictures:
-                    token_ids, shared.images = await self._with_images(messages, token_ids)
-                    check_length(token_ids, self._limits, messages.field)
+                token_ids, shared.images = await self._conversation(messages, text)
+                if not shared.images:
+                    check_prompt(token_ids, self._limits, messages.field)
                 return token_ids
             case prompt:
                 return await self.checked(prompt)
+
+    async def _conversation(
+        self, messages: Messages, text: str
+    ) -> tuple[Sequence[int], Sequence[Image]]:
+        """Its token ids, with those of its images, and these.
+
+        Args:
+            text: that it becomes.
+        """
+        token_ids = await self._encode(text, messages.field, add_special_tokens=False)
+        if not messages.pictures:
+            return token_ids, ()
+        check_prompt(token_ids, self._limits, messages.field)  # those of images nobody may write
+        token_ids, images = await self._with_images(messages, token_ids)
+        check_length(token_ids, self._limits, messages.field)
+        return token_ids, images
 
     async def _with_images(
         self, messages: Messages, token_ids: Sequence[int]

@@ -42,6 +42,8 @@ class Limits:
     @property
     def message_bytes(self) -> int:
         """Of a gRPC message, which has one prompt."""
+        if self.sees_images:
+            return MAX_MESSAGE_BYTES
         return min(_ROOM_BYTES + self.text_bytes, MAX_MESSAGE_BYTES)
 
     @property

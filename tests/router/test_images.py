@@ -15,20 +15,24 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
+from grpc.aio import AioRpcError
 
 pytest.importorskip("PIL")
 
 import torch
 from PIL import Image as Pillow
 
+from common import rpc
 from common.config import ImagesConfig
 from common.engine.models.vision.encoder import patches
 from common.errors import InvalidRequest
 from common.requests.images import check_images, from_proto
 from common.rpc import MAX_MESSAGE_BYTES
 from common.serve_protocol import MAX_PIXEL_BYTES
+from protos import router_pb2, router_pb2_grpc
 from router.images import pixels
 from router.images.fetching import Address, HttpFetch, is_public
+from router.images.pictures import MAX_ENCODED_BYTES
 from router.images.sizes import tokens_of
 from tests.router.openai_rig import Api, api_for
 from tests.support.vision import (
@@ -126,6 +130,115 @@ async def test_an_image_lies_as_its_camera_was_held(api: Api) -> None:
     exif[0x0112] = 6
     submit = await submitted(api, part(encoded(drawn(64, 16), "JPEG", exif=exif)))
     assert (submit.images[0].rows, submit.images[0].columns) == (8, 2)
+
+
+def data_url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def to_responses(content: bytes) -> tuple[str, dict[str, Any]]:
+    parts = [
+        {"type": "input_text", "text": "What is this?"},
+        {"type": "input_image", "image_url": data_url(content), "detail": "auto"},
+    ]
+    return "/v1/responses", {"input": [{"role": "user", "content": parts}]}
+
+
+def to_messages(content: bytes) -> tuple[str, dict[str, Any]]:
+    data = base64.b64encode(content).decode()
+    blocks = [
+        {"type": "text", "text": "What is this?"},
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": data},
+        },
+    ]
+    return "/v1/messages", {"max_tokens": 8, "messages": [{"role": "user", "content": blocks}]}
+
+
+SPELT = [to_responses, to_messages]
+
+
+async def over_grpc(api: Api, call: str, *parts: router_pb2.ChatPart) -> Any:
+    """The answer of that method to one turn of these parts."""
+    turn = router_pb2.ChatMessage(role="user", parts=parts)
+    messages = router_pb2.ChatMessages(messages=[turn])
+    kind = {"Generate": "GenerateRequest", "Tokenize": "TokenizeRequest"}[call]
+    request = getattr(router_pb2, kind)(messages=messages)
+    async with rpc.make_channel(f"127.0.0.1:{api.router.port}") as channel:
+        answer = getattr(router_pb2_grpc.RouterStub(channel), call)(request)  # type: ignore[no-untyped-call]
+        return [each async for each in answer] if call == "Generate" else await answer
+
+
+def spelt(content: bytes) -> list[router_pb2.ChatPart]:
+    return [router_pb2.ChatPart(text="What is this?"), router_pb2.ChatPart(image=content)]
+
+
+@pytest.mark.parametrize("spell", SPELT)
+async def test_other_spellings_are_the_same_prompt(api: Api, spell: Any) -> None:
+    content = encoded(drawn(50, 33))
+    chat = await submitted(api, text("What is this?"), part(content))
+    path, fields = spell(content)
+    answer = asyncio.create_task(api.post(path, **fields))
+    submit = await api.complete()
+    assert (await answer).status == 200
+    assert list(submit.token_ids) == list(chat.token_ids)
+    assert list(submit.images) == list(chat.images)
+
+
+async def test_over_grpc_an_image_is_the_bytes_of_its_file(api: Api) -> None:
+    content = encoded(drawn(50, 33))
+    chat = await submitted(api, text("What is this?"), part(content))
+    answer = asyncio.create_task(over_grpc(api, "Generate", *spelt(content)))
+    submit = await api.complete()
+    await answer
+    assert list(submit.token_ids) == list(chat.token_ids)
+    assert list(submit.images) == list(chat.images)
+
+
+async def test_the_tokens_of_a_conversation_are_those_that_an_answer_is_made_of(api: Api) -> None:
+    content = encoded(drawn(50, 33))
+    parts = [text("What is this?"), part(content)]
+    expected = list((await submitted(api, *parts)).token_ids)
+    tokens = await api.post("/tokenize", messages=said(*parts), return_token_strs=True)
+    assert (tokens.json["tokens"], tokens.json["count"]) == (expected, len(expected))
+    assert len(tokens.json["token_strs"]) == len(expected)
+    path, fields = to_messages(content)
+    counted = await api.post(f"{path}/count_tokens", messages=fields["messages"])
+    assert counted.json == {"input_tokens": len(expected)}
+    assert list((await over_grpc(api, "Tokenize", *spelt(content))).token_ids) == expected
+
+
+@pytest.mark.parametrize("spell", SPELT)
+async def test_guards_are_the_same_however_it_is_spelt(api: Api, spell: Any) -> None:
+    path, fields = spell(b"no image at all")
+    answer = await api.post(path, **fields)
+    assert answer.status == 400 and "none of PNG, JPEG, WEBP, GIF" in answer.body.decode()
+    path, fields = spell(encoded(drawn(8, 8)))
+    turn = fields["input" if "input" in fields else "messages"][0]
+    turn["content"] = [turn["content"][1]] * 4
+    answer = await api.post(path, **fields)
+    assert answer.status == 400 and "4 images, 3 allowed" in answer.body.decode()
+
+
+async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api: Api) -> None:
+    asked = [{"role": "user", "content": [{"type": "input_image", "detail": "low"}]}]
+    answer = await api.post("/v1/responses", input=asked)
+    assert answer.error["param"] == "input[0].content[0].image_url"
+    source = {"type": "url", "url": "https://example.com/a.png"}
+    asked = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
+    assert answer.status == 400 and "images.fetch" in answer.body.decode()
+    asked[0]["content"] = [{"type": "image", "source": {"type": "base64"}}]
+    answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
+    assert "messages[0].content[0] is no image block" in answer.body.decode()
+    for parts, why in (
+        ([router_pb2.ChatPart()], "neither a text nor an image"),
+        ([router_pb2.ChatPart(image=bytes(MAX_ENCODED_BYTES + 1))], "bytes allowed"),
+    ):
+        with pytest.raises(AioRpcError) as caught:
+            await over_grpc(api, "Tokenize", *parts)
+        assert why in str(caught.value.details())
 
 
 async def test_low_detail_is_fewer_tokens(model: Path) -> None:

@@ -12,6 +12,7 @@ from router.api.dialect.fields import Budget, Int32, ModelName
 from router.api.dialect.messages import Function, Tool
 from router.api.dialect.problems import Refusal
 from router.api.dialect.strangers import Ignored, Nothing
+from router.images.picture import Picture
 from router.requests.wanted import ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS
 
@@ -25,11 +26,21 @@ class Text(msgspec.Struct, forbid_unknown_fields=True):
     citations: Nothing = None
 
 
+class Source(msgspec.Struct, forbid_unknown_fields=True):
+    """Of an image: what it is, or where."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class Block(msgspec.Struct, forbid_unknown_fields=True):
     """Of a message. Which fields it has depends on its type."""
 
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
+    source: Source | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -164,16 +175,23 @@ def _said(where: str, blocks: Sequence[Block]) -> Turn:
 
 
 def _told(role: str, where: str, blocks: Sequence[Block]) -> Iterator[Turn]:
-    texts = []
+    parts: list[str | Picture] = []
     for number, block in enumerate(blocks):
         match block:
             case Block(type="text", text=str(text)):
-                texts.append(text)
+                parts.append(text)
+            case Block(type="image", source=Source(type="base64", data=str(data)) as source):
+                parts.append(Picture(f"data:{source.media_type or ''};base64,{data}"))
+            case Block(type="image", source=Source(type="url", url=str(url))):
+                parts.append(Picture(url))
             case Block(type="tool_result", tool_use_id=str(call_id)):
                 yield Turn("tool", _text(block.content or ""), tool_call_id=call_id)
             case _:
                 raise _incomplete(f"{where}.content[{number}]", block)
-    if texts:
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        yield Turn(role, None, parts=tuple(parts))
+    elif texts:
         yield Turn(role, "\n".join(texts))
 
 

@@ -25,22 +25,26 @@ from router.api.dialect.harmless import OF_RESPONSES
 from router.api.dialect.messages import Function, Tool
 from router.api.dialect.origin import Origin
 from router.api.dialect.problems import Refusal
-from router.api.dialect.strangers import Ignored
+from router.api.dialect.strangers import Ignored, Nothing
 from router.api.dialect.tools import guided, listening, offered
 from router.api.http.answers import Headers
 from router.api.http.request import Request
 from router.api.openai.chat import Shown
 from router.api.openai.response_reply import Response
+from router.images.picture import Picture
 from router.parsers.speech import Speech
 from router.requests.wanted import Messages, ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a message, an output or a thought; text is the only kind that there is a use for."""
+    """Of a message, an output or a thought: text, or of a message an image."""
 
     type: str
     text: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    file_id: Nothing = None
     annotations: Ignored = None
     logprobs: Ignored = None
 
@@ -190,7 +194,7 @@ def turns(fields: ResponseFields) -> Sequence[Turn]:
     """What is said, thought and called by the assistant without a pause is one turn of its.
 
     Raises:
-        Refusal: an item says nothing, or what is no text.
+        Refusal: an item says nothing, or what is neither text nor an image where it may be one.
     """
     made = [] if fields.instructions is None else [Turn("system", fields.instructions)]
     if isinstance(fields.input, str):
@@ -218,6 +222,9 @@ def _turn(where: str, item: InputItem) -> Turn:
             return Turn("assistant", None, reasoning=_text(f"{where}.content", item.content or ""))
         case InputItem(type="message", role=str(role), content=content):
             role = "system" if role == "developer" else role
+            if role != "assistant" and isinstance(content, list) and any(map(_shows, content)):
+                parts = (_part(f"{where}.content", *each) for each in enumerate(content))
+                return Turn(role, None, parts=tuple(parts))
             return Turn(role, _text(f"{where}.content", content))
         case _:
             sentence = f"{where} has not all fields that a {item.type} has"
@@ -238,18 +245,32 @@ def _joined(before: Turn, after: Turn) -> Turn | None:
     )
 
 
+def _shows(part: Part) -> bool:
+    return part.type == "input_image"
+
+
+def _part(where: str, number: int, part: Part) -> str | Picture:
+    if not _shows(part):
+        return _text_of(where, number, part)
+    if part.image_url is None:
+        path = f"{where}[{number}].image_url"
+        raise Refusal(400, f"{path} is missing: no files are stored here", param=path)
+    return Picture(part.image_url, part.detail == "low")
+
+
 def _text(where: str, content: str | list[Part] | None) -> str:
     if isinstance(content, str):
         return content
     if content is None:
         raise Refusal(400, f"{where} must be text or a list of text parts", param=where)
-    texts = []
-    for number, part in enumerate(content):
-        if not part.type.endswith("text") or part.text is None:
-            path = f"{where}[{number}]"
-            raise Refusal(400, f"{path} is no text; only text is supported", param=path)
-        texts.append(part.text)
-    return "\n".join(texts)
+    return "\n".join(_text_of(where, number, part) for number, part in enumerate(content))
+
+
+def _text_of(where: str, number: int, part: Part) -> str:
+    if not part.type.endswith("text") or part.text is None:
+        path = f"{where}[{number}]"
+        raise Refusal(400, f"{path} is no text; only text is supported", param=path)
+    return part.text
 
 
 def _format(text: TextFields | None) -> ResponseFormat | None:
