@@ -230,8 +230,6 @@ class WeightsUpdate:
 
     def _fitting(self, directory: Path) -> tuple[Servable, WeightsId]:
         here = self._served
-        if not here.changeable:
-            raise InvalidRequest("a model that is shown images takes no other weights")
         there = open_checkpoint(directory, self._config.model_backend, self._config.speculation)
         if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
             raise InvalidRequest("its configuration is that of another model")

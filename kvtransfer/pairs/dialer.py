@@ -1,7 +1,8 @@
 """The reader's side of KvTransfer: one pair stream to every owner it is told of, for ever.
 
 Start-up in any order: an address that does not answer is dialled again, sooner after a stream
-that was lost than after a refusal, which only a restart of either node can mend.
+that was lost than after a refusal, which only a restart of either node can mend; and at once when
+this node has something else to say of itself.
 """
 
 import asyncio
@@ -117,7 +118,8 @@ class PairDialer:
         backoff_s = self._times.first_s
         told = ""
         while True:
-            over = await self._attempt(address)
+            ours = await self._streams.local_hello()
+            over = await self._attempt(address, ours)
             rpc.raise_if_cancelled()
             if over.refused or not over.lived_s:
                 self._metrics.pairing("refused" if over.refused else "failed")
@@ -130,10 +132,12 @@ class PairDialer:
                 backoff_s = self._times.first_s
             delay_s = self._times.refused_s if over.refused else backoff_s
             backoff_s = min(2 * backoff_s, self._times.longest_s)
-            await asyncio.sleep(delay_s * random.uniform(0.8, 1.0))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s * random.uniform(0.8, 1.0)):
+                    await self._streams.renewed(ours)
+                    backoff_s = self._times.first_s
 
-    async def _attempt(self, address: str) -> _Over:
-        ours = await self._streams.local_hello()
+    async def _attempt(self, address: str, ours: Hello) -> _Over:
         up_at: float | None = None
         error: ServingError
         async with self._make_channel(address) as channel:

@@ -105,6 +105,7 @@ class PairStreams:
         )
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._said_otherwise = asyncio.Event()  # another one for each Hello
         self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
         self._streams: dict[int, PairStream] = {}
@@ -126,6 +127,11 @@ class PairStreams:
     async def local_hello(self) -> Hello:
         """What this node says first as a reader, once the transfer thread has told it."""
         return await asyncio.shield(self._hello)
+
+    async def renewed(self, hello: Hello) -> None:
+        """Returns once this node says something else first than that."""
+        while await self.local_hello() == hello:
+            await self._said_otherwise.wait()
 
     @contextmanager
     def opened(self, hello: Hello, *, as_reader: bool) -> Iterator[PairStream]:
@@ -177,6 +183,8 @@ class PairStreams:
                 if self._hello.done():
                     self._hello = asyncio.get_running_loop().create_future()
                 self._hello.set_result(hello)
+                self._said_otherwise.set()
+                self._said_otherwise = asyncio.Event()
             case PairHello(stream=number, hello=said) | PairSend(stream=number, message=said):
                 stream = self._streams.get(number)
                 if stream is not None:

@@ -143,7 +143,13 @@ def check_length(num_tokens: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def paired(guard=None, make_channel=rpc.make_channel, hello_s=QUICK.hello_s, on_named=list):
+async def paired(
+    guard=None,
+    make_channel=rpc.make_channel,
+    hello_s=QUICK.hello_s,
+    on_named=list,
+    refused_s=QUICK.refused_s,
+):
     """
     Args:
         guard: of the owner.
@@ -161,7 +167,7 @@ async def paired(guard=None, make_channel=rpc.make_channel, hello_s=QUICK.hello_
     port = rpc.bind(server, "127.0.0.1", 0)
     assert service.register(server, guard) == ("baton.v1.KvTransfer",)
     await server.start()
-    times = replace(QUICK, hello_s=hello_s)
+    times = replace(QUICK, hello_s=hello_s, refused_s=refused_s)
     dialer = PairDialer(reader.streams, reader.metrics, make_channel, times=times)
     dialling = asyncio.ensure_future(dialer.run())
     yield Pair(owner, reader, dialer, service, f"127.0.0.1:{port}")
@@ -291,6 +297,18 @@ async def test_a_reader_with_other_weights_says_so_when_it_dials_again(pair):
     await pair.reader.hear(PairClosed)
     await pair.owner.hear(PairClosed)
     assert (await pair.owner.hear(PairOpened)).hello == changed
+
+
+async def test_a_reader_that_has_something_else_to_say_does_not_wait():
+    async with paired(refused_s=3600.0) as pair:
+        pair.connect()
+        at_owner = (await pair.owner.hear(PairOpened)).stream
+        pair.owner.say(PairEnd(at_owner, "they differ", refused=True))
+        await pair.reader.pairings("refused")
+        changed = READER.with_weights(b"w" * 16)
+        pair.reader.say(LocalHello(changed))
+        await pair.owner.hear(PairClosed)
+        assert (await pair.owner.hear(PairOpened)).hello == changed
 
 
 async def test_an_owner_that_is_not_there_yet_is_dialled_until_it_is(pair):

@@ -2,11 +2,13 @@
 generates, wherever a chunk ends and whoever computes it, and KV is shared by content."""
 
 import json
+import shutil
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("PIL")
 
@@ -19,6 +21,8 @@ from common.engine.speculate.policy import AllDrafts
 from common.engine.speculate.speculator import Speculator
 from common.errors import InvalidRequest
 from common.requests.images import FIRST_IMAGE_TOKEN, check_images
+from tests.pair.test_pauses import resumed, told
+from tests.pair.test_weights import pause, put
 from tests.support.drafters import recall, speculator
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig
@@ -263,3 +267,75 @@ def test_embeddings_are_kept_up_to_so_many_bytes():
         assert (x == image.pixels[0]).all()
     assert (seeing.counts.encoded, seeing.counts.found) == (4, 1)
     assert seeing.num_bytes == 2 * 4 * 4 * 4
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Of two models of one configuration that see otherwise, too."""
+    root = tmp_path_factory.mktemp("shelf")
+    for seed, name in enumerate(("old", "new")):
+        make_vision_checkpoint(root / name, seed=seed)
+    return root
+
+
+@pytest.mark.parametrize("from_node", [False, True], ids=["from_disk", "from_a_node"])
+def test_other_weights_are_the_encoders_too(shelf, from_node):
+    references = {name: reference_vision_model(shelf / name) for name in ("old", "new")}
+    token_ids, images = with_images(*ONE)
+    known = {
+        name: greedy_vision_tokens(reference, token_ids, images, NUM_TOKENS)
+        for name, reference in references.items()
+    }
+    assert known["old"] != known["new"]
+    loaded = Loaded.from_directory(shelf / "old")
+    size = Size(weights_directory=shelf)
+    with PairRig(loaded, prefill=[size], decode=[size], own_models=True, moves=True) as rig:
+        (owner,), (reader,) = rig.prefill, rig.decode
+        asked = ask(rig, *ONE)
+        rig.run()
+        assert asked.tokens == known["old"] and seen(owner) == (1, 0)
+        pause(rig)
+        put(rig, owner)
+        if from_node:
+            named = f"{owner.desk.weights.hex()}={owner.front.address}"
+            assert not told(rig, reader, "take_weights", named).error
+        else:
+            put(rig, reader)
+        assert not any(node.engine.model.seeing.num_bytes for node in rig.nodes)
+        resumed(rig)
+        rig.until_paired()
+        asked = ask(rig, *ONE)
+        rig.run()
+        assert (asked.tokens, asked.cached_tokens) == (known["new"], 0)
+
+
+def test_weights_whose_encoder_is_another_are_refused(shelf):
+    broken = shelf / "broken"
+    shutil.copytree(shelf / "new", broken, dirs_exist_ok=True)
+    tensors = load_file(broken / "model.safetensors")
+    name = next(each for each in tensors if each.startswith("visual."))
+    save_file(
+        {each: tensors[each] for each in tensors if each != name}, broken / "model.safetensors"
+    )
+    loaded = Loaded.from_directory(shelf / "old")
+    sizes = {"prefill": (), "decode": [Size(weights_directory=shelf)]}
+    with PairRig(loaded, **sizes, own_models=True) as rig:
+        assert name in told(rig, rig.decode[0], "prepare_weights", "broken").error
+
+
+def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
+    loaded = Loaded.from_directory(shelf / "old")
+    size = Size(weights_directory=shelf)
+    with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:
+        before = ask(rig, *ONE)
+        rig.run()
+        pause(rig)
+        (owner,) = rig.prefill
+        assert not told(rig, owner, "release_memory", "weights").error
+        assert owner.engine.model.seeing.num_bytes == 0
+        assert not told(rig, owner, "resume_memory", "weights").error
+        resumed(rig)
+        rig.flush(*rig.nodes)
+        after = ask(rig, *ONE)
+        rig.run()
+        assert before.tokens == after.tokens

@@ -36,9 +36,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_vision_checkpoint(directory: Path) -> Path:
+def make_vision_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     """As `make_checkpoint`: weights are large enough for what is wrong to show."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(_config())
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -87,11 +87,6 @@ class Servable(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def changeable(self) -> bool:
-        """Whether the model can have the weights of another checkpoint."""
-        ...
-
-    @property
     def refilled_whole(self) -> bool:
         """Whether `refill` has all weights in memory twice; else it is one part of them."""
         ...

@@ -68,10 +68,6 @@ class NativeCheckpoint:
         )
 
     @property
-    def changeable(self) -> bool:
-        return self._sight is None  # an encoder takes no other weights
-
-    @property
     def spec(self) -> ModelSpec:
         return self._decoder.model
 
@@ -105,11 +101,15 @@ class NativeCheckpoint:
         if not isinstance(model, Decoder):
             raise ConfigError(f"{self._directory}: the model that runs is not computed natively")
         refill_weights(model, Checkpoint(self._directory), self._decoder, quantize)
+        if self._sight is not None and model.seeing is not None:
+            self._sight.refill(model.seeing)
 
     def drain(self, model: object) -> None:
         assert isinstance(model, Decoder)
         for part in model.parts:
             drain(part)
+        if model.seeing is not None:
+            model.seeing.drain()
         trim()
 
     def config_hash(self) -> str:

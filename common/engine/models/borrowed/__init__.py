@@ -33,7 +33,6 @@ class BorrowedCheckpoint:
 
     backend = "transformers"
     refilled_whole = True
-    changeable = True
     drafter = "none"
 
     def __init__(self, directory: Path, because: str) -> None:

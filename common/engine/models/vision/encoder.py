@@ -2,16 +2,17 @@
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.engine.models.checkpoint import FLOATS, Checkpoint
+from common.engine.models.checkpoint import Checkpoint, Wanted
 from common.engine.models.fields import Fields
+from common.engine.models.refill import drain
 from common.engine.models.vision.seeing import KEPT_BYTES, Seeing
-from common.errors import ConfigError
 from common.requests.images import Image
 from common.serve_protocol import MAX_PIXEL_BYTES
 from common.vision_files import VisionFiles, vision_files
@@ -37,8 +38,21 @@ class Sight:
         return None if files is None else cls(directory, files)
 
     def stored(self) -> Collection[str]:
-        """Names of its tensors."""
-        return [name for name in Checkpoint(self._directory).tensors if name.startswith(_PREFIX)]
+        """Names of its tensors.
+
+        Raises:
+            ConfigError: they are not those of the configuration, or are quantised.
+        """
+        checkpoint = Checkpoint(self._directory)
+        with torch.device("meta"):
+            skeleton = _transformers_model(self._directory, torch.float32)
+        wanted = {
+            f"{_PREFIX}{name}": Wanted(tuple(each.shape))
+            for name, each in skeleton.state_dict().items()
+        }
+        others = tuple(name for name in checkpoint.tensors if not name.startswith(_PREFIX))
+        checkpoint.check(wanted, frozenset(), others)
+        return list(wanted)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """With what is kept of its embeddings."""
@@ -56,38 +70,41 @@ class Sight:
         Raises:
             ConfigError: tensors are missing, or are not those of the configuration.
         """
-        return Seeing(TransformersEncoder(self._directory, self.files, device, dtype))
+        encoder = TransformersEncoder(self._directory, self.files, device, dtype)
+        encoder.refill(self._weights())
+        return Seeing(encoder)
+
+    def refill(self, seeing: Seeing) -> None:
+        """Its weights in the place of those that another checkpoint of the same configuration has
+        given."""
+        seeing.refill(self._weights())
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        checkpoint = Checkpoint(self._directory)
+        return {name.removeprefix(_PREFIX): checkpoint.read(name) for name in self.stored()}
+
+
+def _transformers_model(directory: Path, dtype: torch.dtype) -> Any:
+    """Without weights. Imported here: transformers takes a second, and models of texts have no use
+    for it."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel,
+    )
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    kind = Qwen2_5_VisionTransformerPretrainedModel
+    return kind._from_config(config.vision_config, dtype=dtype)
 
 
 class TransformersEncoder:
-    """See Encoder."""
+    """See Encoder. Without weights until `refill`."""
 
     def __init__(
         self, directory: Path, files: VisionFiles, device: torch.device, dtype: torch.dtype
     ) -> None:
-        # Imported here: transformers takes a second, and models of texts have no use for it.
-        from transformers import AutoConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-            Qwen2_5_VisionTransformerPretrainedModel,
-        )
-
-        config = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-        checkpoint, stored = Checkpoint(directory), Sight(directory, files).stored()
-        odd = [name for name in stored if checkpoint.tensors[name].dtype not in FLOATS]
-        if odd:
-            raise ConfigError(f"{directory}: {odd[0]} is quantised, as no encoder here may be")
-        weights = {name.removeprefix(_PREFIX): checkpoint.read(name) for name in stored}
         # Only the pixels' order and scale are ours.
-        self._model = Qwen2_5_VisionTransformerPretrainedModel._from_config(
-            config.vision_config, dtype=dtype
-        )
-        try:
-            self._model.load_state_dict(weights)
-        except RuntimeError as error:
-            line = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{directory}: its encoder of images: {line}") from error
+        self._model = _transformers_model(directory, dtype)
         self._model.to(device).eval().requires_grad_(False)
         self._files = files
         self._device, self._dtype = device, dtype
@@ -99,6 +116,12 @@ class TransformersEncoder:
         with torch.inference_mode():
             encoded: Tensor = self._model(pixels, grid_thw=grid).pooler_output
         return encoded.to(self._dtype)
+
+    def refill(self, weights: Mapping[str, Tensor]) -> None:
+        self._model.load_state_dict(weights)
+
+    def drain(self) -> None:
+        drain(tuple(self._model.parameters()))
 
     def working_bytes(self) -> int:
         num_tokens = MAX_PIXEL_BYTES // (3 * self._files.token_side**2)

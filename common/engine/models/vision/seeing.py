@@ -8,7 +8,7 @@ forward is longer by the encoding of those images, none of which has more tokens
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,14 @@ KEPT_BYTES = 256 << 20
 class Encoder(Protocol):
     def encode(self, image: Image) -> Tensor:
         """[num_tokens, hidden], on the model's device and in its dtype; nobody changes it."""
+        ...
+
+    def refill(self, weights: Mapping[str, Tensor]) -> None:
+        """These in the place of its own. Nobody encodes meanwhile."""
+        ...
+
+    def drain(self) -> None:
+        """Gives the memory of its weights back to the system, until `refill`."""
         ...
 
     def working_bytes(self) -> int:
@@ -58,6 +66,16 @@ class Seeing:
         """Of a GPU, at most, beside weights."""
         return self._most_bytes + self._encoder.working_bytes()
 
+    def refill(self, weights: Mapping[str, Tensor]) -> None:
+        """Encodes with these from now on; nothing is kept of what others have made."""
+        self._forget()
+        self._encoder.refill(weights)
+
+    def drain(self) -> None:
+        """Nothing is kept, and weights are given back to the system, until `refill`."""
+        self._forget()
+        self._encoder.drain()
+
     def embed(self, seen: Sequence[Seen], x: Tensor) -> None:
         """Puts the embeddings of these tokens in their places.
 
@@ -67,6 +85,10 @@ class Seeing:
         for part in seen:
             rows = x[part.place : part.place + part.last - part.first]
             rows.copy_(self._embeddings(part.image)[part.first : part.last])
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self.num_bytes = 0
 
     def _embeddings(self, image: Image) -> Tensor:
         name = image.name
