@@ -39,7 +39,7 @@ def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) ->
     pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
 
     def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
-        owners.list(decode if colocated else prefill | decode)
+        owners.listed(decode if colocated else prefill | decode)
 
     serve = ServeService(
         front.engine,

@@ -29,7 +29,7 @@ class NamedOwners:
         self._named: dict[str, float] = {}  # by address, when; the latest last
         self._dialled: frozenset[str] = frozenset()
 
-    def list(self, addresses: frozenset[str]) -> None:
+    def listed(self, addresses: frozenset[str]) -> None:
         """These, until there is another list."""
         self._listed = addresses
         self._dial_wanted()
@@ -41,12 +41,12 @@ class NamedOwners:
             if address != self._own_address:
                 self._named.pop(address, None)
                 self._named[address] = now
-        oldest = list(self._named)
-        while oldest and self._is_too_many(oldest[0], now):
-            del self._named[oldest.pop(0)]
         self._dial_wanted()
 
     def _dial_wanted(self) -> None:
+        now, oldest = self._clock(), list(self._named)
+        while oldest and self._is_too_many(oldest[0], now):
+            del self._named[oldest.pop(0)]
         wanted = self._listed | frozenset(self._named)
         if wanted != self._dialled:
             self._dialled = wanted

@@ -36,3 +36,15 @@ def test_of_too_many_those_named_last_stay() -> None:
     dialled.owners.name(["1:1", "new:1"])
     assert len(dialled.calls[-1]) == MAX_OWNERS
     assert {"1:1", "new:1"} <= dialled.calls[-1] and "2:1" not in dialled.calls[-1]
+
+
+def test_who_is_listed_is_dialled_as_long_and_who_is_named_besides() -> None:
+    dialled = Dialled()
+    dialled.owners.listed(frozenset({"a:1", "b:1"}))
+    dialled.owners.name(["b:1", "c:1"])
+    assert dialled.calls == [{"a:1", "b:1"}, {"a:1", "b:1", "c:1"}]
+    dialled.owners.listed(frozenset({"a:1"}))
+    assert len(dialled.calls) == 2
+    dialled.now = REMEMBERED_S + 1.0
+    dialled.owners.listed(frozenset({"d:1"}))
+    assert dialled.calls[-1] == {"d:1"}
