@@ -14,6 +14,7 @@ from common.engine.memory.radix import RadixCache
 from common.engine.rows.holding import Holding
 from common.engine.rows.request import Ints
 from common.engine.schedule.scheduler import Scheduler
+from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
 from kvtransfer.messages import HandoffId
@@ -48,11 +49,13 @@ class Destinations:
         pages: PageAllocator,
         cache: RadixCache,
         tables: PageTables,
+        tiers: Tiers,
         page_bytes: int,
     ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._cache = cache
+        self._tiers = tiers
         self.tables = tables
         self.page_bytes = page_bytes
         self.reads: dict[HandoffId, Ints] = {}
@@ -78,6 +81,7 @@ class Destinations:
         if fresh is None:
             self._pages.drop(cached.ravel(), Holder.REQUEST)
             return None
+        self._tiers.used(token_ids[:prefix_tokens], namespace)
         self._pages.hold(fresh, Holder.READ)
         self.reads[handoff_id] = fresh
         if room_tokens:

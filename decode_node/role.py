@@ -134,6 +134,7 @@ class DecodeRole:
             pages=pages,
             cache=cache,
             tables=tables,
+            tiers=tiers,
             page_bytes=page_bytes,
         )
         self._handoffs = Handoffs(

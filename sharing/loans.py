@@ -99,6 +99,7 @@ class Loans:
         lent = holding.take(self._tables.handed_over(end, prefix))
         if self._num_lent + len(lent) > self._pages.num_pages // SHARE:
             return self._refuse(asked.serial, "busy: much is lent already")
+        self._tiers.used(asked.token_ids[:end], asked.namespace)
         self._pages.hold(lent, Holder.PUBLICATION)
         self._lent[asked.serial] = lent
         self._num_lent += len(lent)

@@ -381,8 +381,8 @@ TIER_PAGES = Declared(
 TIER_TOKENS = Declared(
     "baton_tier_tokens",
     "counter",
-    "Tokens of prompts whose KV was brought back from a tier below the prefix cache; file: it was "
-    "in no other.",
+    "Tokens of prompts that were not computed, nor read from another node, because a tier below "
+    "the prefix cache had their KV; file: it alone had.",
     _TIERS,
 )
 TIER_BYTES = Declared(

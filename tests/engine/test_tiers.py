@@ -52,9 +52,25 @@ def test_what_the_tree_forgets_is_brought_back():
     assert in_tree(rig, prompt) == 0
     before = rig.runner.num_tokens
     again = ask(rig, [*prompt, 1, 2, 3])
-    assert again.cached_tokens == rig.tiers.brought_tokens == 160
+    assert again.cached_tokens == rig.tiers.host_tokens == 160
     assert rig.runner.num_tokens - before < SIZE
     rig.assert_at_rest()
+
+
+def test_what_is_brought_back_and_forgotten_before_its_use_counts_for_nothing():
+    rig = Rig(num_pages=16, tier_pages=60, host_pages=0)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    way, over = rig.tiers.way(np.array(prompt, np.int32), SHARED), list[bool]()
+    assert way is not None and rig.tiers.bring(way, len(way.host), lambda: over.append(True))
+    while not over:
+        rig.tiers.poll()
+    assert in_tree(rig, prompt) == 160
+    fill_the_pool(rig, 200)
+    fill_the_pool(rig, 300)  # nor has the tier any of it now
+    assert [ask(rig, [*prompt, 1, 2, 3]).cached_tokens for _ in range(2)] == [0, 160]
+    assert rig.tiers.host_tokens == 0
 
 
 def test_without_a_tier_it_is_computed_anew():
@@ -76,7 +92,7 @@ def test_only_what_is_missing_is_brought():
     assert 96 <= in_tree(rig, [*stem, *tail]) < 256 - 64
     here = in_tree(rig, [*stem, *tail])
     assert ask(rig, [*stem, *tail, 5]).cached_tokens == 256
-    assert rig.tiers.brought_tokens == 256 - here
+    assert rig.tiers.host_tokens == 256 - here
 
 
 def test_one_namespace_gets_nothing_of_another():
@@ -109,7 +125,7 @@ def test_who_wants_the_same_waits_for_the_one_copy():
     assert len(rig.coming) == 3 and rig.copier.num_copies == copies + 1
     rig.run()
     assert [twin.cached_tokens for twin in twins] == [160] * 3
-    assert rig.tiers.brought_tokens == 160
+    assert rig.tiers.host_tokens == 160
 
 
 def test_a_page_is_nobody_elses_until_its_copy_is_over():
@@ -311,5 +327,5 @@ def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages)
 @pytest.mark.parametrize("windows, state_pages", KINDS)
 def test_conversations_are_brought_back(windows, state_pages):
     rigs = [talk(seed, windows, state_pages) for seed in (50, 51)]
-    assert sum(rig.tiers.brought_tokens for rig in rigs) > 500
+    assert sum(rig.tiers.host_tokens for rig in rigs) > 500
     assert sum(rig.tiers.host.num_evicted for rig in rigs) > 0

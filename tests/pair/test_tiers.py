@@ -48,7 +48,7 @@ def small(known: Known, kept_in: str = "auto") -> Size:
 
 
 def brought(node: Node) -> int:
-    return node.engine.tiers.brought_tokens
+    return node.engine.tiers.host_tokens + node.engine.tiers.file_tokens
 
 
 def one_by_one(rig: PairRig, prompts: list[list[int]]) -> list[list[int]]:

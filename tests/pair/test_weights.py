@@ -201,4 +201,4 @@ def test_files_have_nothing_of_other_weights(shelf, greedy, tmp_path):
     with PairRig(loaded, prefill=(), decode=[size], own_models=True) as rig:
         asked = ask(rig)
         assert asked.tokens == greedy("old", PROMPT, 8)
-        assert not rig.decode[0].engine.tiers.brought_tokens
+        assert not rig.decode[0].engine.tiers.host_tokens

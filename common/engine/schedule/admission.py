@@ -375,6 +375,7 @@ class Admission:
             request.cached_tokens = min(start, request.num_prompt)
             self.cached_tokens += request.cached_tokens
             self.admitted_tokens += request.num_prompt
+            self._tiers.used(request.token_ids[:start], request.namespace)
         self.waiting.remove(request)
         self._on_admit(request, holding)
         self.under_way.add(request, len(request.token_ids) - start)

@@ -25,7 +25,7 @@ class TierMeter:
         return {
             "tier_pages/host": float(host.num_cached),
             "tier_pages/file": float(files.cache.num_filled),
-            "total_tier_tokens/host": float(tiers.brought_tokens - tiers.file_tokens),
+            "total_tier_tokens/host": float(tiers.host_tokens),
             "total_tier_tokens/file": float(tiers.file_tokens),
             **{f"total_tier_bytes/{how}": float(n * self._page_bytes) for how, n in pages.items()},
             "total_tier_evicted/host": float(host.num_evicted),

@@ -26,6 +26,7 @@ from common.engine.memory.radix import RadixCache
 from common.engine.memory.radix_nodes import Node
 from common.engine.rows.batch import Ints, PageCopies
 from common.engine.rows.holding import Holding
+from common.engine.tiers.brought import Brought
 from common.engine.tiers.copies import Copier, Copies, Copy
 from common.engine.tiers.file_tier import FileTier, PageStore
 from common.engine.tiers.host_cache import HostCache
@@ -44,7 +45,7 @@ class Tiers:
         host: the pages below; others hold some of them too.
         files: the tier below that.
         saves: what the tree has learnt, on its way to host memory.
-        brought_tokens, brought_pages: since the start; file_tokens of these were in files alone.
+        brought_pages: of all tables, since the start, used or not.
     """
 
     def __init__(
@@ -66,9 +67,8 @@ class Tiers:
         self.host = host
         self.files = FileTier(host, store or _NoStore(), width=tables.width)
         self.saves = Saves(host, pages, copier, width=tables.width, saved=self.files.saved)
-        self.brought_tokens = 0
-        self.file_tokens = 0
         self.brought_pages = 0
+        self._brought = Brought()
         self._enabled = enabled and cache.enabled
         self._cache = cache
         self._pages = pages
@@ -80,6 +80,16 @@ class Tiers:
         self._age = 0  # times that everything was forgotten
         if self._enabled:
             cache.keep_below(self)
+
+    @property
+    def host_tokens(self) -> int:
+        """That were not computed, because host memory had them."""
+        return self._brought.used_pages[False] * self._tables.page_size
+
+    @property
+    def file_tokens(self) -> int:
+        """The same of files, which alone had them."""
+        return self._brought.used_pages[True] * self._tables.page_size
 
     @property
     def busy(self) -> bool:
@@ -122,6 +132,7 @@ class Tiers:
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
         """The tree has forgotten these; returns the names of those that nobody has any more."""
+        self._brought.left(keys)
         return self.host.left_tree(keys, names)
 
     def names(self) -> Iterator[int]:
@@ -133,6 +144,7 @@ class Tiers:
     def clear(self) -> None:
         """The tree is emptied, and so is everything below. What is on its way is nobody's then."""
         self._age += 1
+        self._brought.clear()
         self.saves.clear()
         self.host.clear()
         self.files.clear()
@@ -142,6 +154,11 @@ class Tiers:
     def way(self, token_ids: Ints, namespace: Namespace) -> Way | None:
         """None: there is nothing below of these tokens that is worth it."""
         return self._ways.find(token_ids, namespace) if self._enabled else None
+
+    def used(self, token_ids: Ints, namespace: Namespace) -> None:
+        """Somebody goes on from all of these, which the tree has."""
+        if self._brought:
+            self._brought.used(self._cache.keys(token_ids, namespace))
 
     def bring(self, way: Way, room: int, then: Callable[[], None]) -> bool:
         """Begins to bring it back, or waits for who brings something that begins alike. True:
@@ -201,10 +218,11 @@ class Tiers:
         if age == self._age and here.shape[1] == way.prefix:
             holding = Holding.laid_out(self._tables, here, fresh, len(way.token_ids))
             self._cache.insert(way.token_ids, holding, way.namespace, state=holding.state)
-            self.brought_tokens += way.gained
             self.brought_pages += len(fresh)
-            num_filed = sum(kept.from_file for kept in way.kept)
-            self.file_tokens += min(way.gained, num_filed * self._tables.page_size)
+            gained = way.gained // self._tables.page_size
+            keys = self._cache.keys(way.token_ids, way.namespace)[-gained:]
+            found = ((key, self.host.get(key)) for key in keys)
+            self._brought.add({key: kept is not None and kept.from_file for key, kept in found})
             for kept in way.kept:
                 kept.from_file = False
         self._over(way)
