@@ -39,14 +39,14 @@ def inputs(num_tokens, dtype=torch.float32):
 def test_rows_of_all_lengths_see_the_inputs_before_them_and_keep_their_last(
     implementation, make, width, per_page
 ):
-    counts, reads, writes = [37, 2, 1, 1, 1], [NONE, 1, 2, 3, NONE], [0, 1, 5, 3, NONE]
+    counts, reads, writes = [37, 2, 1, 1, 1], [NONE, 1, 2, 0, NONE], [3, 1, 5, 0, NONE]
     marks, kept = [33, 2, 0, 0, 0], [7, 8, NONE, NONE, NONE]
     rows = rows_of(counts, reads, writes, marks=marks, kept=kept)
     x, columns = inputs(sum(counts)), make()
     weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
     cells, pool = cells_of(KEY_HEADS, (CHANNELS, width - 1), per_page=per_page)
     before = {}
-    for state in (1, 2, 3):
+    for state in (0, 1, 2):
         before[state] = torch.randn(KEY_HEADS, CHANNELS, width - 1, device=DEVICE)
         put(cells, state, before[state])
     y = causal_conv(x, columns, weight, cells, rows)
