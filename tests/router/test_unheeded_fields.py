@@ -95,12 +95,13 @@ CHAT_OF_CLIENTS: dict[str, dict[str, Any]] = {
     },
     "litellm": {
         "messages": [
+            {**ANSWERED, "provider_specific_fields": {"citations": None}},
             {
                 "role": "user",
                 "content": [
                     {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}},
                 ],
-            }
+            },
         ],
         "user": "u",
         "metadata": {"tags": ["a"]},

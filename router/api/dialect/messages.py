@@ -56,6 +56,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Ignored = None
     cache_control: Ignored = None
     id: Ignored = None
+    provider_specific_fields: Ignored = None
     audio: Nothing = None
     function_call: Nothing = None
     refusal: Nothing = None

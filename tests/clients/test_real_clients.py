@@ -1,0 +1,39 @@
+"""Clients as their users run them, unmodified, each before a system that serves the demo model.
+
+They want other versions of what Baton needs, so each has an environment of its own:
+
+    sh tests/clients/install.sh clients        # minutes; with names: those alone
+    REAL_CLIENTS=clients make test-long ARGS=tests/clients
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from cli.demo_model import write
+from tests.clients.environments import SCRIPTS, installed, run, wanted
+from tests.support.cluster import Cluster
+
+MODEL = "demo"
+
+pytestmark = [pytest.mark.long, installed, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def arguments(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[str]]:
+    """What each script is told."""
+    write(model := tmp_path_factory.mktemp("demo") / "model")
+    logs = tmp_path_factory.mktemp("logs")
+    flags = (f"--served-model-name={MODEL}",)
+    async with Cluster(model, logs, with_secret=False, router_flags=flags) as cluster:
+        url = f"http://127.0.0.1:{cluster.http_port}"
+        yield [url, cluster.address, MODEL, str(model)]
+
+
+@pytest.mark.parametrize(
+    "script", sorted((SCRIPTS / "system").glob("with_*.py"), key=str), ids=lambda path: path.stem
+)
+async def test_a_client_is_served(script: Path, arguments: list[str]) -> None:
+    await run(wanted(script.stem.removeprefix("with_")), script, arguments)
