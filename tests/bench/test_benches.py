@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
+    "features": ["--rows=4", "--vocabulary=4000", "--steps=5"],
     "hybrids": ["--talks=3", "--turns=2"],
     "handoff": ["--parts", "cost", "--handoffs", "20"],
     "local_prefill": ["--prompts", "3", "--tokens", "100", "--chunks", "64"],
