@@ -67,6 +67,7 @@ class Watched:
 
     def __init__(self, model: Model, order: StreamOrder) -> None:
         self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.drafter = model.drafter
         self.hazards: list[str] = []
         self._model = model
         self._order = order
