@@ -1,5 +1,6 @@
 """Logits of forbidden tokens, from one bit per token: what a grammar allows next."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -41,9 +42,11 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 
 def apply_bitmask_reference(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
-    allowed = ((bitmask[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]]
-    logits[rows] = logits[rows].masked_fill_(allowed == 0, FORBIDDEN)
+    """On a CPU."""
+    words = (~bitmask).numpy().view(np.uint8)
+    bits = np.unpackbits(words, axis=1, count=logits.shape[1], bitorder="little")
+    for row, forbidden in zip(rows.tolist(), torch.from_numpy(bits).view(torch.bool), strict=True):
+        logits[row].masked_fill_(forbidden, FORBIDDEN)
 
 
 def apply_bitmask_triton(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:

@@ -37,11 +37,25 @@ def logprobs_reference(
     logits: Tensor, tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
-    finite = logits.isfinite().all(dim=-1, keepdim=True)
-    every = logits.log_softmax(dim=-1).where(finite, torch.nan)
-    chosen = every.gather(1, tokens.long().clamp(min=0).unsqueeze(1)).squeeze(1)
-    top_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
-    return chosen, top_ids.where(finite, -1).int(), every.gather(1, top_ids)
+    least, largest = logits.aminmax(dim=-1, keepdim=True)
+    finite = least.isfinite() & largest.isfinite()
+    total = logits.logsumexp(dim=-1, keepdim=True).where(finite, torch.nan)
+    chosen = logits.gather(1, tokens.long().clamp(min=0).unsqueeze(1)) - total
+    top_ids = _likeliest(logits.where(finite, 0.0), num_top)
+    return chosen.squeeze(1), top_ids.where(finite, -1).int(), logits.gather(1, top_ids) - total
+
+
+def _likeliest(logits: Tensor, num_top: int) -> Tensor:
+    """int64 [n, num_top], in falling order, of equals the lower id first: a sort of those alone
+    that may be among them."""
+    if not num_top or not len(logits):
+        return torch.empty(len(logits), num_top, dtype=torch.int64, device=logits.device)
+    bar = logits.topk(num_top, dim=-1).values[:, -1:]
+    rows, ids = (logits >= bar).nonzero(as_tuple=True)
+    order = logits[rows, ids].sort(descending=True, stable=True).indices
+    order = order[rows[order].sort(stable=True).indices]
+    firsts = torch.searchsorted(rows, torch.arange(len(logits), device=logits.device))
+    return ids[order[firsts[:, None] + torch.arange(num_top, device=logits.device)]]
 
 
 def logprobs_triton(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
