@@ -5,7 +5,7 @@ Progress is a turn of the loop, a launch that begins or is done, the end of a st
 these a step may pass that is legally long, or a first one that compiles: how long the engine may
 take is known beforehand, and no longer is it taken for alive.
 
-Written by the engine thread, read by any other: one immutable reading is replaced at a time.
+Written by the engine thread, read by any other: one immutable record is replaced at a time.
 """
 
 import time
@@ -34,6 +34,19 @@ class StepReading(NamedTuple):
     def is_moving(self, now: float) -> bool:
         """Is the engine within its time? Anybody is told that it lives only then."""
         return now - self.moved_at < self.allowed_s
+
+
+class _Moved(NamedTuple):
+    """The last progress, and what is under way since: what a reading is made of, by whoever wants
+    one."""
+
+    at: float
+    under_way: ScheduleBatch | None  # the oldest launched
+    launching: ScheduleBatch | None
+    started_at: float | None
+    step: int
+    finished: int
+    turns: int
 
 
 class StepClock:
@@ -66,17 +79,17 @@ class StepClock:
             (ForwardMode.DECODE, ForwardMode.VERIFY)
         )
         self.meter = StepMeter()
-        self._read(now())
+        self._note(now())
 
     def turned(self) -> None:
         """The loop begins a turn."""
         self._turns += 1
-        self._read(self._now())
+        self._note(self._now())
 
     def launching(self, batch: ScheduleBatch) -> None:
         """Its launch begins: kernels that it needs may have to be compiled."""
         self._launching = batch
-        self._read(self._now())
+        self._note(self._now())
 
     def launched(self, batch: ScheduleBatch) -> None:
         now = self._now()
@@ -84,7 +97,7 @@ class StepClock:
         self._launched.append(batch)
         if len(self._launched) == 1:
             self._started_at = now
-        self._read(now)
+        self._note(now)
 
     def finished(self) -> None:
         """The oldest launched step is done; the next one, if any, starts now."""
@@ -107,27 +120,41 @@ class StepClock:
         self._step = batch.step
         self._finished += 1
         self._started_at = now if self._launched else None
-        self._read(now)
+        self._note(now)
 
     def _note_step(self, mode: ForwardMode, elapsed: float) -> None:
         self._per_step[mode] = _average(self._per_step[mode], elapsed)
 
-    def _read(self, now: float) -> None:
-        under_way = self._launched[0] if self._launched else None
+    @property
+    def reading(self) -> StepReading:
+        """On any thread."""
+        moved = self._moved
         allowed_s = self._stall_s
-        for batch in (under_way, self._launching):
+        for batch in (moved.under_way, moved.launching):
             if batch is not None:
                 expected_s = self._expected(batch)
                 longest_s = self._first_step_s if expected_s is None else PATIENCE * expected_s
                 allowed_s = max(allowed_s, longest_s)
-        self.reading = StepReading(
-            step=self._step if under_way is None else under_way.step,
-            started_at=self._started_at,
+        under_way = moved.under_way
+        return StepReading(
+            step=moved.step if under_way is None else under_way.step,
+            started_at=moved.started_at,
             expected_s=(self._expected(under_way) or 0.0) if under_way else 0.0,
-            finished=self._finished,
-            turns=self._turns,
-            moved_at=now,
+            finished=moved.finished,
+            turns=moved.turns,
+            moved_at=moved.at,
             allowed_s=allowed_s,
+        )
+
+    def _note(self, now: float) -> None:
+        self._moved = _Moved(
+            now,
+            self._launched[0] if self._launched else None,
+            self._launching,
+            self._started_at,
+            self._step,
+            self._finished,
+            self._turns,
         )
 
     def _expected(self, batch: ScheduleBatch) -> float | None:

@@ -300,15 +300,20 @@ class BatchBuilder:
         """Ids and locations of tokens, each given by its slot and its index; `guessed` are those
         that the table has though nobody knows them."""
         table = self._table
-        token_ids = table.tokens[slots, positions]
         unknown = positions >= table.known[slots]
         if guessed is not None:
             unknown &= ~guessed
-        if np.count_nonzero(unknown):
-            token_ids = np.where(unknown, (-1 - slots).astype(np.int32), token_ids)
-        pages, offsets = np.divmod(positions.astype(np.intp), self._page_size)
+        num_unknown = np.count_nonzero(unknown)
+        if num_unknown == len(slots):  # as in most steps with overlap
+            token_ids = (-1 - slots).astype(np.int32)
+        else:
+            token_ids = table.tokens[slots, positions]
+            if num_unknown:
+                token_ids = np.where(unknown, (-1 - slots).astype(np.int32), token_ids)
+        places = positions.astype(np.intp)
+        pages = places // self._page_size
         locations = [
-            torch.from_numpy(mine[slots, pages] * self._page_size + offsets)
+            torch.from_numpy((mine[slots, pages] - pages) * self._page_size + places)
             for mine in table.by_table
         ]
         return torch.from_numpy(token_ids), tuple(locations)
