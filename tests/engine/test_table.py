@@ -88,3 +88,13 @@ def test_a_slot_is_released_once():
     table.release(request)
     with pytest.raises(EngineFault):
         table.release(request)
+
+
+# Seen failing with pages up to 0 counted as gone.
+def test_page_0_within_a_window_is_there_and_freed_like_any_other():
+    table = RequestTable(1, 64, 4, windows=(None, 8))
+    table.acquire(_request(tokens=10))
+    table.set_pages(0, Holding.of(ints([3, 4, 5]), ints([0, 1, 2])))
+    assert table.first_page[0].tolist() == [0, 0]
+    assert table.free_behind(0, 13).tolist() == [0]
+    assert table.free_behind(0, 13).tolist() == []
