@@ -16,6 +16,11 @@ class Command(NamedTuple):
     module: str
     summary: str
     needs: tuple[str, ...] = ()  # packages that an installation for routers lacks
+    first: tuple[str, ...] = ()  # its arguments before those that are given
+
+
+def _order(name: str, summary: str) -> Command:
+    return Command("cli.orders", summary, first=(name,))
 
 
 _A_NODES = ("torch", "triton", "transformers", "safetensors", "numpy")
@@ -28,11 +33,11 @@ COMMANDS = {
     ),
     "top": Command("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
     "explain": Command("cli.explain", "what happened to one request, on every program"),
-    "pause": Command("cli.pause", "have nodes compute nothing for a while"),
-    "continue": Command("cli.resume", "end what `baton pause` has begun"),
+    "pause": _order("pause", "have nodes compute nothing for a while"),
+    "continue": _order("continue", "end what `baton pause` has begun"),
     "weights": Command("cli.weights", "have all nodes compute with other weights of the model"),
-    "sleep": Command("cli.sleep", "have nodes give memory back to the system for a while"),
-    "wake": Command("cli.wake", "have them take it again"),
+    "sleep": _order("sleep", "have nodes give memory back to the system for a while"),
+    "wake": _order("wake", "have them take it again"),
     "profile": Command("cli.profile", "have torch's profiler watch some steps of nodes"),
     "drain": Command("cli.drain", "end a program, once its requests have ended or moved"),
     "switch": Command("cli.switch", "have a node take the other role, with its weights and cache"),
@@ -86,7 +91,8 @@ def main() -> int:
                 )
                 return EXIT_USAGE
             # -P: a directory of the user's that is called router must not be taken for ours.
-            program = [sys.executable, "-P", "-m", COMMANDS[name].module, *arguments]
+            command = COMMANDS[name]
+            program = [sys.executable, "-P", "-m", command.module, *command.first, *arguments]
             os.execv(sys.executable, program)
         case ["-h" | "--help" | "help"]:
             _say(usage())

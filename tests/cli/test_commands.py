@@ -117,6 +117,7 @@ def test_up_refuses_wrong_flags_before_it_starts_anything(flags, words):
         ["bench", "load", "--rate=x"],
         ["demo-model"],
         ["check", "--role=driver"],
+        ["sleep", "--only=disk"],
     ],
 )
 def test_every_command_says_what_is_wrong_in_one_line(arguments):
