@@ -59,14 +59,18 @@ class Report(msgspec.Struct, frozen=True):
 
 
 async def storm(
-    seed: int, plan: Iterable[Round], going: Callable[[], bool], directory: Path
+    seed: int,
+    plan: Iterable[Round],
+    going: Callable[[], bool],
+    directory: Path,
+    num_clients: int = _NUM_CLIENTS,
 ) -> Report:
     """Starts a system, and has one round of the plan after the other while `going`.
 
     Args:
         directory: for logs.
     """
-    storm = _Storm()
+    storm = _Storm(num_clients)
     end = ""
     try:
         async with Cluster(
@@ -87,7 +91,8 @@ async def storm(
 class _Storm:
     """One of them, from its start to its report."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_clients: int) -> None:
+        self._num_clients = num_clients
         self._began = time.monotonic()
         self._calm, self._served = Served(), Served()
         self._passed: list[Passed] = []
@@ -113,9 +118,9 @@ class _Storm:
         )
         async with load:
             await load.learn()
-            self._calm = await load.ask_for(_CALM_S, _NUM_CLIENTS)
+            self._calm = await load.ask_for(_CALM_S, self._num_clients)
             over = False
-            asking = asyncio.ensure_future(load.ask_while(lambda: not over, _NUM_CLIENTS))
+            asking = asyncio.ensure_future(load.ask_while(lambda: not over, self._num_clients))
             keeping = asyncio.ensure_future(keeper.run())
             try:
                 await self._rounds(site, iter(plan), going)

@@ -56,6 +56,7 @@ from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support.certificates import flags as tls_flags
 from tests.support.http_client import get
+from tests.support.island import Island
 from tests.support.programs import ROOT, runs
 
 START_S = 180.0
@@ -156,6 +157,7 @@ class Cluster:
         patient: bool = True,
         canary_tokens: int = 0,
         environment: Mapping[str, str] | None = None,
+        islands: Mapping[str, Island] | None = None,
     ) -> None:
         """
         Args:
@@ -169,6 +171,7 @@ class Cluster:
             canary_tokens: 0: nodes do and count what tests have them do, and nothing else.
             patient: no program is taken for dead or unhealthy before it has ended.
             environment: of every program, besides this one's.
+            islands: where programs run that have a network link of their own, by name.
         """
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
@@ -194,6 +197,7 @@ class Cluster:
         }
         self._model = model
         self._environment = {**os.environ, **(environment or {})}
+        self._islands = islands or {}
         free = free_ports(2 + num_prefill + num_decode)
         counts = {"prefill": num_prefill, "decode": num_decode}
         nodes = [
@@ -521,7 +525,12 @@ class Cluster:
         flags = self._flags[role]
         if not any(flag.startswith("--engine.cache.num-pages") for flag in flags):
             flags = (*flags, f"--engine.cache.num-pages={NUM_PAGES}")
-        return _program(f"{role}-{number}", f"{role}_node", port, self._model, flags)
+        name = f"{role}-{number}"
+        island = self._islands.get(name)
+        if island is None:
+            return _program(name, f"{role}_node", port, self._model, flags)
+        flags = (*flags, f"--host={island.host}", f"--transfer.data-host={island.host}")
+        return _program(name, f"{role}_node", port, self._model, flags, island.host)
 
     def _entries(self, role: str) -> list[str]:
         """What the router is told of the nodes of a role when it starts."""
@@ -537,6 +546,8 @@ class Cluster:
     def _child(self, program: Program) -> Child:
         log = self._logs / f"{program.name}-{time.monotonic_ns()}.log"
         command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
+        if program.name in self._islands:
+            command = [*self._islands[program.name].there, *command]
         return Child(program.name, command, log, environment=self._environment, directory=ROOT)
 
     def _node(self, program: Program) -> Node:
@@ -619,9 +630,16 @@ def held(description: DescribeResponse) -> dict[str, int]:
     }
 
 
-def _program(name: str, module: str, port: int, model: Path, flags: Sequence[str]) -> Program:
+def _program(
+    name: str,
+    module: str,
+    port: int,
+    model: Path,
+    flags: Sequence[str],
+    host: str = "127.0.0.1",
+) -> Program:
     all_flags = (f"--model={model}", f"--port={port}", *flags)
-    return Program(name, module, f"127.0.0.1:{port}", all_flags)
+    return Program(name, module, f"{host}:{port}", all_flags)
 
 
 def free_ports(count: int) -> Iterator[int]:

@@ -1,0 +1,98 @@
+"""A program behind a network link of its own, and what can befall that link."""
+
+import contextlib
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
+
+import pytest
+
+_NUMBERS = itertools.count(1)
+_SLOW = ("root", "tbf", "rate", "2mbit", "burst", "32kbit", "latency", "2s")
+
+
+class Island:
+    """A network namespace that one link connects with this one. Use as a context manager; skips the
+    test where this machine does not allow it.
+
+    Attributes:
+        host: of what runs there, as it is called from here.
+    """
+
+    def __init__(self) -> None:
+        number = next(_NUMBERS)
+        self.host, self._shore = f"10.231.{number}.2", f"10.231.{number}.1"
+        self._name = f"b{os.getpid()}n{number}"
+        self._outer, self._inner = f"{self._name}o", f"{self._name}i"
+        outer, inner = self._outer, self._inner
+        # What a fault does, and what ends it.
+        self._faults: Mapping[str, tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]] = {
+            "cut": (
+                [("ip", "link", "set", outer, "down")],
+                [("ip", "link", "set", outer, "up")],
+            ),
+            "half open": (  # it is heard, and hears nothing
+                [("ip", "route", "add", "blackhole", f"{self.host}/32")],
+                [("ip", "route", "del", "blackhole", f"{self.host}/32")],
+            ),
+            "slow": (
+                [
+                    ("tc", "qdisc", "add", "dev", outer, *_SLOW),
+                    (*self.there, "tc", "qdisc", "add", "dev", inner, *_SLOW),
+                ],
+                [
+                    ("tc", "qdisc", "del", "dev", outer, "root"),
+                    (*self.there, "tc", "qdisc", "del", "dev", inner, "root"),
+                ],
+            ),
+        }
+
+    @property
+    def there(self) -> tuple[str, ...]:
+        """What a command begins with that is to run there."""
+        return ("ip", "netns", "exec", self._name)
+
+    def __enter__(self) -> Self:
+        outer, inner = self._outer, self._inner
+        try:
+            _run("ip", "netns", "add", self._name)
+            _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner)
+            _run("ip", "link", "set", inner, "netns", self._name)
+            _run("ip", "addr", "add", f"{self._shore}/24", "dev", outer)
+            _run("ip", "link", "set", outer, "up")
+            _run(*self.there, "ip", "addr", "add", f"{self.host}/24", "dev", inner)
+            for device in ("lo", inner):
+                _run(*self.there, "ip", "link", "set", device, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            self._remove()
+            pytest.skip(f"needs to be allowed to make network namespaces: {error}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    @contextlib.contextmanager
+    def befallen(self, fault: str) -> Iterator[None]:
+        """
+        Args:
+            fault: "cut" | "half open" | "slow"; healed in the end.
+        """
+        begin, end = self._faults[fault]
+        for command in begin:
+            _run(*command)
+        try:
+            yield
+        finally:
+            for command in end:
+                _run(*command)
+
+    def _remove(self) -> None:
+        for command in (("ip", "netns", "del", self._name), ("ip", "link", "del", self._outer)):
+            with contextlib.suppress(OSError):
+                subprocess.run(command, capture_output=True, check=False)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, capture_output=True, check=True)
