@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
+from common.requests.prefix_at import PrefixAt
+from kvtransfer.messages import Done
 from tests.pair.test_pauses import computes_nothing, one_runs, resumed, told
+from tests.pair.test_prefixes import TWO, answered, prompt, rig_of
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, prepared, rig, shelf
 
 __all__ = ["greedy", "rig", "shelf"]  # fixtures
@@ -64,6 +67,31 @@ def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
     taken_again(rig, tags="weights")
     rig.run()
     assert (late.tokens, late.cached_tokens) == (greedy("old", PROMPT, 8), 0)
+
+
+def test_what_is_lent_is_not_given_back_before_its_reader_is_done(known):
+    with rig_of(known, prefill=TWO) as rig:
+        lender, _ = rig.prefill
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        rig.flush(rig.decode[0])
+        rig.wires.hold_back(Done)
+        hint = PrefixAt(lender.front.address, 96)
+        asked = rig.ask([*prompt(100), *prompt(30, 7)], 5, owners=[1], prefix_at=[hint])
+        rig.until(lambda: lender.pages("publication"), "it is lent")
+        pause(rig, lender)
+        answers, before = lender.router.answers, len(lender.router.answers)
+        rig.tell(lender, "release_memory", "kv_cache")
+        assert computes_nothing(rig) and len(answers) == before
+        assert lender.pages("publication") and lender.engine.pool.tensor.any()
+
+        rig.wires.let_go()
+        rig.until(lambda: len(answers) > before, "it is given back")
+        assert not answers[-1].error and not lender.engine.pool.tensor.any()
+        answered(rig, known, asked)
+        assert rig.prefill[1].count("prefix_fetches/held") == 1
+        taken_again(rig, lender, tags="kv_cache")
+        resumed(rig, lender)
 
 
 def test_who_is_paused_meanwhile_stays_so(rig):
