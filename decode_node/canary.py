@@ -2,8 +2,10 @@
 paired, and before any request goes there.
 
     paired -> waits -> on trial --alike, or it cannot be told--> in use
-                ^         `------different-----> kept out
-                `-------------(AGAIN_S)-------------'
+                |     ^  ^  |
+                |     |  |  `--different--> kept out --(AGAIN_S, not busy)--> on trial
+              busy    |  |
+                `-> in use, untried: tried once, as soon as this node is not busy
 
 A short prompt is answered greedily twice at the same time: by a hand-off from that owner, and from
 KV of this node's own, each in a namespace where nobody has any of it. Two devices may rightly
@@ -61,6 +63,7 @@ class _Trial:
 
     owner: OwnerUp
     number: int  # of this owner's, from 1 on
+    in_use: bool  # meanwhile
     handed: _Answer
     own: _Answer
 
@@ -100,6 +103,7 @@ class Canary:
         self._counts = counts
         self._numbers = itertools.count(1)
         self._waiting: deque[OwnerUp] = deque()
+        self._untried: deque[OwnerUp] = deque()  # in use
         self._trial: _Trial | None = None
         self._kept_out: dict[int, tuple[OwnerUp, float]] = {}  # by instance; when to try again
 
@@ -111,7 +115,7 @@ class Canary:
         return self._trial.owner
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
-        """What the rest of the node is to know of these: an owner only once it is in use.
+        """What the rest of the node is to know of these: an owner only while it is in use.
 
         Args:
             now: time.monotonic().
@@ -144,17 +148,17 @@ class Canary:
                 answers[end.request].end = end
 
     def _settled(self, now: float) -> list[NodeEvent]:
-        """The trial's owner, if it is in use from now on."""
+        """What is said of the trial's owner, if it is in use from now on, or no more."""
         trial = self._trial
         if trial is None or not trial.verdict:
             return []
         self._trial = None
         if trial.verdict == "wrong" and trial.number < NUM_ANSWERS:
-            self._try(trial.owner, trial.number + 1)
+            self._try(trial.owner, trial.number + 1, in_use=trial.in_use)
             return []
         self._counts.canary(trial.verdict)
         if trial.verdict != "wrong":
-            return [trial.owner]
+            return [] if trial.in_use else [trial.owner]
         self._kept_out[trial.owner.owner] = trial.owner, now + AGAIN_S
         log.error(
             "the KV of a node is not what is computed here, and is not used %s",
@@ -166,30 +170,38 @@ class Canary:
                 again_s=AGAIN_S,
             ),
         )
-        return []
+        owner = trial.owner
+        gone = OwnerDown(owner.owner, owner.address, "its KV is not what is computed here")
+        return [gone] if trial.in_use else []
 
     def _begin(self, now: float) -> list[NodeEvent]:
         """Tries the next one; returns those that are in use untried."""
-        due = [owner for owner, again_at in self._kept_out.values() if again_at <= now]
-        busy = self._is_busy()
-        for owner in due if not busy else ():
-            del self._kept_out[owner.owner]
-            self._waiting.append(owner)
-        untried: list[NodeEvent] = []
-        while self._waiting and self._trial is None:
-            owner = self._waiting.popleft()
-            if busy:
-                self._counts.canary("unknown")
-                untried.append(owner)
-            else:
-                self._try(owner, 1)
-        return untried
+        if self._trial is not None:
+            return []
+        if self._is_busy():
+            return self._use_untried()
+        if self._waiting:
+            self._try(self._waiting.popleft())
+        elif due := [each for each, again_at in self._kept_out.values() if again_at <= now]:
+            del self._kept_out[due[0].owner]
+            self._try(due[0])
+        elif self._untried:
+            self._try(self._untried.popleft(), in_use=True)
+        return []
 
-    def _try(self, owner: OwnerUp, number: int) -> None:
+    def _use_untried(self) -> list[NodeEvent]:
+        owners = list(self._waiting)
+        self._waiting.clear()
+        self._untried += owners
+        for _ in owners:
+            self._counts.canary("unknown")
+        return [*owners]
+
+    def _try(self, owner: OwnerUp, number: int = 1, *, in_use: bool = False) -> None:
         draw = Random(f"{owner.owner} {number}")
         tokens = [draw.randrange(self._vocabulary_size) for _ in range(PROMPT_TOKENS)]
         handed, own = _Answer(next(self._numbers)), _Answer(next(self._numbers))
-        self._trial = _Trial(owner, number, handed, own)
+        self._trial = _Trial(owner, number, in_use, handed, own)
         for answer, addresses in ((handed, (owner.address,)), (own, ())):
             self._submit(
                 SubmitRequest(
@@ -209,9 +221,11 @@ class Canary:
 
     def _forgets(self, instance: int) -> bool:
         """Whether that owner was not in use."""
-        if self._trial is not None and self._trial.owner.owner == instance:
+        trial = self._trial
+        if trial is not None and trial.owner.owner == instance:
             self._trial = None
-            return True
+            return not trial.in_use
+        self._untried = deque(each for each in self._untried if each.owner != instance)
         waiting = [each for each in self._waiting if each.owner == instance]
         for each in waiting:
             self._waiting.remove(each)

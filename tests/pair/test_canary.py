@@ -7,7 +7,7 @@ import pytest
 
 from decode_node import canary
 from tests.pair.conftest import Known
-from tests.pair.test_pauses import paused, resumed
+from tests.pair.test_pauses import computes_nothing, paused, resumed
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PATIENT, PairRig
 
@@ -67,14 +67,57 @@ def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
         assert decode.count("canaries/right") == 3
 
 
-def test_nothing_is_tried_while_requests_wait(known: Known) -> None:
+def _pair_again_while_busy(rig: PairRig) -> None:
+    """It is in use untried."""
+    decode = rig.decode[0]
+    paused(rig, "retract", decode)
+    _pair_again(rig)
+    rig.until_paired()
+    assert decode.count("canaries/unknown") == 1
+
+
+def test_who_is_paired_while_requests_wait_is_tried_afterwards_once(known: Known) -> None:
     with PairRig(known.loaded, transfer=CANARY) as rig:
         decode = rig.decode[0]
-        paused(rig, "retract", decode)
-        _pair_again(rig)
-        rig.until(lambda: decode.desk.links, "it is used untried")
-        assert decode.count("canaries/unknown") == 1
+        _pair_again_while_busy(rig)
+        assert decode.count("canaries/right") == 1
         resumed(rig, decode)
+        rig.until(lambda: decode.count("canaries/right") == 2, "it is tried")
+        assert decode.desk.links
+        rig.until_free()
+        handed = decode.count("handoffs_held")
+        assert computes_nothing(rig) and decode.count("handoffs_held") == handed
+
+
+def test_who_is_in_use_untried_and_wrong_is_in_use_no_more(
+    known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "AGAIN_S", 0.5)
+    with PairRig(known.loaded, prefill=[Size(), Size()], transfer=CANARY) as rig:
+        decode, wrong = rig.decode[0], rig.prefill[0]
+        with _spoiled(wrong):
+            _pair_again_while_busy(rig)
+            resumed(rig, decode)
+            rig.until(lambda: decode.count("canaries/wrong"), "it is found")
+            assert list(decode.desk.links) == [rig.prefill[1].front.address]
+            asked = rig.ask(PROMPT, owners=[0, 1])
+            rig.run()
+            assert asked.tokens == known.greedy(PROMPT, 8)
+        rig.until_paired()
+        assert decode.count("canaries/right") == 3
+
+
+def test_who_ends_on_trial_while_in_use_is_gone(known: Known) -> None:
+    with PairRig(known.loaded, transfer=CANARY) as rig:
+        decode, gone = rig.decode[0], rig.prefill[0]
+        _pair_again_while_busy(rig)
+        resumed(rig, decode)
+        rig.until(lambda: decode.queue("prealloc") or decode.queue("transfer"), "it is on trial")
+        rig.wires.cut(gone.front, decode.front)
+        rig.until(lambda: not decode.desk.links, "it is gone")
+        rig.wires.heal()
+        rig.until_paired()
+        assert decode.count("canaries/right") == 2
 
 
 def test_a_node_that_ends_on_trial_is_forgotten(known: Known) -> None:
