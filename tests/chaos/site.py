@@ -168,7 +168,10 @@ class Site:
         )
         output, _ = await process.communicate()
         if process.returncode:
-            self.complaints.append(f"baton {' '.join(command)} has failed: {output.decode()}")
+            code = process.returncode
+            self.complaints.append(
+                f"baton {' '.join(command)} has ended with {code}: {output.decode()}"
+            )
 
     async def _look(self) -> GetClusterResponse:
         """Of a router one of whose processes may have ended just now."""
