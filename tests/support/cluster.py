@@ -134,6 +134,9 @@ class Node:
         await self.stub.FlushCache(FlushCacheRequest(), timeout=RPC_S)
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class Cluster:
     """Use as an async context manager; for one event loop."""
 
@@ -171,7 +174,7 @@ class Cluster:
             canary_tokens: 0: nodes do and count what tests have them do, and nothing else.
             patient: no program is taken for dead or unhealthy before it has ended.
             environment: of every program, besides this one's.
-            islands: where programs run that have a network link of their own, by name.
+            islands: where a node runs that has a network link of its own, by name; one at most.
         """
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
@@ -526,11 +529,11 @@ class Cluster:
         if not any(flag.startswith("--engine.cache.num-pages") for flag in flags):
             flags = (*flags, f"--engine.cache.num-pages={NUM_PAGES}")
         name = f"{role}-{number}"
-        island = self._islands.get(name)
-        if island is None:
-            return _program(name, f"{role}_node", port, self._model, flags)
-        flags = (*flags, f"--host={island.host}", f"--transfer.data-host={island.host}")
-        return _program(name, f"{role}_node", port, self._model, flags, island.host)
+        host = LOOPBACK
+        for elsewhere, island in self._islands.items():  # whose loopback is another
+            host = island.host if elsewhere == name else island.shore
+            flags = (*flags, f"--host={host}", f"--transfer.data-host={host}")
+        return _program(name, f"{role}_node", port, self._model, flags, host)
 
     def _entries(self, role: str) -> list[str]:
         """What the router is told of the nodes of a role when it starts."""
@@ -636,7 +639,7 @@ def _program(
     port: int,
     model: Path,
     flags: Sequence[str],
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
 ) -> Program:
     all_flags = (f"--model={model}", f"--port={port}", *flags)
     return Program(name, module, f"{host}:{port}", all_flags)

@@ -18,12 +18,12 @@ class Island:
     test where this machine does not allow it.
 
     Attributes:
-        host: of what runs there, as it is called from here.
+        host, shore: of what runs there, and of what runs here, as each calls the other.
     """
 
     def __init__(self) -> None:
         number = next(_NUMBERS)
-        self.host, self._shore = f"10.231.{number}.2", f"10.231.{number}.1"
+        self.host, self.shore = f"10.231.{number}.2", f"10.231.{number}.1"
         self._name = f"b{os.getpid()}n{number}"
         self._outer, self._inner = f"{self._name}o", f"{self._name}i"
         outer, inner = self._outer, self._inner
@@ -60,7 +60,7 @@ class Island:
             _run("ip", "netns", "add", self._name)
             _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner)
             _run("ip", "link", "set", inner, "netns", self._name)
-            _run("ip", "addr", "add", f"{self._shore}/24", "dev", outer)
+            _run("ip", "addr", "add", f"{self.shore}/24", "dev", outer)
             _run("ip", "link", "set", outer, "up")
             _run(*self.there, "ip", "addr", "add", f"{self.host}/24", "dev", inner)
             for device in ("lo", inner):
