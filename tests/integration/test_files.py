@@ -70,7 +70,7 @@ async def test_a_node_that_was_killed_or_ended_finds_what_it_has_written(
     right = known.tokens(PROMPT, ANSWER)
     async with site.cluster as cluster:
         assert (await site.ask(PROMPT)).token_ids == right
-        for end in (cluster.kill, cluster.drain):
+        for end in (cluster.kill, cluster.drain, cluster.terminate):
             await site.until_written()
             await end(cluster.decode[0])
             await site.start_again()

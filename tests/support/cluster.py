@@ -367,6 +367,15 @@ class Cluster:
         """Tells it to end when its requests have; it must exit with 0."""
         node.killed = True
         await node.stub.Drain(DrainRequest(), timeout=RPC_S)
+        await self._orderly_end(node)
+
+    async def terminate(self, node: Node) -> None:
+        """The same by SIGTERM, as whoever keeps it sends it."""
+        node.killed = True
+        node.child.send(signal.SIGTERM)
+        await self._orderly_end(node)
+
+    async def _orderly_end(self, node: Node) -> None:
         async with asyncio.timeout(STOP_S):
             assert await node.child.ended() == 0
 
