@@ -163,8 +163,8 @@ def _timeless(event: Any) -> Any:
     match event:
         case FirstToken(id, token, token_ids=token_ids):
             return FirstToken(id, token, token_ids=token_ids)
-        case Held(id):
-            return Held(id)
+        case Held(id, num_tokens=num_tokens):
+            return Held(id, num_tokens=num_tokens)
     return event
 
 

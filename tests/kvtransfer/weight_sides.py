@@ -1,0 +1,219 @@
+"""Weights that one node reads from another, window after window of pieces, as a pair for the
+search: the product's own ends, and models of who lends and who takes.
+
+A piece is a page of the pool, whatever tables its KV has. What a page holds is tracked.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.config import TransferConfig
+from kvtransfer.messages import HandoffId, Kind
+from kvtransfer.ports import (
+    FailHandoff,
+    Granted,
+    GrantHandoff,
+    Held,
+    Lost,
+    Opened,
+    OpenHandoff,
+    Publish,
+)
+from tests.kvtransfer.sides import (
+    BANK,
+    FREE,
+    SAMPLING,
+    Input,
+    Job,
+    Output,
+    OwnerSide,
+    Plan,
+    ReaderSide,
+    require,
+)
+from tests.kvtransfer.world import Simulation
+
+ENDED = Job("ended", 0, 0, 0, 0, ())
+Window = tuple[int, int]  # pieces [first, past)
+
+
+class WeightPlan(NamedTuple):
+    """What is searched.
+
+    wanted: the windows that the reader asks for, all at once.
+    whole: pieces that there are.
+    lends: pages of the owner for pieces.
+    tables: windows of the tables of pages that KV has.
+    """
+
+    wanted: tuple[Window, ...] = ((0, 2),)
+    whole: int = 2
+    lends: int = 8
+    tables: tuple[int | None, ...] = (None,)
+    state_pages: int = 0
+    asynchronous: bool = False
+
+    def plan(self) -> Plan:
+        none = (0,) * len(self.wanted)
+        return Plan(
+            none,
+            none,
+            owner_pages=self.lends,
+            windows=self.tables,
+            state_pages=self.state_pages,
+            asynchronous=self.asynchronous,
+            late_owner=self.asynchronous,
+        )
+
+
+class Loan(NamedTuple):
+    id: HandoffId
+    first: int
+    num_pieces: int
+    pages: tuple[int, ...] = ()
+    admitted: bool = False  # it has pages
+    last_sent: bool = False
+
+
+class LenderSide(OwnerSide):
+    """Its `prompts` are loans."""
+
+    prompts: dict[int, Any]
+
+    def __init__(self, plan: WeightPlan, config: TransferConfig, instance: int) -> None:
+        super().__init__(plan.plan(), config, instance)
+        self.weights = plan
+
+    def _react(self, given: Input) -> list[Output]:
+        match given:
+            case ("restart", instance):
+                self.__dict__.update(LenderSide(self.weights, self.config, instance).__dict__)
+                return []
+        return super()._react(given)
+
+    def _take(self, event: Any) -> list[Output]:
+        match event:
+            case Opened(kind=kind, token_ids=pieces):
+                require(kind is Kind.WEIGHTS and event.serial not in self.prompts, "opened twice")
+                self.prompts[event.serial] = Loan(event.id, int(pieces[0]), len(pieces))
+                return []
+            case Granted():
+                return self._lend(event.serial)
+        return super()._take(event)
+
+    def _lend(self, serial: int) -> list[Output]:
+        """As many as there are pages for."""
+        loan = self.prompts[serial]
+        free = [page for page in range(self.weights.lends) if self.cells[page] == FREE]
+        pages = tuple(free[: loan.num_pieces])
+        if not pages:
+            return self._posted(FailHandoff(serial, "busy", retryable=True))
+        for page in pages:
+            self.cells[page] = "filling"
+        self.prompts[serial] = loan._replace(pages=pages, admitted=True)
+        return []
+
+    def _next_chunk(self, serial: int) -> Publish:
+        loan = self.prompts[serial]
+        num_pieces = max(0, min(len(loan.pages), self.weights.whole - loan.first))
+        pages = loan.pages[:num_pieces]
+        for place, page in enumerate(pages):
+            self.cells[page] = ("piece", loan.first + place)
+        self.prompts[serial] = loan._replace(last_sent=True)
+        return Publish(
+            serial, 0, num_pieces, np.array(pages, np.int32), last=True, first_token=None
+        )
+
+    def _admit(self) -> list[Output]:
+        return []  # whoever finds no pages is refused
+
+
+class TakerSide(ReaderSide):
+    """Its jobs are windows; `told` counts what was lost of one, an attempt is one hand-off."""
+
+    def __init__(self, plan: WeightPlan, config: TransferConfig, instance: int) -> None:
+        super().__init__(plan.plan(), config, instance)
+        self.weights = plan
+        self.windows = list(plan.wanted)
+
+    def fork(self) -> "TakerSide":
+        twin = super().fork()
+        assert isinstance(twin, TakerSide)
+        twin.windows = list(self.windows)
+        return twin
+
+    def key(self) -> Any:
+        return super().key(), tuple(self.windows)
+
+    def moves(self) -> list[Input]:
+        moves = [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
+        jobs = enumerate(self.jobs)
+        return moves + [("ask", r) for r, job in jobs if job.state == "new" and self.owners]
+
+    def faults(self) -> list[Input]:
+        """No window is cancelled to be asked for again."""
+        return [fault for fault in super().faults() if fault[0] != "cancel"]
+
+    def react(self, given: Input) -> list[Output]:
+        match given:
+            case ("ask", r):
+                return self._ask(r)
+        return super().react(given)
+
+    def _ask(self, r: int) -> list[Output]:
+        job, (first, past) = self.jobs[r], self.windows[r]
+        held, id = self._held(), self._id(job)
+        free = [page for page in range(r * BANK, (r + 1) * BANK) if page not in held]
+        pages = self.reads[id] = tuple(free[: past - first])
+        for page in pages:
+            self.cells[page] = "reserved"
+        self.jobs[r] = job._replace(state="granted", pages=pages)
+        owner, pieces = max(self.owners), np.arange(first, past, dtype=np.int32)
+        budget_s = self.plan.budget_s
+        commands = (
+            OpenHandoff(id, owner, pieces, 0, SAMPLING, budget_s, str(r), kind=Kind.WEIGHTS),
+            GrantHandoff(id, 0, np.array(pages, np.int32)),
+        )
+        return [output for command in commands for output in self._posted(command)]
+
+    def _restart(self, instance: int) -> None:
+        fresh = TakerSide(self.weights, self.config, instance)
+        fresh.jobs = [ENDED] * len(self.jobs)  # whoever wanted them has to say so again
+        self.__dict__.update(fresh.__dict__)
+
+    def _take(self, event: Any) -> None:
+        match event:
+            case Held(id, num_tokens=num_pieces):
+                r = self._current(id)
+                if r is not None:
+                    self._arrived(r, num_pieces)
+            case _:
+                super()._take(event)
+
+    def _arrived(self, r: int, num_pieces: int) -> None:
+        """The first ones of a window; what is behind them is asked for again."""
+        job, (first, past) = self.jobs[r], self.windows[r]
+        require(num_pieces <= past - first, "more has come than was asked for")
+        require(num_pieces > 0 or first >= self.weights.whole, "none has come of what there is")
+        for place, page in enumerate(job.pages[:num_pieces]):
+            right = ("piece", first + place)
+            require(self.cells[page] == right, f"piece {first + place} is {self.cells[page]}")
+        self.windows[r] = first + num_pieces, past
+        again = 0 < num_pieces < past - first
+        another = job._replace(state="new", attempt=job.attempt + 1, pages=())
+        self._leave(r, another if again else ENDED)
+
+    def _retry(self, r: int, lost: Lost) -> None:
+        job = self.jobs[r]
+        somewhere = bool(self.owners) or lost.may_return
+        again = lost.retryable and somewhere and job.told < self.plan.attempts
+        another = job._replace(state="new", attempt=job.attempt + 1, told=job.told + 1, pages=())
+        self._leave(r, another if again else ENDED)
+
+
+class WeightSimulation(Simulation):
+    def __init__(self, plan: WeightPlan, config: TransferConfig) -> None:
+        super().__init__(plan.plan(), config)
+        self.readers = type(self.readers)(TakerSide(plan, config, instance=101))
+        self.owners = type(self.owners)(LenderSide(plan, config, instance=11))
