@@ -1,5 +1,8 @@
 """What form an answer is to have: a schema, an expression or a grammar, in its own language."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from common.errors import InvalidRequest
@@ -15,6 +18,31 @@ class Guide(msgspec.Struct, frozen=True):
 
 
 JSON_OBJECT = Guide("json_object", "")
+
+
+def tag(form: Mapping[str, Any]) -> Guide:
+    """A structural tag of that format."""
+    said = {"type": "structural_tag", "format": form}
+    return Guide("structural_tag", msgspec.json.encode(said).decode())
+
+
+def as_form(guide: Guide) -> Mapping[str, Any] | None:
+    """Its format within a structural tag; None: it is such a tag, or no JSON."""
+    match guide.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            try:
+                msgspec.json.decode(guide.text)
+            except (msgspec.DecodeError, RecursionError):
+                return None
+            return {"type": "json_schema", "json_schema": msgspec.Raw(guide.text.encode())}
+        case "regex":
+            return {"type": "regex", "pattern": guide.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": guide.text}
+        case _:
+            return None
 
 
 def from_proto(proto: pb.Guide) -> Guide:

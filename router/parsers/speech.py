@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from router.parsers import formats, harmony, marked, tags, think
+from router.parsers.channels import Channels
 from router.parsers.formats import Grammar
 from router.parsers.said import Parser
 from router.parsers.source import GrammarParser, PlainParser, Source, Steps
@@ -51,13 +52,13 @@ class Thinks(Enum):
 class Speech(msgspec.Struct, frozen=True):
     """NONE: the model does no such thing, or how is not known.
 
-    spelt: whether what marks its calls is text, and no special tokens, of which no grammar knows.
+    tokens: of its markers those that are special tokens, of which no text is made.
     """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
     tools: str = NONE  # | "hermes" | "llama3" | "mistral" | "deepseek" | "qwen3-coder" | "glm45" |
     # "harmony"
-    spelt: bool = True
+    tokens: Mapping[str, int] = {}
 
     def markers(self, *, calls: bool) -> frozenset[str]:
         """Texts that must not be left out of an answer, though they may be special tokens.
@@ -65,16 +66,12 @@ class Speech(msgspec.Struct, frozen=True):
         Args:
             calls: whether it may call tools.
         """
-        if _HARMONY in (self.reasoning, self.tools):
+        if self._is_harmony:
             return frozenset({*harmony.MARKERS, *harmony.ENDS})
         found: set[str] = set() if self.reasoning == NONE else {think.OPEN, think.CLOSE}
         if calls and self.tools in _GRAMMARS:
             found |= set(_GRAMMARS[self.tools][1])
         return frozenset(found)
-
-    def call_markers(self) -> frozenset[str]:
-        """Of what marks calls, all that a grammar of calls has."""
-        return frozenset(_GRAMMARS[self.tools][1] if self.tools in tags.FORMATS else ())
 
     def form_of_calls(
         self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool
@@ -85,9 +82,20 @@ class Speech(msgspec.Struct, frozen=True):
         Args:
             tools, parallel: as of `format_of_calls`.
         """
-        if not self.spelt or self.tools not in tags.FORMATS:
+        if self.tools not in tags.FORMATS or self.tokens.keys() & {*_GRAMMARS[self.tools][1]}:
             return None
         return tags.format_of_calls(self.tools, tools, parallel=parallel)
+
+    @property
+    def channels(self) -> Channels | None:
+        """That answers can be held to; None: answers have none, or they are marked with text, which
+        what is thought might have in it, too."""
+        known = self._is_harmony and self.tokens.keys() >= {*harmony.MARKERS, harmony.END}
+        return Channels(self.tokens) if known else None
+
+    @property
+    def _is_harmony(self) -> bool:
+        return _HARMONY in (self.reasoning, self.tools)
 
     @property
     def marks_thought(self) -> bool:
@@ -109,12 +117,18 @@ class Speech(msgspec.Struct, frozen=True):
             tools: those that it may call; None: none of them.
             reasons: whether its reasoning is told.
         """
-        if _HARMONY in (self.reasoning, self.tools):
+        if self._is_harmony:
             return GrammarParser(partial(harmony.harmony, reasons=reasons, calls=tools is not None))
         return self._behind_thought(self._calls(tools), rendered_end, reasons=reasons)
 
-    def parser_of_calls(self, rendered_end: str, *, reasons: bool) -> Parser:
-        """Of one answer that a grammar makes nothing but calls."""
+    def parser_of_calls(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
+        """Of one answer that a grammar makes nothing but calls.
+
+        Args:
+            tools: as of `parser`.
+        """
+        if self.channels is not None:
+            return self.parser(rendered_end, tools, reasons=reasons)
         return self._behind_thought(formats.forced, rendered_end, reasons=reasons)
 
     def _behind_thought(

@@ -7,10 +7,11 @@ before tokens are counted, and a number of tokens before one of them is.
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
+from common.requests.guide import Guide, as_form, tag
 from common.requests.images import Image
 from common.requests.thought import Thought
 from router.images.pictures import Pictures
-from router.parsers import think
+from router.parsers import harmony, think
 from router.parsers.speech import Speech, Thinks
 from router.requests import conversation
 from router.requests.wanted import (
@@ -96,6 +97,14 @@ class Prompts:
                 return Thought(closes, opens)
             case Thinks.AT_ONCE:
                 return Thought(closes)
+
+    def guide(self, prompt: SharedPrompt, guide: Guide) -> Guide:
+        """That of an answer to it, once there are token ids, of which the content has this form."""
+        channels = self._speech.channels
+        if channels is None or not harmony.is_open(prompt.rendered_end):
+            return guide
+        form = as_form(guide)
+        return guide if form is None else tag(channels.final(form))
 
     async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
         """The text of a prompt that has these tokens.

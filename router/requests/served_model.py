@@ -27,7 +27,7 @@ class ServedModel:
 
     def shown(self, calls: bool) -> frozenset[int]:
         """Special tokens that the parts of an answer are marked with, which may have calls."""
-        return self.tokenizer.special(self.speech.markers(calls=calls))
+        return frozenset(self.tokenizer.special(self.speech.markers(calls=calls)).values())
 
 
 def served_model(
@@ -53,7 +53,7 @@ def served_model(
         sees_images=files.vision is not None,
     )
     speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
-    speech = replace(speech, spelt=not tokenizer.special(speech.call_markers()))
+    speech = replace(speech, tokens=tokenizer.special(speech.markers(calls=True)))
     pictures = None if files.vision is None else Pictures(files.vision, images or ImagesConfig())
     prompts = Prompts(tokenizer, template, limits, speech, pictures)
     return ServedModel(files, tokenizer, limits, prompts, speech)

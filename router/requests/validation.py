@@ -89,6 +89,8 @@ async def parse(
     token_ids = await prompts.checked(wanted.prompt)
     if params.guide is not None or params.thinking_budget >= 0:
         params = replace(params, thought=prompts.thought(wanted.prompt))
+    if params.guide is not None:
+        params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
     if wanted.prompt.images and params.prompt_logprobs >= 0:
         raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
     check_prompt_logprobs(params, len(token_ids))

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -118,9 +118,9 @@ class RouterTokenizer:
         """Text without special tokens; ids the tokenizer does not know give none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def special(self, texts: Iterable[str]) -> frozenset[int]:
+    def special(self, texts: Iterable[str]) -> Mapping[str, int]:
         """Of those that are special tokens, the ids."""
-        return frozenset(self._special[text] for text in texts if text in self._special)
+        return {text: self._special[text] for text in texts if text in self._special}
 
     def showing(self, shown: frozenset[int]) -> "RouterTokenizer | Showing":
         """Decodes as this does, but for some special tokens that it does not leave out."""

@@ -196,7 +196,17 @@ def test_a_tag_is_written_in_either_form(
     "wanted, said",
     [
         ({"type": "nonsense"}, "format: type 'nonsense' is not known"),
-        ({"type": "token", "token": 5}, "format: type 'token' is not known"),
+        ({"type": "token", "token": "a"}, "format.token is no token's number"),
+        ({"type": "token", "token": 10**6}, "out of the vocabulary range"),
+        (
+            {
+                "type": "tag",
+                "begin": {"type": "token", "token": 5},
+                "content": {"type": "any_text"},
+                "end": "a",
+            },
+            "any_text cannot stand beside tokens",
+        ),
         ({"type": "regex", "pattern": r"a\b"}, "format.pattern: "),
         ({"type": "regex", "pattern": "a", "flags": 1}, "format: a regex has no 'flags'"),
         (

@@ -7,8 +7,11 @@ import pytest
 from grpc import StatusCode
 from tokenizers import Tokenizer
 
-from common.requests.guide import JSON_OBJECT, Guide
+from common.requests.guide import JSON_OBJECT, Guide, as_form, tag
 from common.requests.thought import Thought
+from router.parsers.channels import Channels
+from router.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
+from router.parsers.harmony import END as END_MARKER
 from tests.support.noise_model import write
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig
@@ -220,6 +223,42 @@ def test_text_is_free_until_a_tag_begins(noise):
             text = tokenizer.decode(one.tokens, skip_special_tokens=True)
             assert re.fullmatch(r"[^<]*<a>[a-c]{2}</a>", text, re.DOTALL), text
             assert one.reason.name == "STOP"
+
+
+def test_channels_are_marked_with_tokens(noise):
+    """Special ones, which no text is made of: seen failing where these have no bytes."""
+    loaded, tokenizer = noise
+    begin, end = "<|endoftext|>", "<|im_start|>"
+    spelt = {CHANNEL: begin, MESSAGE: begin, CONSTRAIN: begin, END_MARKER: end, START: end}
+    tokens = {marker: tokenizer.token_to_id(token) for marker, token in spelt.items()}
+    channels = Channels(tokens)
+    call = channels.calls([("f", SCHEMA)], parallel=False)
+    spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
+    bias = ((tokens[END_MARKER], 10.0), *((token, -100.0) for token in spaces))
+    with PairRig(loaded) as rig:
+        asked = [
+            rig.ask(
+                PROMPTS[number],
+                400,
+                guide=tag(call if number % 2 else channels.final(as_form(DATE))),
+                ignore_eos=False,
+                temperature=1.0,
+                seed=number,
+                logit_bias=bias,
+            )
+            for number in range(4)
+        ]
+        rig.run()
+    begin, end = re.escape(begin), re.escape(end)
+    thought = rf"(?:{begin}analysis{begin}[\s\S]*{end}{end}assistant)?"
+    final = rf"{thought}{begin}final{begin}({DATE.text})"
+    called = rf"{thought}{begin}commentary to=functions\.f {begin}json{begin}(.*)"
+    for number, one in enumerate(asked):
+        assert one.reason.name == "STOP", one.ended
+        assert one.tokens[-1] == END
+        text = tokenizer.decode(one.tokens[:-1], skip_special_tokens=False)
+        found = re.fullmatch(called if number % 2 else final, text)
+        assert found and _holds(PERSON if number % 2 else DATE, found[1]), text
 
 
 def test_an_answer_that_may_think_may_as_well_not(noise):

@@ -3,6 +3,9 @@
 JSON has a vocabulary of its own, in which no word has a control character. xgrammar would let them
 into texts, where JSON has no place for them, and between JSON's words a model could spend its
 answer on line breaks and indentation: of white space there is one space at most.
+
+What names tokens has one, too: xgrammar takes no token without bytes, be it named, so those that no
+text is made of have a byte that is in no text.
 """
 
 from collections.abc import Sequence
@@ -26,11 +29,12 @@ MAX_GRAMMAR_BYTES = 64 << 20  # of one: nodes keep some
 
 Compiled = Any  # xgrammar.CompiledGrammar
 
+_NO_TEXT = b"\xff"  # nor part of any
 _OBJECT = '{"type": "object"}'
 
 
 class Compilers:
-    """Of one vocabulary: for JSON, and for what is not."""
+    """Of one vocabulary: for JSON, for what is not, and for what names tokens."""
 
     def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = list(eos_token_ids)
@@ -38,6 +42,8 @@ class Compilers:
         self._of_json = self._compiler(
             [b"" if min(word, default=0) < 0x20 else word for word in words]
         )
+        # What it keeps of rules does not heed which tokens they name: another rule's mask comes.
+        self._with_tokens = self._compiler([word or _NO_TEXT for word in words], keeps=False)
 
     @classmethod
     def of_model(cls, directory: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> Self:
@@ -48,7 +54,7 @@ class Compilers:
             for number, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
-        # What no text is made of has no bytes, and no grammar allows it.
+        # What no text is made of has no bytes, and no grammar allows it that does not name it.
         words = [b"" if token in special else spelling(token) for token in range(vocabulary_size)]
         return cls(words, eos_token_ids)
 
@@ -76,11 +82,13 @@ class Compilers:
                 expressions.check(guide.text)
                 return self._of_text.compile_regex(guide.text)
             case "structural_tag":
-                return self._of_text.compile_structural_tag(enforced_tag(guide.text))
+                tag = enforced_tag(guide.text)
+                compiler = self._with_tokens if tag.has_tokens else self._of_text
+                return compiler.compile_structural_tag(tag.text)
             case _:
                 return self._of_text.compile_grammar(guide.text)
 
-    def _compiler(self, words: Sequence[bytes]) -> xgrammar.GrammarCompiler:
+    def _compiler(self, words: Sequence[bytes], *, keeps: bool = True) -> xgrammar.GrammarCompiler:
         told = xgrammar.TokenizerInfo(
             list(words),
             xgrammar.VocabType.RAW,
@@ -88,7 +96,9 @@ class Compilers:
             stop_token_ids=self._eos_token_ids,
         )
         limit = MAX_KEPT_BYTES // 2
-        return xgrammar.GrammarCompiler(told, max_threads=1, cache_limit_bytes=limit)
+        return xgrammar.GrammarCompiler(
+            told, max_threads=1, cache_enabled=keeps, cache_limit_bytes=limit
+        )
 
 
 def _check_begins(compiled: Compiled) -> None:

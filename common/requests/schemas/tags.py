@@ -2,9 +2,13 @@
 
 What is a schema or an expression in them is made into one that is kept to entirely, as where it
 stands alone; a format that is not known here is refused.
+
+Tokens in a tag are told by their numbers, special ones too. All else in it is text, which has no
+special tokens; so what is free beside tokens is an expression: what looks for the end of free text
+looks at bytes, of which any token is made to it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,7 +24,12 @@ _STYLES = ("json", "qwen_xml", "glm_xml")
 Made = Callable[[Any, str, int], Any]
 
 
-def enforced_tag(text: str) -> str:
+class EnforcedTag(msgspec.Struct, frozen=True):
+    text: str
+    has_tokens: bool  # that are named
+
+
+def enforced_tag(text: str) -> EnforcedTag:
     """
     Args:
         text: `{"type": "structural_tag", "format": ...}`, or the older `{"structures": [{"begin":
@@ -33,7 +42,22 @@ def enforced_tag(text: str) -> str:
         made = _format(_wanted(said), "format", 0)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"it is no JSON object: {error}") from None
-    return msgspec.json.encode({"type": "structural_tag", "format": made}).decode()
+    kinds = set(_kinds(made))
+    has_tokens = "token" in kinds
+    if has_tokens and (free := sorted(kinds & _FREE)):
+        raise InvalidRequest(rf"{free[0]} cannot stand beside tokens; a regex can: [\s\S]*")
+    encoded = msgspec.json.encode({"type": "structural_tag", "format": made}).decode()
+    return EnforcedTag(encoded, has_tokens)
+
+
+def _kinds(made: Mapping[str, Any]) -> Iterator[str]:
+    """Of a made format and of all within it."""
+    yield made["type"]
+    for name, value in made.items():
+        if _KINDS[made["type"]].get(name) in _NESTED:
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Mapping):
+                    yield from _kinds(each)
 
 
 def _wanted(said: Mapping[str, Any]) -> Any:
@@ -131,6 +155,17 @@ def _style(wanted: Any, place: str, depth: int) -> Any:
     return wanted
 
 
+def _token(wanted: Any, place: str, depth: int) -> int:
+    if type(wanted) is not int or wanted < 0:
+        raise InvalidRequest(f"{place} is no token's number")
+    return wanted
+
+
+def _edge(wanted: Any, place: str, depth: int) -> Any:
+    """What a tag begins or ends with: texts, or a token."""
+    return _format(wanted, place, depth) if isinstance(wanted, Mapping) else wanted
+
+
 def _as_it_is(wanted: Any, place: str, depth: int) -> Any:
     """xgrammar says what is wrong with it."""
     return wanted
@@ -149,7 +184,10 @@ _KINDS: Mapping[str, Mapping[str, Made]] = {
     "repeat": {"min": _as_it_is, "max": _as_it_is, "content": _format},
     "sequence": {"elements": _formats},
     "star": {"content": _format},
-    "tag": {"begin": _as_it_is, "content": _format, "end": _as_it_is},
+    "tag": {"begin": _edge, "content": _format, "end": _edge},
+    "token": {"token": _token},
     "tags_with_separator": {"tags": _tags, "separator": _as_it_is, **_FLAGS},
     "triggered_tags": {"triggers": _as_it_is, "tags": _tags, "excludes": _as_it_is, **_FLAGS},
 }
+_NESTED = (_format, _formats, _tags, _edge)
+_FREE = frozenset({"any_text", "triggered_tags"})

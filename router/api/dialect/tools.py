@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from common.requests.guide import Guide
+from common.requests.guide import Guide, tag
 from common.requests.sampling import SamplingParams
 from router.api.dialect.forced import guide_of_calls
 from router.api.dialect.messages import Tool, shown
 from router.api.dialect.problems import Refusal
+from router.parsers.harmony import can_call
 from router.parsers.listener import Listener
 from router.parsers.speech import NONE, Speech, Tools
 from router.requests.wanted import SharedPrompt
@@ -81,7 +82,7 @@ def guided(
     Args:
         speech: how the model calls tools.
     Raises:
-        Refusal: the answer is to have another form besides.
+        Refusal: the answer is to have another form besides; or the model cannot write that name.
     """
     if not offer.must:
         strict = _strict_guide(offer, speech) if samplings[0].guide is None else None
@@ -89,8 +90,20 @@ def guided(
     if samplings[0].guide is not None:
         sentence = "tool_choice asks for calls, and another field for another form of the answer"
         raise Refusal(400, sentence, param="tool_choice")
-    guide = guide_of_calls(offer.must, parallel=offer.parallel)
+    guide = _must_guide(offer, speech)
     return [replace(each, guide=guide) for each in samplings]
+
+
+def _must_guide(offer: Offer, speech: Speech) -> Guide:
+    if speech.channels is None:
+        return guide_of_calls(offer.must, parallel=offer.parallel)
+    functions = [tool.function for tool in offer.must]
+    for function in functions:
+        if not can_call(function.name):
+            sentence = f"tool_choice: this model cannot call {function.name[:40]!r}"
+            raise Refusal(400, sentence, param="tool_choice", code="unsupported")
+    tools = [(each.name, each.parameters or {"type": "object"}) for each in functions]
+    return tag(speech.channels.calls(tools, parallel=offer.parallel))
 
 
 def _strict_guide(offer: Offer, speech: Speech) -> Guide | None:
@@ -103,10 +116,7 @@ def _strict_guide(offer: Offer, speech: Speech) -> Guide | None:
         (each.name, (each.strict and each.parameters) or {"type": "object"}) for each in functions
     ]
     form = speech.form_of_calls(tools, parallel=offer.parallel)
-    if form is None:
-        return None
-    tag = {"type": "structural_tag", "format": form}
-    return Guide("structural_tag", msgspec.json.encode(tag).decode())
+    return None if form is None else tag(form)
 
 
 def listening(
@@ -120,7 +130,7 @@ def listening(
 
     def listener() -> Listener:
         if offer.must:
-            parser = speech.parser_of_calls(prompt.rendered_end, reasons=reasons)
+            parser = speech.parser_of_calls(prompt.rendered_end, offer.callable, reasons=reasons)
         else:
             parser = speech.parser(prompt.rendered_end, offer.callable, reasons=reasons)
         return Listener(parser, parallel=offer.parallel)

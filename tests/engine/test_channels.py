@@ -1,0 +1,209 @@
+"""Harmony's channels under a grammar: whatever is thought first, no other message than one that is
+asked for can come, marked with tokens."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import xgrammar
+
+from common.engine.features.compilers import Compilers
+from common.requests.guide import Guide, as_form, tag
+from router.parsers.channels import Channels
+from router.parsers.listener import Listener
+from router.parsers.speech import Speech
+
+MARKERS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+    "<|endoftext|>",
+)
+TOKENS = {marker: 256 + number for number, marker in enumerate(MARKERS)}
+ENDS = {TOKENS[marker] for marker in MARKERS[5:]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+THOUGHT = "<|channel|>analysis<|message|>hm,\n\t<b> {ü}<|end|><|start|>assistant"
+
+
+def call(name: str, arguments: str, channel: str = "<|channel|>commentary") -> str:
+    return f"{channel} to=functions.{name} <|constrain|>json<|message|>{arguments}"
+
+
+PARIS = call("get", '{"city": "Paris", "days": 3}')
+MORE = call("get.more", '{"a": [1, "b"]}')
+CALL_ENDS = "<|call|>"
+
+
+@pytest.fixture(scope="module")
+def made() -> Compilers:
+    """Of a vocabulary with a token for each byte, and one for each marker."""
+    words = [bytes([byte]) for byte in range(256)] + [b""] * len(MARKERS)
+    return Compilers(words, sorted(ENDS))
+
+
+@pytest.fixture(scope="module")
+def calls() -> Mapping[bool, Guide]:
+    """By whether there may be more than one."""
+    tools = [("get", SCHEMA), ("get.more", {"type": "object"})]
+    channels = Channels(TOKENS)
+    return {many: tag(channels.calls(tools, parallel=many)) for many in (False, True)}
+
+
+def _ids(text: str) -> list[int]:
+    """Markers as the tokens that they are."""
+    ids: list[int] = []
+    for part in re.split(r"(<\|\w+\|>)", text):
+        ids += [TOKENS[part]] if part in TOKENS else part.encode()
+    return ids
+
+
+def _may_come(matcher: Any) -> set[int]:
+    bits = np.full((1, (256 + len(MARKERS) + 31) // 32), -1, np.int32)
+    matcher.fill_next_token_bitmask(bits, 0)
+    return {token for token in range(256 + len(MARKERS)) if bits[0, token // 32] >> token % 32 & 1}
+
+
+def _follows(made: Compilers, guide: Guide, ids: list[int]) -> bool:
+    """Whether an answer can be of these tokens, each of which its mask lets come."""
+    matcher = xgrammar.GrammarMatcher(made.compiled(guide))
+    for token in ids:
+        if token not in _may_come(matcher):
+            return False
+        assert matcher.accept_token(token)
+    return bool(matcher.is_terminated())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [PARIS, THOUGHT + PARIS, MORE, THOUGHT + MORE],
+    ids=["a call", "thought first", "another", "another behind thought"],
+)
+def test_an_answer_that_must_call_may_think_first(
+    made: Compilers, calls: Mapping[bool, Guide], answer: str
+) -> None:
+    for guide in calls.values():
+        for end in MARKERS[5:]:
+            assert _follows(made, guide, _ids(answer + end))
+        assert not _follows(made, guide, _ids(answer))
+    more = f"{answer}<|end|><|start|>assistant{PARIS}{CALL_ENDS}"
+    assert _follows(made, calls[True], _ids(more))
+    assert not _follows(made, calls[False], _ids(more))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "hello",
+        '[{"name": "get", "parameters": {"city": "Paris", "days": 3}}]',
+        "<|channel|>final<|message|>hello",
+        "<|channel|>commentary<|message|>hello<|end|><|start|>assistant" + PARIS,
+        "<|channel|>analysis<|message|>hm",
+        "<|channel|>analysis<|message|>hm<|end|>",
+        "<|channel|>analysis<|message|>hm<|channel|>final<|message|>x<|end|><|start|>assistant"
+        + PARIS,
+        THOUGHT + THOUGHT + PARIS,
+        THOUGHT + "<|channel|>final<|message|>hello",
+        call("other", "{}"),
+        call("ge", '{"city": "Paris", "days": 3}'),
+        call("get", '{"city": "Paris"}'),
+        call("get", '{"city": "Paris", "days": "3"}'),
+        call("get", '{"city": "a\nb", "days": 3}'),
+        call("get", '{"city": "a<|end|>b", "days": 3}'),
+        call("get.more", "[]"),
+        call("get.more", ""),
+        PARIS.replace("<|constrain|>json", "<|constrain|>xml"),
+    ],
+)
+def test_an_answer_that_must_call_can_be_nothing_else(
+    made: Compilers, calls: Mapping[bool, Guide], answer: str
+) -> None:
+    for guide in calls.values():
+        for end in MARKERS[5:]:
+            assert not _follows(made, guide, _ids(answer + end))
+
+
+def test_markers_that_are_spelt_are_no_markers(
+    made: Compilers, calls: Mapping[bool, Guide]
+) -> None:
+    assert not _follows(made, calls[True], [*PARIS.encode(), TOKENS[CALL_ENDS]])
+    spelt = [*b"<|end|><|start|>assistant<|channel|>final<|message|>"]
+    thought = _ids("<|channel|>analysis<|message|>")
+    rest = _ids(f"<|end|><|start|>assistant{PARIS}{CALL_ENDS}")
+    assert _follows(made, calls[True], thought + spelt + rest)
+
+
+def test_what_is_thought_ends_with_its_marker_alone(
+    made: Compilers, calls: Mapping[bool, Guide]
+) -> None:
+    matcher = xgrammar.GrammarMatcher(made.compiled(calls[True]))
+    for token in _ids("<|channel|>analysis<|message|>hm"):
+        assert matcher.accept_token(token)
+    assert _may_come(matcher) & set(TOKENS.values()) == {TOKENS["<|end|>"]}
+
+
+def test_a_call_under_the_grammar_is_heard(made: Compilers) -> None:
+    listener = Listener(Speech("harmony", "harmony").parser("", {}, reasons=True))
+    answer = f"{THOUGHT}{PARIS}<|end|><|start|>assistant{MORE}{CALL_ENDS}"
+    heard = listener.hear(answer, last=True)
+    assert [part.name for part in heard.calls] == ["get", "get.more"]
+    assert json.loads(heard.calls[0].arguments) == {"city": "Paris", "days": 3}
+    assert (heard.content, heard.reasoning) == ("", "hm,\n\t<b> {ü}")
+
+
+@pytest.mark.parametrize(
+    "guide, good, bad",
+    [
+        (
+            Guide("json_schema", json.dumps(SCHEMA)),
+            ('{"city": "Paris", "days": 3}',),
+            ("{}", '{"city": "Paris", "days": 3} so', '{"city": "a\nb", "days": 3}', "hello"),
+        ),
+        (
+            Guide("json_object", ""),
+            ("{}", '{"a": [1.5, null, "ü"]}'),
+            ("[]", "1", "{", '{"a\n":1}'),
+        ),
+        (Guide("regex", "[0-9]{2}"), ("27",), ("2", "271", "ab")),
+        (Guide("ebnf", 'root ::= "yes" | "no"'), ("yes", "no"), ("perhaps",)),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Guide) else None,
+)
+def test_the_final_channel_keeps_to_a_form(
+    made: Compilers, guide: Guide, good: tuple[str, ...], bad: tuple[str, ...]
+) -> None:
+    """Seen failing with a compiler that keeps what it found out about rules of other grammars."""
+    form = as_form(guide)
+    assert form is not None
+    held = tag(Channels(TOKENS).final(form))
+    header = "<|channel|>final<|message|>"
+    for thought in ("", THOUGHT):
+        for end in MARKERS[5:]:
+            for text in good:
+                assert _follows(made, held, _ids(thought + header + text + end)), text
+                assert not _follows(made, held, _ids(thought + text + end))
+                assert not _follows(
+                    made, held, _ids(f"{thought}<|channel|>commentary<|message|>{text}{end}")
+                )
+                more = f"<|end|><|start|>assistant{header}hello"
+                assert not _follows(made, held, _ids(thought + header + text + more + end))
+            for text in bad:
+                assert not _follows(made, held, _ids(thought + header + text + end)), text
+
+
+def test_what_is_no_form_by_itself_is_none() -> None:
+    assert as_form(Guide("structural_tag", "{}")) is None
+    assert as_form(Guide("json_schema", '{}, "type": "regex"')) is None
+    assert as_form(Guide("json_schema", "[" * 100_000)) is None
