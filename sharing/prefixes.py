@@ -14,18 +14,8 @@ from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
 from common.requests.prefix_at import PrefixAt
 from kvtransfer.messages import Kind
-from kvtransfer.ports import (
-    Granted,
-    HandoffDropped,
-    Held,
-    Lost,
-    NodeEvent,
-    NodePort,
-    Opened,
-    OwnerDown,
-    OwnerUp,
-    ReadsEnded,
-)
+from kvtransfer.ports import NodeEvent, NodePort
+from sharing.ends import take
 from sharing.fetches import Fetches
 from sharing.loans import Loans
 from sharing.ways import Ways
@@ -128,25 +118,4 @@ class PrefixSharing:
     def take(self, event: NodeEvent) -> bool:
         """Takes what the transfer thread says of a prefix. False: it is of another hand-off, or of
         interest to others too."""
-        match event:
-            case OwnerUp():
-                self.fetches.owner_up(event)
-                return False
-            case OwnerDown():
-                self.fetches.owner_down(event)
-                return False
-            case Held() if event.id in self.fetches:
-                self.fetches.held(event)
-            case Lost() if event.id in self.fetches:
-                self.fetches.lost(event)
-            case ReadsEnded() if event.id in self.fetches:
-                self.fetches.reads_ended(event)
-            case Opened(kind=Kind.PREFIX):
-                self.loans.opened(event)
-            case Granted() if event.serial in self.loans:
-                self.loans.granted(event)
-            case HandoffDropped() if event.serial in self.loans:
-                self.loans.dropped(event)
-            case _:
-                return False
-        return True
+        return take(event, Kind.PREFIX, self.fetches, self.loans)

@@ -1,6 +1,6 @@
 """Both ends of weights that nodes read from each other: what this one lends, and what it takes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -12,19 +12,8 @@ from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import Ints
 from common.requests.weights import WeightsId
 from kvtransfer.messages import Kind
-from kvtransfer.ports import (
-    Granted,
-    HandoffDropped,
-    Held,
-    Lost,
-    NodeCommand,
-    NodeEvent,
-    NodePort,
-    Opened,
-    OwnerDown,
-    OwnerUp,
-    ReadsEnded,
-)
+from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
+from sharing.ends import take
 from sharing.weight_loans import LendableWeights, WeightLoans
 from sharing.weight_reads import ReceivingWeights, WeightReads
 
@@ -104,37 +93,13 @@ class WeightSharing:
         self._port.post(command)
 
     def take(self) -> list[NodeEvent]:
-        return self._others(self._port.take())
+        return [
+            event
+            for event in self._port.take()
+            if not take(event, Kind.WEIGHTS, self._reads, self._loans)
+        ]
 
     def close(self) -> None:
         """Nothing is begun any more."""
         self._loans.close()
         self._reads.close()
-
-    def _others(self, events: Sequence[NodeEvent]) -> list[NodeEvent]:
-        return [event for event in events if not self._takes(event)]
-
-    def _takes(self, event: NodeEvent) -> bool:
-        """Takes what is of weights. False: it is of another hand-off, or of interest to all."""
-        match event:
-            case OwnerUp():
-                self._reads.owner_up(event)
-                return False
-            case OwnerDown():
-                self._reads.owner_down(event)
-                return False
-            case Held() if event.id in self._reads:
-                self._reads.held(event)
-            case Lost() if event.id in self._reads:
-                self._reads.lost(event)
-            case ReadsEnded() if event.id in self._reads:
-                self._reads.reads_ended(event)
-            case Opened(kind=Kind.WEIGHTS):
-                self._loans.opened(event)
-            case Granted() if event.serial in self._loans:
-                self._loans.granted(event)
-            case HandoffDropped() if event.serial in self._loans:
-                self._loans.dropped(event)
-            case _:
-                return False
-        return True

@@ -1,0 +1,76 @@
+"""The two ends of what nodes read from each other beside the hand-offs of requests: one that reads,
+one that lends; and which of them an event of the transfer thread is for."""
+
+from typing import Protocol
+
+from kvtransfer.messages import HandoffId, Kind
+from kvtransfer.ports import (
+    Granted,
+    HandoffDropped,
+    Held,
+    Lost,
+    NodeEvent,
+    Opened,
+    OwnerDown,
+    OwnerUp,
+    ReadsEnded,
+)
+
+
+class Reading(Protocol):
+    """Hand-offs by their ids."""
+
+    def __contains__(self, handoff_id: HandoffId) -> bool: ...
+
+    def owner_up(self, event: OwnerUp) -> None: ...
+
+    def owner_down(self, event: OwnerDown) -> None: ...
+
+    def held(self, event: Held) -> None: ...
+
+    def lost(self, event: Lost) -> None: ...
+
+    def reads_ended(self, event: ReadsEnded) -> None: ...
+
+
+class Lending(Protocol):
+    """Hand-offs by their serials."""
+
+    def __contains__(self, serial: int) -> bool: ...
+
+    def opened(self, event: Opened) -> None: ...
+
+    def granted(self, event: Granted) -> None: ...
+
+    def dropped(self, event: HandoffDropped) -> None: ...
+
+
+def take(event: NodeEvent, kind: Kind, reading: Reading, lending: Lending) -> bool:
+    """Gives an event to the end that it is for. False: it is of another hand-off, or of interest to
+    others too.
+
+    Args:
+        kind: of all hand-offs of these ends.
+    """
+    match event:
+        case OwnerUp():
+            reading.owner_up(event)
+            return False
+        case OwnerDown():
+            reading.owner_down(event)
+            return False
+        case Held() if event.id in reading:
+            reading.held(event)
+        case Lost() if event.id in reading:
+            reading.lost(event)
+        case ReadsEnded() if event.id in reading:
+            reading.reads_ended(event)
+        case Opened() if event.kind is kind:
+            lending.opened(event)
+        case Granted() if event.serial in lending:
+            lending.granted(event)
+        case HandoffDropped() if event.serial in lending:
+            lending.dropped(event)
+        case _:
+            return False
+    return True
