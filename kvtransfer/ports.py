@@ -58,10 +58,9 @@ class OpenHandoff(msgspec.Struct, frozen=True):
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
-    """Destination pages of what `PageTables.handed_over` says, table after table; of WEIGHTS
-    one for each piece. The engine holds
-    them for "read" until ReadsEnded. Of a running request, and of a
-    PREFIX, there are `PageTables.room_pages`, and those that its tokens take are the first ones."""
+    """Destination pages of what `PageTables.handed_over` says, table after table; of WEIGHTS one
+    for each piece. The engine holds them for "read" until ReadsEnded. Of a running request, and of
+    a PREFIX, there are `PageTables.room_pages`; those that its tokens take are the first ones."""
 
     id: HandoffId
     prefix_tokens: int

@@ -80,7 +80,8 @@ work: always without a cached prefix, and then unless few tokens follow many.
   keeps keys and values of such a model (`--model-backend transformers`) and one that keeps latents
   are not paired.
 - Checkpoints in fp8 blocks, as DeepSeek publishes them, are read; `kv_b_proj` and what routers
-  choose by stay floats in every form of weights. The layer that guesses tokens ahead is left out.
+  choose by stay floats in every form of weights. The layer that guesses tokens ahead is used if
+  that is [asked for](speculation.md#layers).
 - Query heads are divided among programs, 32 to each; chunks and decode rows are computed by the
   kernels that attend to keys and values, told that a value is a part of its key. They are checked
   in Triton's interpreter and compiled for sm_80, sm_90a and sm_100 without spills; nobody has run

@@ -1,5 +1,7 @@
-"""Fixtures of the data paths: owners that end with their test, and what this machine permits."""
+"""Fixtures of the data paths: owners that end with their test, and what this machine permits; and
+of searches."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,3 +49,11 @@ def far_backend(request: pytest.FixtureRequest) -> str:
 def ends(tmp_path: Path) -> Iterator[Ends]:
     with ExitStack() as exits:
         yield Ends(tmp_path / "children.log", exits)
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """A search has millions of tuples, and no cycle among them."""
+    gc.disable()
+    yield
+    gc.enable()

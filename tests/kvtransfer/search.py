@@ -6,6 +6,9 @@ from common.config import TransferConfig
 from tests.kvtransfer.sides import Broken, Plan, require
 from tests.kvtransfer.world import Simulation, Step
 
+PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
+SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
+
 
 @dataclass(frozen=True)
 class Searched:

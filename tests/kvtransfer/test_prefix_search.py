@@ -4,28 +4,15 @@ page is let go while it may be read, and what can move no more is at rest, every
 docs/prefix-sharing.md has the rules, and what is seen here without each.
 """
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from common.config import TransferConfig
 from tests.kvtransfer.prefix_sides import PrefixPlan, PrefixSimulation
-from tests.kvtransfer.search import search_in
+from tests.kvtransfer.search import PATIENT, SILENT, search_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
-PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
-SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
 ONE, OTHER = b"", b"another's prompts"[:16]
-
-
-@pytest.fixture(autouse=True)
-def _without_collector() -> Iterator[None]:
-    """Many tuples without a cycle among them."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -25,29 +25,15 @@ A link that outlives its stream: the first, I3.
 Rules 3, 7 and 10 and the checks of violations have tests of their own.
 """
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from common.config import TransferConfig
-from tests.kvtransfer.search import search
+from tests.kvtransfer.search import PATIENT, SILENT, search
 from tests.kvtransfer.sides import Plan
 
-pytestmark = pytest.mark.slow
-
-PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
-SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
 TWO = (0, 0)  # prefixes
-
-
-@pytest.fixture(autouse=True)
-def _without_collector() -> Iterator[None]:
-    """Millions of tuples without a cycle among them."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize(

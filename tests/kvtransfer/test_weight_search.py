@@ -3,27 +3,13 @@ own ends: every piece that has come is that piece, no page is let go while it ma
 can move no more is at rest.
 """
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from common.config import TransferConfig
-from tests.kvtransfer.search import search_in
+from tests.kvtransfer.search import PATIENT, SILENT, search_in
 from tests.kvtransfer.weight_sides import WeightPlan, WeightSimulation
 
-pytestmark = pytest.mark.slow
-
-PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
-SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
-
-
-@pytest.fixture(autouse=True)
-def _without_collector() -> Iterator[None]:
-    """Many tuples without a cycle among them."""
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ class DraftHead:
         logits: Callable[[Tensor], Tensor],
     ) -> None:
         self.layer = layer
-        self._newest: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()  # steps' vectors
+        # Vectors of the last step of each pool: engines of one process may share a model.
+        self._newest: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()
         self._embed = embed
         self._logits = logits
 
