@@ -20,12 +20,20 @@ from common.errors import (
     QueueTooLong,
 )
 from protos.pooling_pb2 import POOL_FIRST, POOL_LABELS, POOL_LAST, POOL_MEAN, POOL_TOKENS
+from protos.router_pb2 import GetClusterRequest
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
 from router.policy.table import NAMES
 from tests.router.openai_rig import ids
-from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, eventually, router_for, write_model
+from tests.router.rig import (
+    CONTEXT_LENGTH,
+    VOCABULARY_SIZE,
+    WAIT_S,
+    eventually,
+    router_for,
+    write_model,
+)
 from tests.support.http_client import get, post
 from tests.support.stub_decode_node import StubDecodeNode
 from tests.support.stub_pooling_node import StubPoolingNode
@@ -60,8 +68,10 @@ async def site(model, *, num_nodes=1, **knobs):
             router_for(model, decode=[], prefill=addresses, **knobs)
         )
         await client.wait_until_serving()
-        for node in nodes:  # all of them are known, not only the first
+        for node in nodes:
             await eventually(lambda node=node: node.num_described)
+        # What they have said has come to the router once it has asked them all again.
+        await client.stub.GetCluster(GetClusterRequest(), timeout=WAIT_S)
         yield Site(nodes, router, client)
 
 
