@@ -24,7 +24,8 @@ async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_n
                 client,
                 router,
             ):
-                await eventually(lambda: len(router.cluster.usable()) == 2)
+                usable = router.cluster.usable
+                await eventually(lambda: [len(each.prefill) for each in usable()] == [2, 2])
                 calls = [client.generate("x") for _ in range(8)]
                 firsts = []
                 for node in nodes:

