@@ -238,7 +238,7 @@ async def test_with_no_other_node_the_request_ends_in_seconds_with_the_reason(mo
 async def test_a_node_that_is_back_in_a_moment_is_waited_for(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "GRACE_S", 10.0)
+    monkeypatch.setattr(cluster, "GRACE_S", 1000.0)
     async with StubDecodeNode() as node:
         async with router_for(model, decode=[node.address]) as (client, router):
             await client.wait_until_serving()
