@@ -5,10 +5,11 @@ into texts, where JSON has no place for them, and between JSON's words a model c
 answer on line breaks and indentation: of white space there is one space at most.
 
 What names tokens has one, too: xgrammar takes no token without bytes, be it named, so those that no
-text is made of have a byte that is in no text.
+text is made of have a byte that is in no text. xgrammar's EBNF has words for tokens, too: refused.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,12 @@ Compiled = Any  # xgrammar.CompiledGrammar
 
 _NO_TEXT = b"\xff"  # nor part of any
 _OBJECT = '{"type": "object"}'
+
+# Of a grammar as xgrammar writes it: texts and classes of characters, and words with arguments.
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
+_WORD = re.compile(r"\b([A-Za-z]+)\(")
+_REFUSED = frozenset({"Token", "ExcludeToken", "TokenTagDispatch"})  # see Compilers._with_tokens
+_REFUSED_BESIDE_TOKENS = _REFUSED | {"TagDispatch"}  # whose free text would have any of them
 
 
 class Compilers:
@@ -83,9 +90,12 @@ class Compilers:
                 return self._of_text.compile_regex(guide.text)
             case "structural_tag":
                 tag = enforced_tag(guide.text)
+                for grammar in tag.grammars:
+                    _check_words(grammar, _REFUSED_BESIDE_TOKENS if tag.has_tokens else _REFUSED)
                 compiler = self._with_tokens if tag.has_tokens else self._of_text
                 return compiler.compile_structural_tag(tag.text)
             case _:
+                _check_words(guide.text, _REFUSED)
                 return self._of_text.compile_grammar(guide.text)
 
     def _compiler(self, words: Sequence[bytes], *, keeps: bool = True) -> xgrammar.GrammarCompiler:
@@ -99,6 +109,13 @@ class Compilers:
         return xgrammar.GrammarCompiler(
             told, max_threads=1, cache_enabled=keeps, cache_limit_bytes=limit
         )
+
+
+def _check_words(ebnf: str, refused: Set[str]) -> None:
+    """Raises InvalidRequest where it has one of these, and RuntimeError where it is no grammar."""
+    words = _WORD.findall(_LITERAL.sub("", str(xgrammar.Grammar.from_ebnf(ebnf))))
+    if found := refused & {*words}:
+        raise InvalidRequest(f"{min(found)} is refused: a structural tag's formats name tokens")
 
 
 def _check_begins(compiled: Compiled) -> None:

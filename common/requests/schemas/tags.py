@@ -8,7 +8,7 @@ special tokens; so what is free beside tokens is an expression: what looks for t
 looks at bytes, of which any token is made to it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ Made = Callable[[Any, str, int], Any]
 class EnforcedTag(msgspec.Struct, frozen=True):
     text: str
     has_tokens: bool  # that are named
+    grammars: Sequence[str]  # within it, as they are
 
 
 def enforced_tag(text: str) -> EnforcedTag:
@@ -42,22 +43,24 @@ def enforced_tag(text: str) -> EnforcedTag:
         made = _format(_wanted(said), "format", 0)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"it is no JSON object: {error}") from None
-    kinds = set(_kinds(made))
+    formats = [*_within(made)]
+    kinds = {each["type"] for each in formats}
     has_tokens = "token" in kinds
     if has_tokens and (free := sorted(kinds & _FREE)):
         raise InvalidRequest(rf"{free[0]} cannot stand beside tokens; a regex can: [\s\S]*")
     encoded = msgspec.json.encode({"type": "structural_tag", "format": made}).decode()
-    return EnforcedTag(encoded, has_tokens)
+    grammars = [str(each.get("grammar")) for each in formats if each["type"] == "grammar"]
+    return EnforcedTag(encoded, has_tokens, grammars)
 
 
-def _kinds(made: Mapping[str, Any]) -> Iterator[str]:
-    """Of a made format and of all within it."""
-    yield made["type"]
+def _within(made: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A made format, and all within it."""
+    yield made
     for name, value in made.items():
         if _KINDS[made["type"]].get(name) in _NESTED:
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Mapping):
-                    yield from _kinds(each)
+                    yield from _within(each)
 
 
 def _wanted(said: Mapping[str, Any]) -> Any:
