@@ -1,18 +1,20 @@
 """What speculation does to tokens a second, where answers repeat their prompts and where not.
 
-    python -m bench.speculation [--batches 1,16] [--tokens 64] [--rounds 3]
+    python -m bench.speculation [--drafter eagle] [--batches 1,16] [--tokens 64] [--rounds 3]
 
 A dense model with the cost of its size, whose next token is one successor of the newest, and at
 times any other of the same text: how often, the temperature says. Prompts are a text, twice. So an
 answer is a copy with as many changes as a load wants: few (`copy`), many (`edits`), hardly anything
-but changes (`none`). One engine on a CPU, in this process; the same requests without drafts and
-with them, in turns, and of each way the best round. How many answers are the same is told too. Time
-is the CPU time of this process, whose engine has one thread, so that other programs on the machine
-hardly count.
+but changes (`none`). Drafts are by repetition, or by a head that nearly knows the model: its logits
+are those of the model, and off by `--off` in the mean. An engine on a CPU, in this process; the
+same requests without drafts and with them, in turns, and of each way the best round. How many
+answers are the same is told too. Time is the CPU time of this process, whose engine has one thread,
+so that other programs on the machine hardly count.
 """
 
 import argparse
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -61,6 +63,41 @@ def _model(directory: Path) -> Path:
     return model
 
 
+def _head(directory: Path, model: Path, off: float) -> Path:
+    """An EAGLE head that makes a token's vector of its embedding alone, as the model does, and adds
+    what its logits are off by."""
+    head, hidden, inner = directory / f"eagle-{off}", MODEL["hidden_size"], 256
+    head.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(0)
+    norms = load_file(model / "model.safetensors")["lm_head.weight"].float().norm(dim=1)
+    error = torch.randn(hidden, hidden, generator=random) * hidden**-0.5 * off / norms.mean()
+    of_token = (torch.eye(hidden) + error) * 0.5**0.5  # embeddings are two random vectors' sums
+    tensors = {
+        "fc.weight": torch.cat((of_token, torch.zeros(hidden, hidden)), dim=1),
+        "layers.0.self_attn.q_proj.weight": torch.zeros(hidden, hidden),
+        "layers.0.self_attn.k_proj.weight": torch.zeros(hidden, hidden),
+        "layers.0.self_attn.v_proj.weight": torch.zeros(hidden, hidden),
+        "layers.0.self_attn.o_proj.weight": torch.zeros(hidden, hidden),
+        "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
+        "layers.0.mlp.gate_proj.weight": torch.zeros(inner, hidden),
+        "layers.0.mlp.up_proj.weight": torch.zeros(inner, hidden),
+        "layers.0.mlp.down_proj.weight": torch.zeros(hidden, inner),
+    }
+    bfloats = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(bfloats, head / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "intermediate_size": inner,
+        "num_attention_heads": MODEL["num_attention_heads"],
+        "num_key_value_heads": MODEL["num_attention_heads"],
+        "head_dim": hidden // MODEL["num_attention_heads"],
+    }
+    (head / "config.json").write_text(json.dumps(config))
+    return head
+
+
 def _requests(batch: int, tokens: int, temperature: float) -> Iterator[Request]:
     rng = np.random.default_rng(0)
     for number in range(batch):
@@ -80,6 +117,13 @@ def _requests(batch: int, tokens: int, temperature: float) -> Iterator[Request]:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    engine: Engine
+    config: EngineConfig
+    speculation: SpeculationConfig
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
     tokens_per_s: float
@@ -89,15 +133,11 @@ class _Measured:
     rejected: int
 
 
-def _measure(
-    engine: Engine,
-    config: EngineConfig,
-    speculation: SpeculationConfig,
-    requests: list[Request],
-) -> _Measured:
+def _measure(way: _Way, requests: list[Request]) -> _Measured:
     """From when all requests have their first token to when the last one has its last."""
-    speculator = Speculator.of(speculation, config.scheduler.num_slots)
-    scheduler = replace(engine, speculator=speculator).scheduler(config, lambda *_: None)
+    speculator = Speculator.of(way.speculation, way.config.scheduler.num_slots)
+    engine = replace(way.engine, speculator=speculator)
+    scheduler = engine.scheduler(way.config, lambda *_: None)
     decoded = decode(engine.runner, scheduler, requests)
     counters = scheduler.counters()
     return _Measured(
@@ -109,16 +149,11 @@ def _measure(
     )
 
 
-def _round(
-    engine: Engine,
-    config: EngineConfig,
-    ways: dict[str, SpeculationConfig],
-    requests: list[Request],
-) -> dict[str, _Measured]:
+def _round(ways: dict[str, _Way], requests: list[Request]) -> dict[str, _Measured]:
     """The same requests by each way in turn."""
     return {
-        way: _measure(engine, config, speculation, [replace(request) for request in requests])
-        for way, speculation in ways.items()
+        name: _measure(way, [replace(request) for request in requests])
+        for name, way in ways.items()
     }
 
 
@@ -128,8 +163,37 @@ def _same(one: _Measured, other: _Measured) -> float:
     return round(float(np.mean(pairs)), 3)
 
 
+def _ways(arguments: argparse.Namespace) -> dict[str, _Way]:
+    """Without drafts, with those that pay, and with as many as there are."""
+    model = _model(arguments.models)
+    head = ""
+    if arguments.drafter == "eagle":
+        head = str(_head(arguments.models, model, arguments.off))
+    speculation = SpeculationConfig(
+        drafter=arguments.drafter, draft_model=head, max_drafts=arguments.max_drafts
+    )
+    plain = EngineConfig(
+        model=str(model),
+        device="cpu",
+        threads=1,
+        dtype=arguments.dtype,
+        cache=CacheConfig(num_pages=1024, host_pages=0, prefix_cache=True),
+        scheduler=SchedulerConfig(max_running=128),
+    )
+    drafting = plain.model_copy(update={"speculation": speculation})
+    always = speculation.model_copy(update={"adaptive": False})
+    without, engine = build(plain), build(drafting)
+    return {
+        PLAIN: _Way(without, plain, SpeculationConfig()),
+        "adaptive": _Way(engine, drafting, speculation),
+        "always": _Way(engine, drafting, always),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--drafter", choices=("ngram", "eagle"), default="ngram")
+    parser.add_argument("--off", type=float, default=1.0, help="logits of the head, for eagle")
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--tokens", type=int, default=64)
@@ -140,26 +204,12 @@ def main() -> None:
         "--models", type=Path, default=Path("var/bench"), help="where they are kept"
     )
     arguments = parser.parse_args()
-    config = EngineConfig(
-        model=str(_model(arguments.models)),
-        device="cpu",
-        threads=1,
-        dtype=arguments.dtype,
-        cache=CacheConfig(num_pages=1024, host_pages=0, prefix_cache=True),
-        scheduler=SchedulerConfig(max_running=128),
-    )
-    engine = build(config)
-    ngram = SpeculationConfig(drafter="ngram", max_drafts=arguments.max_drafts)
-    ways = {
-        PLAIN: SpeculationConfig(),
-        "adaptive": ngram,
-        "always": ngram.model_copy(update={"adaptive": False}),
-    }
+    ways = _ways(arguments)
     rows: list[dict[str, Any]] = []
     batches = [int(batch) for batch in arguments.batches.split(",")]
     for batch, load in itertools.product(batches, arguments.loads.split(",")):
         rounds = [
-            _round(engine, config, ways, list(_requests(batch, arguments.tokens, LOADS[load])))
+            _round(ways, list(_requests(batch, arguments.tokens, LOADS[load])))
             for _ in range(arguments.rounds)
         ]
         plain = max(one[PLAIN].tokens_per_s for one in rounds)

@@ -6,7 +6,7 @@ of a token is within about 1e-6 of top_p, or two tokens are within a rounding er
 of each other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -37,6 +37,10 @@ class SamplingColumns:
     min_p: Tensor  # float32 [n]; 0: off
     seeds: Tensor  # int32 [n, 2], low and high word
     positions: Tensor  # int32 [n], absolute index of the token to sample
+
+    def at(self, places: Tensor) -> "SamplingColumns":
+        """Those of the rows at int64 [any], contiguous."""
+        return SamplingColumns(*(getattr(self, each.name)[places] for each in fields(self)))
 
 
 def sample(logits: Tensor, columns: SamplingColumns | None) -> Tensor:

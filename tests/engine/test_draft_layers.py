@@ -17,21 +17,40 @@ from common.config import SpeculationConfig
 from common.engine.models import fingerprint, load, open_checkpoint
 from common.engine.rows.batch import TO_GUESS
 from common.errors import ConfigError
+from common.requests.sampling import SamplingParams
+from kernels.sampling.generator import gumbel_noise
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.draft_heads import TENSORS, make_eagle, make_eagle3, make_mtp
 from tests.support.steps import Steps
 
 CPU = torch.device("cpu")
 NUM_DRAFTS = 3
+GREEDY = SamplingParams(max_tokens=100, seed=0, temperature=0.0)
+
+Draw = Callable[[Tensor, int], int]  # of the logits of a token at an index
 
 
 @dataclass(frozen=True)
 class Guessing:
-    """A model and its layer; `behind` is what transformers makes of a text: so many drafts."""
+    """A model and its layer; `behind` is what transformers makes of a text: so many drafts, each
+    drawn from its logits."""
 
     model: Path
     speculation: SpeculationConfig
-    behind: Callable[[list[int]], list[int]]
+    behind: Callable[[list[int], Draw], list[int]]
+
+
+def _draw(sampling: SamplingParams) -> Draw:
+    """As a request's tokens are drawn, by its temperature alone."""
+
+    def draw(logits: Tensor, index: int) -> int:
+        if sampling.greedy:
+            return int(logits.argmax())
+        seeds = torch.tensor([[sampling.seed, 0]], dtype=torch.int32)
+        noise = gumbel_noise(seeds, torch.tensor([index], dtype=torch.int32), len(logits))
+        return int((logits / sampling.temperature + noise[0]).argmax())
+
+    return draw
 
 
 def _eagle(root: Path) -> Guessing:
@@ -85,7 +104,7 @@ def _eagle3(root: Path) -> Guessing:
         getattr(layer.mlp, part).weight = torch.nn.Parameter(weight)
 
     @torch.no_grad()
-    def behind(text: list[int]) -> list[int]:
+    def behind(text: list[int], draw: Draw) -> list[int]:
         drafts: list[int] = []
         states = reference.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         tapped = torch.cat([states[number][0] for number in (2, 3, 4)], dim=1)
@@ -104,7 +123,9 @@ def _eagle3(root: Path) -> Guessing:
             past = vectors[-1] + mixed[0, -1]
             out = past + layer.mlp(normed(past, f"{name}post_attention_layernorm"))
             vectors = torch.cat((vectors, out[None]))
-            drafts.append(2 * int((tensors["lm_head.weight"] @ normed(out, "norm")).argmax()) + 1)
+            logits = torch.full((len(tensors["t2d"]),), -torch.inf)
+            logits[1::2] = tensors["lm_head.weight"] @ normed(out, "norm")
+            drafts.append(draw(logits, len(text) + len(drafts)))
         return drafts
 
     return Guessing(model, SpeculationConfig(drafter="eagle", draft_model=str(head)), behind)
@@ -138,11 +159,11 @@ def _behind(
     layer: torch.nn.Module,
     joined: Callable[[Tensor, Tensor], Tensor],
     for_head: Callable[[Tensor], Tensor],
-) -> Callable[[list[int]], list[int]]:
+) -> Callable[[list[int], Draw], list[int]]:
     """The plainest loop there is: all vectors of the text and of its drafts, anew for each."""
 
     @torch.no_grad()
-    def behind(text: list[int]) -> list[int]:
+    def behind(text: list[int], draw: Draw) -> list[int]:
         embed, drafts = model.get_input_embeddings(), []
         vectors = model.model(torch.tensor([text[:-1]])).last_hidden_state[0]
         for _ in range(NUM_DRAFTS):
@@ -160,7 +181,8 @@ def _behind(
                 position_embeddings=layer.rotary(x[None], places),
             )[0]
             vectors = torch.cat((vectors, out[-1:]))
-            drafts.append(int(model.get_output_embeddings()(for_head(out[-1:])).argmax()))
+            logits = model.get_output_embeddings()(for_head(out[-1]))
+            drafts.append(draw(logits, len(text) + len(drafts)))
         return drafts
 
     return behind
@@ -174,10 +196,12 @@ def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: bool) -> None:
     """Behind prompts in chunks of any size, behind pages of another request, and behind drafts that
-    did not stand; with overlap it is not known yet which do.
+    did not stand; with overlap it is not known yet which do. Each is drawn with its own request's
+    noise for its place.
 
     Seen failing with vectors of a step's last drafts in place of those that stand, with those of
-    rows' last tokens alone, and with a first token that has one before it."""
+    rows' last tokens alone, with a first token that has one before it, and with noise of places
+    that are so many too far as were rejected."""
     model = load(guessing.model, CPU, torch.float32, speculation=guessing.speculation)
     said, guess = [], model.drafter.guess
 
@@ -190,7 +214,9 @@ def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: boo
     model.drafter.guess = noting
     steps = Steps(model, overlap=overlap)
     prompts = [[7], list(range(40)), [9, 8] * 20, [*range(32), 5, 6]]
-    slots = [steps.add(prompt) for prompt in prompts]
+    hot = [SamplingParams(max_tokens=100, seed=seed, temperature=1.0) for seed in (5, 6)]
+    samplings = [GREEDY, hot[0], GREEDY, hot[1]]
+    slots = [steps.add(*one) for one in zip(prompts, samplings, strict=True)]
     for slot, chunk in zip(slots[:3], (1, 40, 13), strict=True):
         steps.prefill(slot, chunk=chunk)
     pages = steps.table.page_table
@@ -210,7 +236,7 @@ def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: boo
     for row, text in enumerate(texts):
         length = len(prompts[row]) + 1
         for drafts in said[row :: len(slots)]:
-            assert drafts == guessing.behind(text[:length])
+            assert drafts == guessing.behind(text[:length], _draw(samplings[row]))
             stood = 0
             while stood < NUM_DRAFTS and drafts[stood] == text[length + stood]:
                 stood += 1

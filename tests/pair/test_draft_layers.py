@@ -25,6 +25,7 @@ from tests.support.draft_heads import (
     make_eagle3,
     make_followed,
     make_follower,
+    make_knower,
     make_mtp,
 )
 from tests.support.pair_node import Asked, Loaded, Size
@@ -192,6 +193,38 @@ def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loa
     plain = _answers(guessed[0], Size(num_slots=32), ways)
     told = _answers(guessed[1], _size(), ways)
     assert [one.tokens for one in told] == [one.tokens for one in plain]
+
+
+HOT = {"temperature": 8.0, "ignore_eos": True}  # hardly any token is the likeliest one
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=LONG)])
+def test_drafts_are_drawn_with_their_requests_own_noise(
+    tmp_path: Path, followed: Followed, overlap: bool
+) -> None:
+    """By a layer whose logits are the model's: whatever is drawn, and by whichever filters, all its
+    drafts stand; also where it goes on behind drafts of a prediction that did not.
+
+    Seen failing with drafts that are the likeliest tokens, and with another row's noise."""
+    head = make_knower(tmp_path / "head", followed.loaded.directory)
+    loaded = _loaded(followed.loaded.directory, drafter="eagle", draft_model=str(head))
+    ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.06}, {"temperature": 0.0}]
+    with PairRig(loaded, decode=[_size()], overlap=overlap) as rig:
+        asked = [
+            rig.ask(prompt, NUM_TOKENS + number, **(HOT | {"seed": number} | way))
+            for number, prompt in enumerate(_prompts(256))
+            for way in ways
+        ]
+        rig.run()
+        accepted, rejected = _drafts(rig)
+        assert rejected == 0 and accepted > len(asked) * NUM_TOKENS // 2
+        first, hot = asked[-len(ways) :][0], HOT | {"seed": 3}
+        expected = [token if place % 5 else 0 for place, token in enumerate(first.tokens)]
+        again = rig.ask(first.prompt, len(first.tokens), prediction=expected, **hot)
+        rig.run()
+        assert again.tokens == first.tokens
+        assert again.predicted.rejected > 0
+        assert _drafts(rig)[1] == again.predicted.rejected
 
 
 def test_a_prediction_goes_before_what_the_layer_guesses(followed: Followed) -> None:

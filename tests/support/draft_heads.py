@@ -140,6 +140,18 @@ def make_follower(directory: Path, model: Path) -> Path:
     return directory
 
 
+def make_knower(directory: Path, model: Path) -> Path:
+    """Writes the EAGLE head that knows a model of `make_followed`, whatever is sampled: of a token
+    it makes the vector that the model makes of it."""
+    make_follower(directory, model)
+    tensors, size = load_file(directory / TENSORS), FOLLOWED_SIZE
+    epsilon = json.loads((model / "config.json").read_text())["rms_norm_eps"]
+    normed = torch.eye(size) * (1 / size + epsilon) ** -0.5
+    tensors["fc.weight"] = torch.cat((normed, torch.zeros(size, size)), dim=1)
+    save_file(tensors, directory / TENSORS)
+    return directory
+
+
 def _permutation() -> Tensor:
     """[next token, token]."""
     order = torch.randperm(FOLLOWED_SIZE, generator=torch.Generator().manual_seed(3))

@@ -64,6 +64,23 @@ class StepWork:
             tensors += work.tensors()
         return tensors
 
+    def columns_of(
+        self, sent: Sequence[Tensor], early: Tensor | None = None
+    ) -> SamplingColumns | None:
+        """`columns` on the device. Args: as of `choose`."""
+        if self.columns is None:
+            return None
+        first = self._first_column
+        columns = SamplingColumns(*sent[first : first + len(_COLUMNS)])
+        if early is None:
+            return columns
+        return replace(columns, positions=columns.positions - early)
+
+    @property
+    def _first_column(self) -> int:
+        of_prompt = 0 if self.prompt is None else 1
+        return of_prompt + (0 if self.pooling is None else len(self.pooling.tensors()))
+
     def choose(
         self, logits: Tensor, sent: Sequence[Tensor], early: Tensor | None = None
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -76,16 +93,10 @@ class StepWork:
             sent: `tensors()`, on the device.
             early: int32 [n], by how many places each token comes earlier; None: none does.
         """
-        columns, taken = None, 0 if self.prompt is None else 1
-        if self.pooling is not None:
-            taken += len(self.pooling.tensors())
-        if self.columns is not None:
-            columns = SamplingColumns(*sent[taken : taken + len(_COLUMNS)])
-            taken += len(_COLUMNS)
-            if early is not None:
-                columns = replace(columns, positions=columns.positions - early)
+        columns = self.columns_of(sent, early)
         if not self.works:
             return sample(logits, columns), {}
+        taken = self._first_column + (0 if columns is None else len(_COLUMNS))
         logits = logits.float()
         parts = []
         for work in self.works:

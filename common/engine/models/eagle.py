@@ -132,7 +132,8 @@ def _third(config: Fields, model: ModelSpec, checkpoint: Checkpoint) -> Eagle3Sp
         norm=common.norm(config),
         taps=taps,
         layer_prefix="midlayer." if _MIDDLE in checkpoint.tensors else "layers.0.",
-        vocabulary=config.integer("draft_vocab_size", model.vocabulary_size),
+        vocabulary=model.vocabulary_size,
+        known=config.integer("draft_vocab_size", model.vocabulary_size),
         mapped="d2t" in checkpoint.tensors,
         normed_residual=config.flag("norm_before_residual", False),
     )

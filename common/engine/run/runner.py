@@ -27,6 +27,7 @@ from common.engine.run.launched import LaunchedStep, Output
 from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
 from common.engine.run.speculated import NOTHING, Settled, Speculated
 from common.engine.run.stream import Event, Stream, made_on
+from kernels.sampling.sample import SamplingColumns, sample
 
 
 @dataclass(slots=True, eq=False)
@@ -250,15 +251,25 @@ class ModelRunner:
         page_size = self._pool.layout.page_size
         step = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
         if speculated.to_guess:
-            step = replace(step, batch=self._guessed(step.batch, speculated.to_guess))
+            columns = asked.columns_of(of_rows, step.early_chosen)
+            step = replace(step, batch=self._guessed(step, speculated.to_guess, columns))
         adapted = adapters.adapted(of_adapters)
         return _Forward(step, of_rows, self._eager(step.batch, adapted))
 
-    def _guessed(self, batch: ForwardBatch, num_rows: Sequence[int]) -> ForwardBatch:
-        drafter = self._model.drafter
-        assert drafter is not None
-        token_ids = drafter.guess(batch, num_rows, self._future.tokens, self._pool)
-        return replace(batch, token_ids=token_ids)
+    def _guessed(
+        self, step: Settled, num_rows: Sequence[int], columns: SamplingColumns | None
+    ) -> ForwardBatch:
+        """Each draft is drawn as the token will be that is sampled in its place, with the same
+        noise: of two distributions that are nearly alike the same token comes then, mostly."""
+        drafter, verified = self._model.drafter, step.verified
+        assert drafter is not None and verified is not None
+
+        def draw(logits: Tensor, number: int) -> Tensor:
+            places = verified.samples[: len(logits), number]
+            return sample(logits, None if columns is None else columns.at(places))
+
+        token_ids = drafter.guess(step.batch, num_rows, self._future.tokens, self._pool, draw)
+        return replace(step.batch, token_ids=token_ids)
 
     def _eager(self, uploaded: ForwardBatch, adapted: AdaptedStep | None = None) -> Tensor:
         return self._model.forward(uploaded, self._pool, self._future.tokens, adapted)

@@ -100,8 +100,8 @@ class DraftBlock:
         normed, residual = self.ffn_norm.forward(mixed, x)
         return residual + self.ffn.forward(normed, step)
 
-    def likeliest(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-        return logits(_normed(vectors, self.head_norm)).argmax(dim=1).int()
+    def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        return logits(_normed(vectors, self.head_norm))
 
     def _joined(self, vectors: Tensor, embeddings: Tensor, step: Step) -> Tensor:
         parts = _normed(embeddings, self.token_norm), _normed(vectors, self.vector_norm)

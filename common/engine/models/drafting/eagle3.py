@@ -22,6 +22,7 @@ from common.engine.models.blocks.protocol import (
     Step,
 )
 from common.engine.models.linear import Linear
+from kernels.sampling.bitmask import FORBIDDEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Eagle3Spec:
     mixer: of two vectors side by side.
     taps: see DraftLayer.
     layer_prefix: of the names of the decoder layer's tensors.
-    vocabulary: tokens that the head knows; mapped: they are not the model's first ones.
+    vocabulary: of the model; known: so many tokens of it the head knows, which are its first ones
+        unless they are mapped.
     normed_residual: what goes past attention is the normed vector.
     """
 
@@ -40,6 +42,7 @@ class Eagle3Spec:
     taps: tuple[int, ...]
     layer_prefix: str
     vocabulary: int
+    known: int
     mapped: bool
     normed_residual: bool
     prefix: str = ""
@@ -50,7 +53,10 @@ class Eagle3Spec:
     def build(self, site: Site) -> "Eagle3Layer":
         hidden, source = site.hidden_size, site.source
         layer = site.within(self.layer_prefix)
-        shifts = source.integers("d2t", (self.vocabulary,)) if self.mapped else None
+        tokens = None
+        if self.mapped:
+            shifts = source.integers("d2t", (self.known,))
+            tokens = torch.arange(self.known, device=shifts.device).add_(shifts)
         built = Eagle3Layer(
             spec=self,
             join=source.linear({"fc": hidden}, len(self.taps) * hidden),
@@ -60,8 +66,8 @@ class Eagle3Spec:
             ffn_norm=self.norm.build(layer.source, "post_attention_layernorm", hidden),
             ffn=self.ffn.build(layer),
             norm=self.norm.build(source, "norm", hidden),
-            head=source.linear({"lm_head": self.vocabulary}, hidden),
-            shifts=shifts,
+            head=source.linear({"lm_head": self.known}, hidden),
+            tokens=tokens,
         )
         source.tidy()
         return built
@@ -79,8 +85,8 @@ class Eagle3Layer:
     ffn_norm: RmsNorm
     ffn: Ffn
     norm: RmsNorm
-    head: Linear  # hidden -> vocabulary
-    shifts: Tensor | None  # int64 [vocabulary], to be added for the model's number of a token
+    head: Linear  # hidden -> known
+    tokens: Tensor | None  # int64 [known], the model's numbers of them
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -100,9 +106,14 @@ class Eagle3Layer:
         normed, residual = self.ffn_norm.forward(self.mixer.forward(x, step, kept), past)
         return residual + self.ffn.forward(normed, step)
 
-    def likeliest(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-        known = self.head.apply(self.norm.forward(vectors)[0]).argmax(dim=1)
-        return (known if self.shifts is None else known + self.shifts[known]).int()
+    def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        known = self.head.apply(self.norm.forward(vectors)[0])
+        if self.tokens is None:
+            return known
+        every = torch.full(
+            (len(known), self.spec.vocabulary), FORBIDDEN, dtype=torch.float32, device=known.device
+        )
+        return every.index_copy_(1, self.tokens, known.float())
 
     def _joined(self, vectors: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """What attention sees, and what goes past it."""

@@ -8,6 +8,7 @@ Whoever goes on behind a token, on this node or on another one, has its page.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,10 @@ from common.engine.models.drafting.protocol import DraftLayer
 from common.engine.rows.batch import TO_GUESS
 from common.engine.rows.forward import ForwardBatch
 from kernels.pages.store_kv import store_kv
+
+# Of logits [n, any] of the first n rows, the tokens int32 [n] for their draft of a number; negative
+# ones where logits are not finite.
+Draw: TypeAlias = Callable[[Tensor, int], Tensor]
 
 _TABLE = 0  # whose pages have it
 
@@ -81,8 +86,9 @@ class DraftHead:
         num_rows: Sequence[int],
         future_tokens: Tensor,
         pool: KVPool,
+        draw: Draw,
     ) -> Tensor:
-        """Before a step with drafts: its token ids, with the likeliest in place of each TO_GUESS.
+        """Before a step with drafts: its token ids, with what is drawn in place of each TO_GUESS.
 
         Args:
             num_rows: that have one draft at least, two, and so on; rows with more come first.
@@ -95,9 +101,9 @@ class DraftHead:
             one = _one_token(batch, token_ids, places)
             embeddings = self._embed(one.token_ids, future_tokens)
             vectors = self.layer.forward(vectors[:rows], embeddings, Step(one), kept)
-            likeliest = self.layer.likeliest(vectors, self._logits)
+            drawn = draw(self.layer.logits(vectors, self._logits), number).clamp_(min=0)
             drafts = token_ids[places + 1]
-            token_ids[places + 1] = torch.where(drafts == TO_GUESS, likeliest, drafts)
+            token_ids[places + 1] = torch.where(drafts == TO_GUESS, drawn, drafts)
         return token_ids
 
 

@@ -36,8 +36,8 @@ class DraftLayer(Protocol):
         is a text's first."""
         ...
 
-    def likeliest(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-        """Tokens behind, int32 [n].
+    def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of the tokens behind, by the model's numbers of them: [n, any], finite, the caller's own.
 
         Args:
             logits: of the model's head, which the layer may use.
