@@ -130,7 +130,7 @@ class Generator:
     ) -> None:
         tokenizer = self._model.tokenizer
         answer = Answer(
-            Detokenizer(tokenizer.showing(job.shown), tokenizer.some_text),
+            Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
             stops_of(job.stop, job.stop_regex),
             job.sampling.stop_token_ids,
             num_prompt_tokens=len(job.token_ids),

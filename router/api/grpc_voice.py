@@ -24,11 +24,11 @@ class GrpcVoice:
         listener = self._listener = self._listener or self._make_listener()
         match piece:
             case LastPiece():
-                _put(listener.hear(piece.text, last=True), response)
+                _put(listener.hear(piece.text, piece.marks, last=True), response)
                 if piece.finish_reason == "stop" and listener.has_called:
                     response.finish_reason = "tool_calls"
             case _:
-                _put(listener.hear(piece.text, last=False), response)
+                _put(listener.hear(piece.text, piece.marks, last=False), response)
 
 
 def _put(heard: Heard, response: GenerateResponse) -> None:

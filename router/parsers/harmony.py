@@ -15,7 +15,7 @@ MARKERS = START, CHANNEL, CONSTRAIN, MESSAGE = (
 ENDS = END, *_ = ("<|end|>", "<|call|>", "<|return|>")
 THINKING = "analysis"
 
-_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_THINKING = re.compile(rf"\s*{THINKING}\b")
 _NAME = r"[^\s<]+"
 _RECIPIENT = re.compile(rf"to=functions\.({_NAME})")
 
@@ -28,19 +28,22 @@ def harmony(source: Source, *, reasons: bool, calls: bool) -> Steps[None]:
     """
     marker = START
     while marker:
-        header, begins = yield from source.collected(MESSAGE)
-        if not begins:  # not a message, or cut off before it began
-            source.content("" if CHANNEL in header else header)
+        author, marker = yield from source.collected(CHANNEL, MESSAGE)
+        channel = ""
+        if marker == CHANNEL:
+            channel, marker = yield from source.collected(MESSAGE)
+        elif not marker:  # not a message
+            source.content(author)
+        if not marker:  # or cut off before it began
             return
-        channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
+        recipient = _RECIPIENT.search(author) or _RECIPIENT.search(channel)
         if recipient and calls:
             call = CallTelling(source)
             call.name(recipient[1])
             marker = yield from source.until(START, *ENDS, tell=call.arguments, trim=True)
             call.end()
         else:
-            thought = channel is not None and channel[1] == THINKING
-            tell = _thinking(source, reasons) if thought else source.content
+            tell = _thinking(source, reasons) if _THINKING.match(channel) else source.content
             marker = yield from source.until(START, *ENDS, tell=tell)
         if marker != START:
             marker = yield from source.accept(START)

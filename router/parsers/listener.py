@@ -46,9 +46,14 @@ class Listener:
     def has_called(self) -> bool:
         return self._num_calls > 0
 
-    def hear(self, text: str, *, last: bool) -> Heard:
-        """What the answer's text adds; `last`: there is no more of it."""
-        said = [*self._parser.push(text)]
+    def hear(self, text: str, marks: Sequence[int] = (), *, last: bool) -> Heard:
+        """What the answer's text adds.
+
+        Args:
+            marks: as of Parser.push.
+            last: there is no more of it.
+        """
+        said = [*self._parser.push(text, marks)]
         if last:
             said += self._parser.finish()
         return self._together(said)

@@ -36,8 +36,12 @@ Said: TypeAlias = Content | Reasoning | Call | Arguments
 class Parser(Protocol):
     """Of one answer. However its text is cut into pieces, what is found is the same."""
 
-    def push(self, text: str) -> Sequence[Said]:
-        """What the text so far adds that no later text can change."""
+    def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
+        """What the text so far adds that no later text can change.
+
+        Args:
+            marks: characters of `text` at which a marker begins that is a special token.
+        """
         ...
 
     def finish(self) -> Sequence[Said]:

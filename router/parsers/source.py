@@ -3,9 +3,12 @@
 A grammar is a generator over a Source: it takes what it needs with `yield from`, which waits where
 the text does not say yet. So it is written straight down, and what it finds does not depend on how
 the text was cut. Knows no format.
+
+A marker that the model has a special token for is one only where that token stands: spelt with
+others it is text like any other, which may be about markers.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
 from router.parsers.said import Content, Said
@@ -21,8 +24,15 @@ Scan: TypeAlias = Callable[[str], int | None]
 class Source:
     """For one grammar. What it has found out is taken with `heard`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Container[str] = ()) -> None:
+        """
+        Args:
+            tokens: markers that are special tokens.
+        """
+        self._tokens = tokens
+        self._marks: set[int] = set()  # where those stand, in characters from the text's start
         self._text = ""  # not taken yet
+        self._taken = 0  # characters before it
         self._ended = False
         self._said: list[Said] = []
         self._record: list[str] | None = None
@@ -30,7 +40,13 @@ class Source:
 
     # What the text's owner calls ------------------------------------------------------------------
 
-    def feed(self, text: str) -> None:
+    def feed(self, text: str, marks: Sequence[int]) -> None:
+        """
+        Args:
+            marks: as of Parser.push.
+        """
+        begun = self._taken + len(self._text)
+        self._marks.update(begun + mark for mark in marks)
         self._text += text
 
     def end(self) -> None:
@@ -60,7 +76,9 @@ class Source:
         return "".join(kept)
 
     def put_back(self, text: str) -> None:
+        """What was taken last."""
         self._text = text + self._text
+        self._taken -= len(text)
 
     def until(self, *markers: str, tell: Tell, trim: bool = False) -> Steps[str]:
         """Tells the text up to the first of `markers`, and takes it.
@@ -70,7 +88,7 @@ class Source:
         Returns:
             The marker, "" where the text has ended without one.
         """
-        while not (found := _first(self._text, markers)):
+        while not (found := self._first(markers)):
             if self._ended:
                 tell(self._take(len(self._text)))
                 return ""
@@ -97,10 +115,11 @@ class Source:
             spaces = len(self._text) - len(self._text.lstrip())
             text = self._text[spaces:]
             for marker in markers:
-                if text.startswith(marker):
+                if text.startswith(marker) and self._may_be(marker, spaces):
                     self._take(spaces + len(marker))
                     return marker
-            if self._ended or not any(marker.startswith(text) for marker in markers):
+            begun = [marker for marker in markers if marker.startswith(text)]
+            if self._ended or not any(not text or self._may_be(each, spaces) for each in begun):
                 return ""
             yield
 
@@ -148,6 +167,7 @@ class Source:
 
     def _take(self, number: int) -> str:
         taken, self._text = self._text[:number], self._text[number:]
+        self._taken += number
         if self._record is not None:
             self._record.append(taken)
         return taken
@@ -157,30 +177,39 @@ class Source:
         text = self._text
         longest = min(max(map(len, markers)) - 1, len(text))
         for number in range(longest, 0, -1):
-            end = text[-number:]
-            if any(marker.startswith(end) for marker in markers):
+            end, index = text[-number:], len(text) - number
+            if any(each.startswith(end) and self._may_be(each, index) for each in markers):
                 text = text[:-number]
                 break
         return len(text.rstrip() if trim else text)
+
+    def _first(self, markers: Sequence[str]) -> tuple[int, str] | None:
+        """Where the first of them is; of two that begin there the longer."""
+        found = [(index, -len(m), m) for m in markers if (index := self._find(m)) >= 0]
+        if not found:
+            return None
+        index, _, marker = min(found)
+        return index, marker
+
+    def _find(self, marker: str) -> int:
+        index = self._text.find(marker)
+        while index >= 0 and not self._may_be(marker, index):
+            index = self._text.find(marker, index + 1)
+        return index
+
+    def _may_be(self, marker: str, index: int) -> bool:
+        """Whether what is spelt there as that marker is, is one."""
+        return marker not in self._tokens or self._taken + index in self._marks
 
 
 def nobody(text: str) -> None:
     """For text that nobody is told."""
 
 
-def _first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of them is; of two that begin there the longer."""
-    found = [(index, -len(m), m) for m in markers if (index := text.find(m)) >= 0]
-    if not found:
-        return None
-    index, _, marker = min(found)
-    return index, marker
-
-
 class PlainParser:
     """A Parser of an answer that is content, all of it."""
 
-    def push(self, text: str) -> Sequence[Said]:
+    def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
         return (Content(text),) if text else ()
 
     def finish(self) -> Sequence[Said]:
@@ -190,12 +219,18 @@ class PlainParser:
 class GrammarParser:
     """A Parser that runs a grammar."""
 
-    def __init__(self, grammar: Callable[[Source], Steps[None]]) -> None:
-        self._source = Source()
+    def __init__(
+        self, grammar: Callable[[Source], Steps[None]], tokens: Container[str] = ()
+    ) -> None:
+        """
+        Args:
+            tokens: as of Source.
+        """
+        self._source = Source(tokens)
         self._steps = grammar(self._source)
 
-    def push(self, text: str) -> Sequence[Said]:
-        self._source.feed(text)
+    def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
+        self._source.feed(text, marks)
         next(self._steps, None)
         return self._source.heard()
 

@@ -52,7 +52,8 @@ class Thinks(Enum):
 class Speech(msgspec.Struct, frozen=True):
     """NONE: the model does no such thing, or how is not known.
 
-    tokens: of its markers those that are special tokens, of which no text is made.
+    tokens: of its markers those that are special tokens, and are none where they are spelt with
+        others.
     """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
@@ -118,7 +119,8 @@ class Speech(msgspec.Struct, frozen=True):
             reasons: whether its reasoning is told.
         """
         if self._is_harmony:
-            return GrammarParser(partial(harmony.harmony, reasons=reasons, calls=tools is not None))
+            grammar = partial(harmony.harmony, reasons=reasons, calls=tools is not None)
+            return GrammarParser(grammar, self.tokens)
         return self._behind_thought(self._calls(tools), rendered_end, reasons=reasons)
 
     def parser_of_calls(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
@@ -136,9 +138,10 @@ class Speech(msgspec.Struct, frozen=True):
     ) -> Parser:
         thinks = self.thinks(rendered_end)
         if thinks is Thinks.NOT:
-            return PlainParser() if then is formats.plain else GrammarParser(then)
+            return PlainParser() if then is formats.plain else GrammarParser(then, self.tokens)
         opened = thinks is Thinks.AT_ONCE
-        return GrammarParser(partial(think.think, then=then, opened=opened, tells=reasons))
+        grammar = partial(think.think, then=then, opened=opened, tells=reasons)
+        return GrammarParser(grammar, self.tokens)
 
     def _calls(self, tools: Tools | None) -> Callable[[Source], Steps[None]]:
         """The grammar of an answer that has no reasoning."""

@@ -21,6 +21,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    marks: Sequence[int] = ()  # where in the text a special token is written that marks its parts
     tokens: Sequence[ToldToken] = ()  # where log-probabilities are asked for: of all its tokens
     prompt: ToldPrompt | None = None  # in the first piece, where it is asked for
 
@@ -79,6 +80,7 @@ class Answer:
         self._silent = silent
         self._predicted = NOTHING if predicts else None
         self.token_ids: list[int] = []  # all of it so far
+        self._length = 0  # of the text so far
 
     def add_predicted(self, predicted: Predicted) -> None:
         """Of tokens that are added next."""
@@ -112,7 +114,19 @@ class Answer:
             tokens = [
                 self._tells_tokens(*each) for each in zip(piece.token_ids, logprobs, strict=False)
             ]
-        return replace(piece, tokens=tokens, prompt=prompt) if tokens or prompt else piece
+        marks = self._take_marks(len(piece.text))
+        if not (tokens or prompt or marks):
+            return piece
+        return replace(piece, tokens=tokens, prompt=prompt, marks=marks)
+
+    def _take_marks(self, num_characters: int) -> Sequence[int]:
+        """Of the next so many characters of text."""
+        begun, marks = self._length, self._detokenizer.marks
+        self._length += num_characters
+        taken = []
+        while marks and marks[0] < self._length:
+            taken.append(marks.popleft() - begun)
+        return taken
 
     def _piece(
         self, token_ids: Sequence[int], end: End | None, cached_tokens: int

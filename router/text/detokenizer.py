@@ -2,9 +2,12 @@
 
 Only the last few tokens are decoded again for each new one: a window that starts where the text
 was last complete, so that whatever joins tokens (UTF-8 bytes, leading spaces) is still seen.
+
+Some special tokens are marks: shown, and told apart from the same text spelt with other tokens.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 _BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not one yet
@@ -21,22 +24,54 @@ class Decoder(Protocol):
 
 class Detokenizer:
     """The text of one request's generated tokens. `push`es and one `flush` together give what
-    `decode` gives for `context` and all tokens at once, however they were split."""
+    `decode` gives for `context` and all tokens at once, however they were split.
 
-    def __init__(self, decoder: Decoder, context: Sequence[int] = ()) -> None:
+    Attributes:
+        marks: where in that text a mark begins, in order; of those that nobody has taken from here.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        context: Sequence[int] = (),
+        spelt: Mapping[int, str] | None = None,
+    ) -> None:
         """
         Args:
             context: what the tokens follow, whole text. Decoders that drop a space at the start of
                 a text then keep it at the start of an answer, which continues one.
+            spelt: of the tokens that are marks, the text. What is decoded has none of them.
         """
         self._decoder = decoder
-        self._window = list(context)
-        self._clean = len(context)  # window[:clean] is complete text
-        self._told = len(decoder.decode(context))  # characters of the window that were returned
+        self._context = context
+        self._spelt = spelt or {}
+        self.marks: deque[int] = deque()
+        self._length = 0  # of all text that was returned
+        self._begin()
+
+    def _begin(self) -> None:
+        self._window = list(self._context)
+        self._clean = len(self._context)  # window[:clean] is complete text
+        self._told = len(self._decoder.decode(self._context))  # characters of it, returned
         self._settled = True  # all of them were
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add and that no later token can change."""
+        new, begin = "", 0
+        for end, token in enumerate(token_ids) if self._spelt else ():
+            if (mark := self._spelt.get(token)) is not None:
+                new += self._push(token_ids[begin:end]) + self.flush()
+                self.marks.append(self._length + len(new))
+                new += mark
+                self._begin()
+                begin = end + 1
+        new += self._push(token_ids[begin:])
+        self._length += len(new)
+        return new
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return ""
         self._window.extend(token_ids)
         text = self._decoder.decode(self._window)
         settled = text.rstrip(_BROKEN)

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -50,7 +50,8 @@ class RouterTokenizer:
         self._tokenizer.no_padding()
         self.hash = hashlib.sha256(tokenizer_json).hexdigest()
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: number for number, token in added.items() if token.special}
+        self._spelt = {number: token.content for number, token in added.items() if token.special}
+        self._special = {text: number for number, text in self._spelt.items()}
         self.some_text = tuple(self._tokenizer.encode("a", add_special_tokens=False).ids)
         self.spelling = Spelling(self._tokenizer, self.some_text)
         self.longest_token_bytes = _longest_token_bytes(self._tokenizer)
@@ -122,9 +123,9 @@ class RouterTokenizer:
         """Of those that are special tokens, the ids."""
         return {text: self._special[text] for text in texts if text in self._special}
 
-    def showing(self, shown: frozenset[int]) -> "RouterTokenizer | Showing":
-        """Decodes as this does, but for some special tokens that it does not leave out."""
-        return Showing(self._tokenizer, {*self._special.values()} - shown) if shown else self
+    def spelt(self, special: Iterable[int]) -> Mapping[int, str]:
+        """Of such tokens, the texts."""
+        return {token: self._spelt[token] for token in special}
 
     async def decode_any(self, token_ids: list[int]) -> str:
         """As `decode`, for any number of them.
@@ -177,19 +178,6 @@ class RouterTokenizer:
         # A caller that gives up does not stop the library's thread: its core stays taken.
         running.add_done_callback(lambda _: queue.give_back())
         return await asyncio.shield(running)
-
-
-class Showing:
-    """Decodes special tokens as text, but for those that are hidden."""
-
-    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]) -> None:
-        self._tokenizer = tokenizer
-        self._hidden = hidden
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        told = [token for token in token_ids if token not in self._hidden]
-        text: str = self._tokenizer.decode(told, skip_special_tokens=False)
-        return text
 
 
 def num_bytes(text: str) -> int:

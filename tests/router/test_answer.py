@@ -48,6 +48,38 @@ def test_the_answer_is_one_decode_cut_at_the_first_stop(
     assert last.usage.completion_tokens == len(token_ids)
 
 
+@given(st.lists(st.integers(1, 4), max_size=12), st.booleans())
+def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], ended: bool) -> None:
+    """A stop that begins like one holds it back, and another piece brings it."""
+    marks = {0: "<s>"}
+    detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
+    subject = Answer(detokenizer, stops_of(("s>S", "STOP"), ()), num_prompt_tokens=5)
+    token_ids = [
+        0,
+        *ids("o <"),
+        *ids("s> "),
+        0,
+        0,
+        *ids("x STO"),
+        0,
+        *ids(" S"),
+        *(ids("TOP") * ended),
+        0,
+    ]
+    text, found, begin = "", list[int](), 0
+    for size in [*sizes, len(token_ids)]:
+        end = LENGTH if begin + size >= len(token_ids) else None
+        piece = subject.add(token_ids[begin : begin + size], end)
+        found += [len(text) + mark for mark in piece.marks]
+        text += piece.text
+        begin += size
+        if isinstance(piece, LastPiece):
+            break
+    whole = "<s>o <s> <s><s>x STO<s> "
+    assert text == (whole if ended else f"{whole}S<s>")
+    assert found == [0, 9, 12, 20, *([] if ended else [25])]
+
+
 def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
     before, stop, after = ids("the fox"), ids(" STOP"), ids(" jumps")
     piece = answer(" STOP").add(before + stop + after, None)

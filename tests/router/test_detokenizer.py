@@ -70,6 +70,30 @@ def test_an_answer_keeps_the_space_between_it_and_its_prompt() -> None:
     assert "".join(detokenizer.push([i]) for i in hello_world.ids) == " Hello world"
 
 
+@given(token_runs)
+def test_marks_are_told_with_the_places_at_which_they_begin(runs: list[list[int]]) -> None:
+    marks = {1: "</s>", 40: "<ü>"}
+    detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
+    text = "".join(detokenizer.push(run) for run in runs) + detokenizer.flush()
+    expected, at, plain = "", [], list[int]()
+    for token in [token for run in runs for token in run]:
+        if token not in marks:
+            plain.append(token)
+            continue
+        expected += BYTE_LEVEL.decode(plain)
+        at.append(len(expected))
+        expected += marks[token]
+        plain = []
+    assert text == expected + BYTE_LEVEL.decode(plain)
+    assert list(detokenizer.marks) == at
+
+
+def test_text_behind_a_mark_keeps_its_space() -> None:
+    hello = sentencepiece_like_tokenizer().encode("Hello", add_special_tokens=False).ids
+    detokenizer = Detokenizer(SENTENCEPIECE, SENTENCEPIECE.some_text, {0: "<unk>"})
+    assert detokenizer.push([*hello, 0, *hello]) == " Hello<unk> Hello"
+
+
 class CountingDecoder:
     def __init__(self) -> None:
         self.num_decoded = 0

@@ -166,6 +166,49 @@ async def test_calls_that_must_be_made_are_heard_behind_the_thought(
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_markers_that_are_spelt_with_other_tokens_are_text(model: Path, stream: bool) -> None:
+    spelt = "".join((*MARKERS, *ENDS))
+    quoted = json.dumps({"q": spelt})
+    fields = {"stop": ["sure~", "|>h!"], "logprobs": True, "max_tokens": 1000}
+    async with talk(model) as talking:
+
+        def spell(text: str) -> list[int]:
+            return [token for character in text for token in talking.ids(character)]
+
+        tokens = [
+            *talking.ids("<|channel|>analysis<|message|>"),
+            *spell(f"is {spelt} what?"),
+            *talking.ids("<|end|><|start|>assistant<|channel|>commentary to=functions.add "),
+            *talking.ids("<|constrain|>json<|message|>"),
+            *spell(quoted),
+            *talking.ids("<|end|><|start|>assistant<|channel|>final<|message|>"),
+            *spell(f"h: {spelt} is, for sure~ it is"),
+        ]
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[ADD], stream=stream, **fields)
+        )
+        number, _ = await talking.asked()
+        for token in tokens:
+            talking.api.node.say({number: [token]}, logprobs={number: [-0.5]})
+        answer = await asking
+    if stream:
+        choices = [event["choices"][0] for event in answer.events]
+        said = [one["delta"] for one in choices]
+    else:
+        choices = answer.json["choices"]
+        said = [choices[0]["message"]]
+    (call,) = [each for one in said for each in one.get("tool_calls") or () if each.get("id")]
+    parts = [each["function"] for one in said for each in one.get("tool_calls") or ()]
+    assert call["function"]["name"] == "add"
+    assert "".join(part.get("arguments") or "" for part in parts) == quoted
+    assert "".join(one.get("content") or "" for one in said) == f"h: {spelt} is, for "
+    assert "".join(one.get("reasoning_content") or "" for one in said) == f"is {spelt} what?"
+    told = [each for one in choices if one["logprobs"] for each in one["logprobs"]["content"]]
+    assert len(told) == len(tokens) - len(" it is")
+    assert choices[-1]["stop_reason"] == "sure~"
+
+
 async def test_a_form_is_of_the_content_and_not_of_the_thought(model: Path) -> None:
     async with talk(model) as talking:
         text = f'{THOUGHT}<|channel|>final<|message|>{{"sum": 42}}<|return|>'

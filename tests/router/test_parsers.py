@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.parsers.formats import DEEPSEEK
 from router.parsers.listener import Listener
@@ -28,7 +30,7 @@ TOOLS: dict[str, Any] = {
 }
 PARIS = '{"city": "Paris"}'
 TRICKY = '{"q": "a } \\" ] [TOOL_CALLS] </tool_call> {", "n": [1, {"x": null}]}'
-BEGINS, BEGIN, SEP, END, ENDS = DEEPSEEK
+BEGINS, BEGIN, SEP, END, CALLS_END = DEEPSEEK
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,21 @@ def listened(
     tools: Mapping[str, Any] | None = TOOLS,
     reasons: bool = True,
     parallel: bool = True,
+    marks: Sequence[int] = (),
 ) -> Told:
+    """
+    Args:
+        marks: where in all of it special tokens stand.
+    """
     listener = Listener(speech.parser(end, tools, reasons=reasons), parallel=parallel)
     content = reasoning = ""
     calls: dict[int, tuple[str, str]] = {}
     ids: dict[int, str] = {}
+    begun = 0
     for number, piece in enumerate(pieces, start=1):
-        heard = listener.hear(piece, last=number == len(pieces))
+        here = [mark - begun for mark in marks if 0 <= mark - begun < len(piece)]
+        begun += len(piece)
+        heard = listener.hear(piece, here, last=number == len(pieces))
         content += heard.content
         reasoning += heard.reasoning
         for part in heard.calls:
@@ -194,12 +204,12 @@ CASES: dict[str, tuple[Speech, str, Told]] = {
     "mistral, words": (MISTRAL, "[TOOL] x", Told("[TOOL] x")),
     "deepseek v3": (
         DEEPSEEKS,
-        f"Well.{BEGINS}{of_v3(PARIS)}\n{of_v3('{}', 'get_weather')}{ENDS}",
+        f"Well.{BEGINS}{of_v3(PARIS)}\n{of_v3('{}', 'get_weather')}{CALLS_END}",
         Told("Well.", calls=[("f", PARIS), ("get_weather", "{}")]),
     ),
     "deepseek v3.1": (
         DEEPSEEKS,
-        f"{BEGINS}{BEGIN}f{SEP}{TRICKY}{END}{BEGIN}get_weather{SEP}{PARIS}{END}{ENDS}",
+        f"{BEGINS}{BEGIN}f{SEP}{TRICKY}{END}{BEGIN}get_weather{SEP}{PARIS}{END}{CALLS_END}",
         Told(calls=[("f", TRICKY), ("get_weather", PARIS)]),
     ),
     "deepseek, cut off": (DEEPSEEKS, f"{BEGINS}{BEGIN}function{SEP}get_w", Told()),
@@ -214,7 +224,7 @@ CASES: dict[str, tuple[Speech, str, Told]] = {
     "r1": (R1, "hm\n</think>\n\nhi", Told("hi", "hm")),
     "r1, opened": (
         R1,
-        f"<think>\nhm\n</think>\n{BEGINS}{of_v3(PARIS)}{ENDS}",
+        f"<think>\nhm\n</think>\n{BEGINS}{of_v3(PARIS)}{CALLS_END}",
         Told("", "hm", [("f", PARIS)]),
     ),
     "qwen3-coder": (
@@ -289,6 +299,83 @@ def test_it_is_the_same_wherever_it_is_cut(name: str) -> None:
     for size in (1, 2, 3, 7):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
         assert listened(speech, [*pieces, ""]) == told, size
+
+
+SPOKEN = {
+    "hermes": replace(QWEN3, tokens=dict.fromkeys(QWEN3.markers(calls=True), 0)),
+    "glm": replace(GLM, tokens=dict.fromkeys(GLM.markers(calls=True), 0)),
+    "qwen3-coder": replace(CODER, tokens=dict.fromkeys(["<tool_call>", "</tool_call>"], 0)),
+    "deepseek": replace(R1, tokens=dict.fromkeys(R1.markers(calls=True), 0)),
+    "llama3": replace(LLAMA3, tokens={"<|python_tag|>": 0}),
+    "mistral": replace(MISTRAL, tokens=dict.fromkeys(MISTRAL.markers(calls=True), 0)),
+    "harmony": replace(HARMONY, tokens=dict.fromkeys(HARMONY.markers(calls=True), 0)),
+}
+ALL_SPELT = "".join(dict.fromkeys(each for speech in SPOKEN.values() for each in speech.tokens))
+QUOTED = json.dumps({"q": ALL_SPELT}, ensure_ascii=False)
+# Special tokens are marked with a character before each; what is spelt otherwise is text.
+WITH_TOKENS: dict[str, tuple[str, Told]] = {
+    "hermes": (
+        f"~<think>is it {ALL_SPELT}?~</think>Like {hermes('{}')}:\n"
+        f'~<tool_call>{{"name": "f", "arguments": {QUOTED}}}~</tool_call>',
+        Told(f"Like {hermes('{}')}:", f"is it {ALL_SPELT}?", [("f", QUOTED)]),
+    ),
+    "glm": (
+        f"{glm({})}~<tool_call>f~<arg_key>city~</arg_key>"
+        f"~<arg_value>{ALL_SPELT}~</arg_value>~</tool_call>",
+        Told(glm({}), calls=[("f", QUOTED.replace('"q"', '"city"'))]),
+    ),
+    "qwen3-coder": (
+        "<tool_call>f</tool_call>~<tool_call>\n<function=f>\n</function>\n~</tool_call>",
+        Told("<tool_call>f</tool_call>", calls=[("f", "{}")]),
+    ),
+    "deepseek": (
+        f"{ALL_SPELT}~</think>{ALL_SPELT}~{BEGINS}~{BEGIN}function~{SEP}f\n```json\n{QUOTED}\n```"
+        f"~{END}~{BEGIN}f~{SEP}{QUOTED}~{END}~{CALLS_END}",
+        Told(ALL_SPELT, ALL_SPELT, [("f", QUOTED), ("f", QUOTED)]),
+    ),
+    "llama3": (
+        '<|python_tag|>{"name": "f", "parameters": {}}',
+        Told('<|python_tag|>{"name": "f", "parameters": {}}'),
+    ),
+    "mistral": (
+        f"Like [TOOL_CALLS]f[ARGS]{{}} ~[TOOL_CALLS]f~[CALL_ID]1[ARGS]~[ARGS]{QUOTED}",
+        Told("Like [TOOL_CALLS]f[ARGS]{}", calls=[("f", QUOTED)]),
+    ),
+    "harmony": (
+        f"~<|channel|>analysis~<|message|>{ALL_SPELT}~<|end|>~<|start|>assistant"
+        f"~<|channel|>commentary to=functions.f ~<|constrain|>json~<|message|>{QUOTED}~<|end|>"
+        f"~<|start|>assistant~<|channel|>final~<|message|>{ALL_SPELT}~<|return|>",
+        Told(ALL_SPELT, ALL_SPELT, [("f", QUOTED)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TOKENS)
+def test_where_a_marker_is_a_special_token_its_spelling_is_none(name: str) -> None:
+    """Seen failing with markers found by their text alone."""
+    written, told = WITH_TOKENS[name]
+    parts = written.split("~")
+    text = "".join(parts)
+    marks = list(accumulate(map(len, parts[:-1])))
+    for size in (1, 2, 5, 8, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert listened(SPOKEN[name], [*pieces, ""], marks=marks) == told, size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_all_markers_are_special_tokens_nothing_else_changes(name: str) -> None:
+    speech, text, told = CASES[name]
+    markers = [*speech.markers(calls=True)]
+    marks = [at for at in range(len(text)) if text.startswith(tuple(markers), at)]
+    spoken = replace(speech, tokens=dict.fromkeys(markers, 0))
+    for size in (1, 7, len(text) or 1):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert listened(spoken, [*pieces, ""], marks=marks) == told, size
+
+
+def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token() -> None:
+    listener = Listener(SPOKEN["hermes"].parser("", TOOLS, reasons=True))
+    assert listener.hear("~ <tool", [], last=False).content == "~ <tool"
 
 
 def test_what_comes_is_told_before_the_rest_is_there() -> None:

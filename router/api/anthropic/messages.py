@@ -92,7 +92,7 @@ class _Message:
             yield {"type": "message_start", "message": self._message(None)}
         match piece:
             case LastPiece():
-                yield from self._blocks.add(self._listener.hear(piece.text, last=True))
+                yield from self._blocks.add(self._listener.hear(piece.text, piece.marks, last=True))
                 yield from self._blocks.close()
                 self.last = self._message(piece)
                 reason = {"stop_reason": self.last["stop_reason"], "stop_sequence": None}
@@ -100,7 +100,9 @@ class _Message:
                 yield {"type": "message_delta", "delta": reason, "usage": usage}
                 yield {"type": "message_stop"}
             case _:
-                yield from self._blocks.add(self._listener.hear(piece.text, last=False))
+                yield from self._blocks.add(
+                    self._listener.hear(piece.text, piece.marks, last=False)
+                )
 
     def failed(self, why: Refusal) -> Event:
         return {"type": "error", "error": {"type": "api_error", "message": str(why)}}

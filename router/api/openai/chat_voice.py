@@ -83,7 +83,7 @@ class Voice:
         listener = self._listener = self._listener or self._make_listener()
         match piece:
             case LastPiece():
-                heard = listener.hear(piece.text, last=True)
+                heard = listener.hear(piece.text, piece.marks, last=True)
                 return ChunkChoice(
                     self._index,
                     _delta(heard, first),
@@ -92,14 +92,18 @@ class Voice:
                     stop_reason(piece),
                 )
             case _:
-                heard = listener.hear(piece.text, last=False)
+                heard = listener.hear(piece.text, piece.marks, last=False)
                 if not heard and not first and not piece.tokens:  # nothing is decided yet
                     return None
                 return ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
 
     def choice(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
         listener = self._make_listener()
-        heard = listener.hear("".join(piece.text for piece in pieces), last=True)
+        text, marks = "", list[int]()
+        for piece in pieces:
+            marks += [len(text) + mark for mark in piece.marks]
+            text += piece.text
+        heard = listener.hear(text, marks, last=True)
         return Choice(
             self._index,
             _answer(heard),

@@ -58,14 +58,16 @@ class Response:
                 yield {"type": f"response.{name}", "response": self._response("in_progress", None)}
         match piece:
             case LastPiece():
-                yield from self._output.add(self._listener.hear(piece.text, last=True))
+                yield from self._output.add(self._listener.hear(piece.text, piece.marks, last=True))
                 whole = piece.finish_reason == "stop"
                 yield from self._output.end(whole=whole)
                 status = "completed" if whole else "incomplete"
                 self.last = self._response(status, piece)
                 yield {"type": f"response.{status}", "response": self.last}
             case _:
-                yield from self._output.add(self._listener.hear(piece.text, last=False))
+                yield from self._output.add(
+                    self._listener.hear(piece.text, piece.marks, last=False)
+                )
                 if self._output.kind == "reasoning":
                     self._num_thought += len(piece.token_ids)
 
