@@ -20,6 +20,9 @@ os.environ.update(
     OMP_NUM_THREADS="1",  # torch's own threads too: the machine has few cores and many programs
     TOKENIZERS_PARALLELISM="false",
     GRPC_VERBOSITY="NONE",  # a refused connection is no news here
+    # uvloop forks, where `subprocess` takes vfork. With gRPC's support for that, its threads begin
+    # anew in the fork, and now and then one crashes it before it is the program that was wanted.
+    GRPC_ENABLE_FORK_SUPPORT="0",
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_VERBOSITY="error",
 )
