@@ -1,11 +1,13 @@
 """Harmony's answers as structural tags: what a model thinks first is free, and the message behind
-has a form. Markers are tokens: no text that is free can be one, and each stands where it must."""
+has a form; or all messages are free but calls. Markers are tokens: no text that is free can be one,
+and each stands where it must."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START, THINKING
+from router.parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START, THINKING, can_call
 
+_FREE_CHANNELS = (THINKING, "commentary", "final")
 _ANYTHING = {"type": "regex", "pattern": r"[\s\S]*"}
 
 Format = dict[str, Any]
@@ -32,18 +34,44 @@ class Channels:
             tools: by name, with the schema that arguments are held to.
             parallel: False: behind a call there is nothing more.
         """
-        call = {"type": "or", "elements": [self._call(*tool) for tool in tools]}
-        more = {"type": "star", "content": self._sequence(END, START, "assistant", call)}
-        return self._sequence(self._thought(), call, *([more] if parallel else []))
+        call = _one_of(*(self._call(*tool) for tool in tools))
+        return self._sequence(self._thought(), call, *([self._more(call)] if parallel else []))
+
+    def free(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> Format:
+        """Of an answer that is whatever the model likes, but each call in it is whole. It may begin
+        in the midst of a message, where the prompt does.
+
+        Args:
+            tools, parallel: as of `calls`; of those that no header has a place for there are none.
+        """
+        calls = [self._call(*tool) for tool in tools if can_call(tool[0])]
+        channels = _one_of(*({"type": "const_string", "value": each} for each in _FREE_CHANNELS))
+        said = self._sequence(CHANNEL, channels, MESSAGE, _ANYTHING)
+        if parallel or not calls:
+            message = _one_of(said, *calls)
+            return self._sequence(_one_of(_ANYTHING, message), self._more(message))
+        call = _one_of(*calls)
+        last = {"type": "optional", "content": self._next(call)}
+        return _one_of(self._sequence(_one_of(_ANYTHING, said), self._more(said), last), call)
+
+    def _more(self, message: Format) -> Format:
+        """Any number of messages."""
+        return {"type": "star", "content": self._next(message)}
+
+    def _next(self, message: Format) -> Format:
+        return self._sequence(END, START, "assistant", message)
 
     def _thought(self) -> Format:
         thought = self._sequence(CHANNEL, THINKING, MESSAGE, _ANYTHING, END, START, "assistant")
         return {"type": "optional", "content": thought}
 
     def _call(self, name: str, schema: Mapping[str, Any]) -> Format:
-        recipient = f"commentary to=functions.{name} "
+        to = f" to=functions.{name}"
+        header = _one_of(
+            self._sequence(CHANNEL, f"commentary{to} "), self._sequence(to, CHANNEL, "commentary ")
+        )
         arguments = {"type": "json_schema", "json_schema": schema}
-        return self._sequence(CHANNEL, recipient, CONSTRAIN, "json", MESSAGE, arguments)
+        return self._sequence(header, CONSTRAIN, "json", MESSAGE, arguments)
 
     def _sequence(self, *elements: str | Mapping[str, Any]) -> Format:
         """Of markers, other texts and formats."""
@@ -55,3 +83,7 @@ class Channels:
         if element in self._tokens:
             return {"type": "token", "token": self._tokens[element]}
         return {"type": "const_string", "value": element}
+
+
+def _one_of(*elements: Mapping[str, Any]) -> Format:
+    return {"type": "or", "elements": elements}

@@ -26,27 +26,34 @@ def harmony(source: Source, *, reasons: bool, calls: bool) -> Steps[None]:
         reasons: whether what is thought is told.
         calls: whether functions may be called; if not, what would be a call is content.
     """
-    marker = START
+    author, marker = yield from source.collected(CHANNEL, MESSAGE, START, *ENDS)
+    if marker not in (CHANNEL, MESSAGE):  # it begins in the midst of a message, or has none
+        source.content(author)
     while marker:
-        author, marker = yield from source.collected(CHANNEL, MESSAGE)
         channel = ""
         if marker == CHANNEL:
-            channel, marker = yield from source.collected(MESSAGE)
-        elif not marker:  # not a message
-            source.content(author)
-        if not marker:  # or cut off before it began
-            return
-        recipient = _RECIPIENT.search(author) or _RECIPIENT.search(channel)
-        if recipient and calls:
-            call = CallTelling(source)
-            call.name(recipient[1])
-            marker = yield from source.until(START, *ENDS, tell=call.arguments, trim=True)
-            call.end()
-        else:
-            tell = _thinking(source, reasons) if _THINKING.match(channel) else source.content
-            marker = yield from source.until(START, *ENDS, tell=tell)
-        if marker != START:
+            channel, marker = yield from source.collected(MESSAGE, START, *ENDS)
+        if marker == MESSAGE:
+            recipient = _RECIPIENT.search(author) or _RECIPIENT.search(channel)
+            marker = yield from _message(source, channel, recipient if calls else None, reasons)
+        if marker in ENDS:
             marker = yield from source.accept(START)
+        if marker == START:
+            author, marker = yield from source.collected(CHANNEL, MESSAGE, START, *ENDS)
+
+
+def _message(
+    source: Source, channel: str, recipient: re.Match[str] | None, reasons: bool
+) -> Steps[str]:
+    """Tells one to its end, and returns the marker there."""
+    if recipient is None:
+        tell = _thinking(source, reasons) if _THINKING.match(channel) else source.content
+        return (yield from source.until(START, *ENDS, tell=tell))
+    call = CallTelling(source)
+    call.name(recipient[1])
+    marker = yield from source.until(START, *ENDS, tell=call.arguments, trim=True)
+    call.end()
+    return marker
 
 
 def is_open(rendered_end: str) -> bool:

@@ -83,6 +83,8 @@ class Speech(msgspec.Struct, frozen=True):
         Args:
             tools, parallel: as of `format_of_calls`.
         """
+        if self.tools == _HARMONY and self.channels is not None:
+            return self.channels.free(tools, parallel=parallel)
         if self.tools not in tags.FORMATS or self.tokens.keys() & {*_GRAMMARS[self.tools][1]}:
             return None
         return tags.format_of_calls(self.tools, tools, parallel=parallel)

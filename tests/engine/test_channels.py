@@ -41,8 +41,13 @@ def call(name: str, arguments: str, channel: str = "<|channel|>commentary") -> s
     return f"{channel} to=functions.{name} <|constrain|>json<|message|>{arguments}"
 
 
+def called(name: str, arguments: str) -> str:
+    """With the recipient where the role stands, as often as not."""
+    return f" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>{arguments}"
+
+
 PARIS = call("get", '{"city": "Paris", "days": 3}')
-MORE = call("get.more", '{"a": [1, "b"]}')
+MORE = called("get.more", '{"a": [1, "b"]}')
 CALL_ENDS = "<|call|>"
 
 
@@ -133,6 +138,73 @@ def test_an_answer_that_must_call_can_be_nothing_else(
     for guide in calls.values():
         for end in MARKERS[5:]:
             assert not _follows(made, guide, _ids(answer + end))
+
+
+FINAL, PREAMBLE = (f"<|channel|>{each}<|message|>{{so: [TOOL" for each in ("final", "commentary"))
+AND = "<|end|><|start|>assistant"
+
+
+@pytest.fixture(scope="module")
+def free(made: Compilers) -> Mapping[bool, Guide]:
+    """By whether there may be more than one call."""
+    tools = [("get", SCHEMA), ("get.more", {"type": "object"}), ("no header's", {})]
+    channels = Channels(TOKENS)
+    return {many: tag(channels.free(tools, parallel=many)) for many in (False, True)}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        FINAL,
+        THOUGHT + FINAL,
+        f"{THOUGHT}{PREAMBLE}{AND}{FINAL}",
+        "",
+        "in the midst of one",
+        f"in the midst of one{AND}{FINAL}",
+    ],
+)
+def test_an_answer_that_need_not_call_is_free(
+    made: Compilers, free: Mapping[bool, Guide], answer: str
+) -> None:
+    for guide in free.values():
+        for end in MARKERS[5:]:
+            assert _follows(made, guide, _ids(answer + end))
+
+
+@pytest.mark.parametrize("before", ["", THOUGHT, f"{THOUGHT}{PREAMBLE}{AND}"])
+@pytest.mark.parametrize("one", [PARIS, MORE, called("get", '{"city": "x", "days": 1}')])
+def test_a_call_that_need_not_be_is_whole(
+    made: Compilers, free: Mapping[bool, Guide], before: str, one: str
+) -> None:
+    for guide in free.values():
+        assert _follows(made, guide, _ids(before + one + CALL_ENDS))
+    for more in (PARIS, MORE, FINAL):
+        more = f"{before}{one}{AND}{more}{CALL_ENDS}"
+        assert _follows(made, free[True], _ids(more))
+        assert not _follows(made, free[False], _ids(more))
+
+
+@pytest.mark.parametrize("before", ["", THOUGHT, f"{FINAL}{AND}"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        call("other", "{}"),
+        call("no header's", "{}"),
+        call("get", '{"city": "Paris"}'),
+        called("get", '{"city": "Paris", "days": "3"}'),
+        call("get.more", "[]"),
+        call("get", '{"city": "a<|end|>b", "days": 3}'),
+        call("get", "{}", "<|channel|>final"),
+        PARIS.replace("<|constrain|>", ""),
+        "<|channel|>other<|message|>hello",
+    ],
+)
+def test_a_call_that_has_begun_can_only_be_a_good_one(
+    made: Compilers, free: Mapping[bool, Guide], before: str, bad: str
+) -> None:
+    for guide in free.values():
+        for end in MARKERS[5:]:
+            assert not _follows(made, guide, _ids(before + bad + end))
 
 
 def test_markers_that_are_spelt_are_no_markers(

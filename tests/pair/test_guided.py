@@ -252,7 +252,8 @@ def test_channels_are_marked_with_tokens(noise):
     begin, end = re.escape(begin), re.escape(end)
     thought = rf"(?:{begin}analysis{begin}[\s\S]*{end}{end}assistant)?"
     final = rf"{thought}{begin}final{begin}({DATE.text})"
-    called = rf"{thought}{begin}commentary to=functions\.f {begin}json{begin}(.*)"
+    header = rf"(?:{begin}commentary to=functions\.f | to=functions\.f{begin}commentary )"
+    called = rf"{thought}{header}{begin}json{begin}(.*)"
     for number, one in enumerate(asked):
         assert one.reason.name == "STOP", one.ended
         assert one.tokens[-1] == END

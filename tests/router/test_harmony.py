@@ -88,8 +88,18 @@ def _shape(form: Mapping[str, Any], model: Path) -> str:
 
 
 MAY_THINK = r"(<|channel|>analysis<|message|>/[\s\S]*/<|end|><|start|>assistant)?"
-ADD_SHAPE = call("add", json.dumps(ADD["function"]["parameters"]))
-SUB_SHAPE = call("sub", '{"type": "object"}')
+
+
+def _call_shape(name: str, schema: str) -> str:
+    header = (
+        f"<|channel|>commentary to=functions.{name} | to=functions.{name}<|channel|>commentary "
+    )
+    return f"({header})<|constrain|>json<|message|>{schema}"
+
+
+ADD_SHAPE = _call_shape("add", json.dumps(ADD["function"]["parameters"]))
+SUB_SHAPE = _call_shape("sub", '{"type": "object"}')
+SAID = r"<|channel|>(analysis|commentary|final)<|message|>/[\s\S]*/"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +226,45 @@ async def test_a_form_is_of_the_content_and_not_of_the_thought(model: Path) -> N
         assert prompt.endswith("<|start|>assistant")
         assert choice.message.content == '{"sum": 42}'
         assert choice.message.reasoning_content == "hm"
+
+
+@pytest.mark.parametrize(
+    "tools, fields, shape",
+    [
+        (
+            [SUB],
+            {},
+            f"(/[\\s\\S]*/|({SAID}|{ADD_SHAPE}|{SUB_SHAPE}))"
+            f"(<|end|><|start|>assistant({SAID}|{ADD_SHAPE}|{SUB_SHAPE}))*",
+        ),
+        (
+            [],
+            {"parallel_tool_calls": False},
+            f"((/[\\s\\S]*/|{SAID})(<|end|><|start|>assistant{SAID})*"
+            f"(<|end|><|start|>assistant({ADD_SHAPE}))?|({ADD_SHAPE}))",
+        ),
+    ],
+    ids=["beside another", "no more than one call"],
+)
+async def test_calls_of_strict_tools_are_held_to_their_form(
+    model: Path, tools: list[Any], fields: dict[str, Any], shape: str
+) -> None:
+    """Those of a name that no header has a place for have none."""
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    odd = {"type": "function", "function": {"name": "a b"}}
+    async with talk(model) as talking:
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[strict, odd, *tools], **fields)
+        )
+        guide = (await talking.api.complete()).sampling.guide
+        assert (await asking).status == 200
+        assert _shape(json.loads(guide.structural_tag)["format"], model) == shape
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[strict], response_format=FORMAT)
+        )
+        guide = (await talking.api.complete()).sampling.guide
+        assert (await asking).status == 200
+        assert "functions" not in guide.structural_tag
 
 
 async def test_what_need_not_call_is_as_free_as_ever(model: Path) -> None:

@@ -282,6 +282,21 @@ CASES: dict[str, tuple[Speech, str, Told]] = {
     ),
     "harmony, cut off": (HARMONY, "<|channel|>final<|message|>hi <|en", Told("hi <|en")),
     "harmony, no harmony": (HARMONY, "hello", Told("hello")),
+    "harmony, goes on": (
+        HARMONY,
+        "o to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>hi<|return|>",
+        Told("o to=functions.fhi"),
+    ),
+    "harmony, half a header": (
+        HARMONY,
+        "<|channel|>final<|end|><|start|>assistant<|start|>assistant<|channel|>final<|message|>hi",
+        Told("hi"),
+    ),
+    "harmony, cut off in a header": (
+        HARMONY,
+        "<|channel|>final<|message|>hi<|end|><|start|>assistant to",
+        Told("hi"),
+    ),
 }
 
 
