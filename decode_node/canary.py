@@ -4,7 +4,7 @@ paired, and before any request goes there.
     paired -> waits -> on trial --alike, or it cannot be told--> in use
                 |     ^  ^  |
                 |     |  |  `--different--> kept out --(AGAIN_S, not busy)--> on trial
-              busy    |  |
+              busy    |  |                      ^--different, or it cannot be told--'
                 `-> in use, untried: tried once, as soon as this node is not busy
 
 A short prompt is answered greedily twice at the same time: by a hand-off from that owner, and from
@@ -19,6 +19,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from random import Random
 
 import numpy as np
@@ -57,13 +58,21 @@ class _Answer:
         return self.end.error_code != code
 
 
+class _Standing(Enum):
+    """Of an owner, while it is tried."""
+
+    NEW = auto()
+    IN_USE = auto()
+    KEPT_OUT = auto()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
     """One prompt; all before it were answered differently."""
 
     owner: OwnerUp
     number: int  # of this owner's, from 1 on
-    in_use: bool  # meanwhile
+    standing: _Standing
     handed: _Answer
     own: _Answer
 
@@ -75,6 +84,19 @@ class _Trial:
         if not (self.handed.end and self.own.end):
             return ""
         return "right" if self.handed.tokens == self.own.tokens else "wrong"
+
+    @property
+    def in_use(self) -> bool:
+        """Meanwhile."""
+        return self.standing == _Standing.IN_USE
+
+    @property
+    def admits(self) -> bool:
+        """Whether the owner is in use once there is a verdict. One that was wrong has to be
+        right."""
+        if self.verdict == "unknown":
+            return self.standing != _Standing.KEPT_OUT
+        return self.verdict == "right"
 
 
 class Canary:
@@ -154,23 +176,24 @@ class Canary:
             return []
         self._trial = None
         if trial.verdict == "wrong" and trial.number < NUM_ANSWERS:
-            self._try(trial.owner, trial.number + 1, in_use=trial.in_use)
+            self._try(trial.owner, trial.standing, trial.number + 1)
             return []
         self._counts.canary(trial.verdict)
-        if trial.verdict != "wrong":
-            return [] if trial.in_use else [trial.owner]
-        self._kept_out[trial.owner.owner] = trial.owner, now + AGAIN_S
-        log.error(
-            "the KV of a node is not what is computed here, and is not used %s",
-            kv(
-                owner=trial.owner.address,
-                path=trial.owner.path,
-                handed=trial.handed.tokens,
-                own=trial.own.tokens,
-                again_s=AGAIN_S,
-            ),
-        )
         owner = trial.owner
+        if trial.admits:
+            return [] if trial.in_use else [owner]
+        self._kept_out[owner.owner] = owner, now + AGAIN_S
+        if trial.verdict == "wrong":
+            log.error(
+                "the KV of a node is not what is computed here, and is not used %s",
+                kv(
+                    owner=owner.address,
+                    path=owner.path,
+                    handed=trial.handed.tokens,
+                    own=trial.own.tokens,
+                    again_s=AGAIN_S,
+                ),
+            )
         gone = OwnerDown(owner.owner, owner.address, "its KV is not what is computed here")
         return [gone] if trial.in_use else []
 
@@ -181,12 +204,12 @@ class Canary:
         if self._is_busy():
             return self._use_untried()
         if self._waiting:
-            self._try(self._waiting.popleft())
+            self._try(self._waiting.popleft(), _Standing.NEW)
         elif due := [each for each, again_at in self._kept_out.values() if again_at <= now]:
             del self._kept_out[due[0].owner]
-            self._try(due[0])
+            self._try(due[0], _Standing.KEPT_OUT)
         elif self._untried:
-            self._try(self._untried.popleft(), in_use=True)
+            self._try(self._untried.popleft(), _Standing.IN_USE)
         return []
 
     def _use_untried(self) -> list[NodeEvent]:
@@ -197,11 +220,11 @@ class Canary:
             self._counts.canary("unknown")
         return [*owners]
 
-    def _try(self, owner: OwnerUp, number: int = 1, *, in_use: bool = False) -> None:
+    def _try(self, owner: OwnerUp, standing: _Standing, number: int = 1) -> None:
         draw = Random(f"{owner.owner} {number}")
         tokens = [draw.randrange(self._vocabulary_size) for _ in range(PROMPT_TOKENS)]
         handed, own = _Answer(next(self._numbers)), _Answer(next(self._numbers))
-        self._trial = _Trial(owner, number, in_use, handed, own)
+        self._trial = _Trial(owner, number, standing, handed, own)
         for answer, addresses in ((handed, (owner.address,)), (own, ())):
             self._submit(
                 SubmitRequest(

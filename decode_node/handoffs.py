@@ -58,6 +58,8 @@ MOVE_WAIT_S = 2.0
 MOST_GROWTH = 512  # tokens, meanwhile
 # Longest wait of a launch for those that come next, once the first of several is about to be here.
 LAUNCH_WAITS_S = 0.008
+# A budget that is used up since the caller looked is one all the same: none breaks the protocol.
+_LEAST_BUDGET_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +162,7 @@ class Handoffs:
                 token_ids=attempt.token_ids,
                 num_generated=len(attempt.token_ids) - request.num_prompt,
                 sampling=request.sampling,
-                budget_s=request.deadline - now,
+                budget_s=max(request.deadline - now, _LEAST_BUDGET_S),
                 request_id=request.request_id,
                 traceparent=told.trace.passed_on,
                 namespace=request.namespace,

@@ -292,7 +292,8 @@ CANARIES = Declared(
     "baton_canaries",
     "counter",
     "Nodes whose KV was tried when they were paired; wrong: answers were others than with this "
-    "node's own, and it is not used. Unknown: it could not be told, or not yet; the node is used.",
+    "node's own, and it is not used. Unknown: it could not be told, or not yet; the node is used, "
+    "unless it was wrong before.",
     {"outcome": ("right", "wrong", "unknown")},
 )
 READ_BYTES = Declared(

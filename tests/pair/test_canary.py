@@ -67,6 +67,23 @@ def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
         assert decode.count("canaries/right") == 3
 
 
+def test_a_node_that_was_wrong_stays_out_while_it_cannot_be_told(
+    known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "AGAIN_S", 0.1)
+    with PairRig(known.loaded, prefill=[Size(), Size()], transfer=CANARY) as rig:
+        decode, wrong = rig.decode[0], rig.prefill[0]
+        with _spoiled(wrong):
+            _pair_again(rig)
+            rig.until(lambda: decode.count("canaries/wrong"), "it is found")
+        with monkeypatch.context() as no_time:
+            no_time.setattr(canary, "BUDGET_S", 1e-9)
+            rig.until(lambda: decode.count("canaries/unknown") >= 2, "it is tried twice")
+            assert list(decode.desk.links) == [rig.prefill[1].front.address]
+        rig.until_paired()
+        assert decode.count("canaries/right") == 3
+
+
 def _pair_again_while_busy(rig: PairRig) -> None:
     """It is in use untried."""
     decode = rig.decode[0]
