@@ -1,15 +1,16 @@
 """What speculation does to tokens a second, where answers repeat their prompts and where not.
 
-    python -m bench.speculation [--drafter eagle] [--batches 1,16] [--tokens 64] [--rounds 3]
+    python -m bench.speculation [--model hybrid] [--drafter eagle] [--batches 1,16] [--rounds 3]
 
-A dense model with the cost of its size, whose next token is one successor of the newest, and at
-times any other of the same text: how often, the temperature says. Prompts are a text, twice. So an
-answer is a copy with as many changes as a load wants: few (`copy`), many (`edits`), hardly anything
-but changes (`none`). Drafts are by repetition, or by a head that nearly knows the model: its logits
-are those of the model, and off by `--off` in the mean. An engine on a CPU, in this process; the
-same requests without drafts and with them, in turns, and of each way the best round. How many
-answers are the same is told too. Time is the CPU time of this process, whose engine has one thread,
-so that other programs on the machine hardly count.
+A model with the cost of its size, of attention alone (`dense`) or with a state in three layers of
+four (`hybrid`), whose next token is one successor of the newest, and at times any other of the same
+text: how often, the temperature says. Prompts are a text, twice. So an answer is a copy with as
+many changes as a load wants: few (`copy`), many (`edits`), hardly anything but changes (`none`).
+Drafts are by repetition, or by a head that nearly knows the model: its logits are those of the
+model, and off by `--off` in the mean. An engine on a CPU, in this process; the same requests
+without drafts and with them, in turns, and of each way the best round. How many answers are the
+same is told too. Time is the CPU time of this process, whose engine has one thread, so that other
+programs on the machine hardly count.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.support.in_process import decode
-from bench.support.models import QWEN3_105M, kept
+from bench.support.models import HYBRID_115M, QWEN3_105M, kept
 from bench.support.record import emit, table
 from common.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from common.engine.build import Engine, build
@@ -34,8 +35,7 @@ from common.engine.rows.request import Request
 from common.engine.speculate.speculator import Speculator
 from common.requests.sampling import SamplingParams
 
-MODEL = QWEN3_105M
-VOCABULARY = MODEL["vocab_size"]
+VOCABULARY: int = QWEN3_105M["vocab_size"]
 PROMPT = 256
 ROUND = 128  # tokens of a text, whose last one has the first for its successor
 PLAIN = "plain"
@@ -43,15 +43,28 @@ LIKELY, ALIKE = 18.35, 10.0  # logits of the successor and of the same text; oth
 LOADS = {"copy": 1.0, "edits": 1.35, "none": 3.0}  # temperatures
 
 
-def _model(directory: Path) -> Path:
-    model = kept(directory, "successors-105m", torch.bfloat16, MODEL)
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    name: str
+    sizes: dict[str, Any]
+    num_pages: int
+
+
+KINDS = {
+    "dense": _Kind("successors-105m", QWEN3_105M, 1024),
+    "hybrid": _Kind("successors-hybrid-115m", HYBRID_115M, 2048),
+}
+
+
+def _model(directory: Path, kind: _Kind) -> Path:
+    model = kept(directory, kind.name, torch.bfloat16, kind.sizes)
     file = model / "model.safetensors"
     if not (model / "successors").exists():
         tensors = load_file(file)
         for name, tensor in tensors.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 tensor.zero_()  # costs as much, and adds nothing
-        newest, hidden = torch.arange(VOCABULARY), MODEL["hidden_size"]
+        newest, hidden = torch.arange(VOCABULARY), kind.sizes["hidden_size"]
         texts, own = torch.randn(VOCABULARY // ROUND, hidden), torch.randn(VOCABULARY, hidden)
         texts = texts.repeat_interleave(ROUND, dim=0)
         tensors["model.embed_tokens.weight"].copy_(own + texts)
@@ -63,10 +76,11 @@ def _model(directory: Path) -> Path:
     return model
 
 
-def _head(directory: Path, model: Path, off: float) -> Path:
+def _head(directory: Path, model: Path, kind: _Kind, off: float) -> Path:
     """An EAGLE head that makes a token's vector of its embedding alone, as the model does, and adds
     what its logits are off by."""
-    head, hidden, inner = directory / f"eagle-{off}", MODEL["hidden_size"], 256
+    head, heads = directory / f"eagle-{kind.name}-{off}", kind.sizes["num_attention_heads"]
+    hidden, inner = kind.sizes["hidden_size"], 256
     head.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(0)
     norms = load_file(model / "model.safetensors")["lm_head.weight"].float().norm(dim=1)
@@ -90,9 +104,9 @@ def _head(directory: Path, model: Path, off: float) -> Path:
         "model_type": "llama",
         "num_hidden_layers": 1,
         "intermediate_size": inner,
-        "num_attention_heads": MODEL["num_attention_heads"],
-        "num_key_value_heads": MODEL["num_attention_heads"],
-        "head_dim": hidden // MODEL["num_attention_heads"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
     }
     (head / "config.json").write_text(json.dumps(config))
     return head
@@ -165,10 +179,11 @@ def _same(one: _Measured, other: _Measured) -> float:
 
 def _ways(arguments: argparse.Namespace) -> dict[str, _Way]:
     """Without drafts, with those that pay, and with as many as there are."""
-    model = _model(arguments.models)
+    kind = KINDS[arguments.model]
+    model = _model(arguments.models, kind)
     head = ""
     if arguments.drafter == "eagle":
-        head = str(_head(arguments.models, model, arguments.off))
+        head = str(_head(arguments.models, model, kind, arguments.off))
     speculation = SpeculationConfig(
         drafter=arguments.drafter, draft_model=head, max_drafts=arguments.max_drafts
     )
@@ -177,7 +192,7 @@ def _ways(arguments: argparse.Namespace) -> dict[str, _Way]:
         device="cpu",
         threads=1,
         dtype=arguments.dtype,
-        cache=CacheConfig(num_pages=1024, host_pages=0, prefix_cache=True),
+        cache=CacheConfig(num_pages=kind.num_pages, host_pages=0, prefix_cache=True),
         scheduler=SchedulerConfig(max_running=128),
     )
     drafting = plain.model_copy(update={"speculation": speculation})
@@ -192,6 +207,7 @@ def _ways(arguments: argparse.Namespace) -> dict[str, _Way]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=KINDS, default="dense")
     parser.add_argument("--drafter", choices=("ngram", "eagle"), default="ngram")
     parser.add_argument("--off", type=float, default=1.0, help="logits of the head, for eagle")
     parser.add_argument("--batches", default="1,16")

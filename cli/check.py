@@ -36,7 +36,6 @@ from common.engine.models.linear import rounding_of
 from common.engine.models.precision import choose_precision
 from common.engine.models.spec import NOT_QUANTISED, ModelSpec
 from common.engine.sizing import free_bytes, resolve_device, resolve_shape
-from common.engine.speculate.speculator import check_speculation
 from common.errors import ConfigError
 from common.identity import exposure
 from common.identity.program import identity_of
@@ -98,7 +97,6 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         spec = servable.spec
         checkpoint = Checkpoint(directory)
         servable.stored()
-        check_speculation(config.speculation, spec)
         yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
         yield Finding("computed", "ok", servable.computed)
         yield from _drafter(config.speculation)

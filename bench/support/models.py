@@ -43,6 +43,13 @@ QWEN3_105M: dict[str, Any] = {  # so many parameters are in its layers
     "tie_word_embeddings": False,
 }
 QWEN3_SMALL = QWEN3_450M | TINY  # to rehearse with
+_STATES: dict[str, Any] = {  # of three layers of four
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+HYBRID_115M: dict[str, Any] = {"architecture": "qwen3_5_text", **QWEN3_105M, **_STATES}
 
 _EXPERTS: dict[str, Any] = {  # by the names that configurations have for them
     "num_experts": 16,
@@ -62,12 +69,6 @@ _LATENTS: dict[str, Any] = {  # in place of keys and values; heads as in DeepSee
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-}
-_STATES: dict[str, Any] = {  # of three layers of four
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
 }
 _OF_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": None},

@@ -57,7 +57,7 @@ from common.engine.sizing import (
     resolve_device,
     resolve_shape,
 )
-from common.engine.speculate.speculator import Speculator, check_speculation
+from common.engine.speculate.speculator import Speculator
 from common.engine.tiers.file_cache import FileCache
 from common.engine.tiers.file_threads import FileThreads
 from common.engine.tiers.host_cache import HostCache
@@ -207,7 +207,6 @@ def build(config: EngineConfig) -> Engine:
         use_gpu(device)  # in this thread: the one that launches kernels
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend, config.speculation)
-    check_speculation(config.speculation, servable.spec)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
     named = _named(stored_of(servable, directory))
     model = _load(servable, device, precision.dtype, config)

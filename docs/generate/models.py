@@ -43,6 +43,7 @@ token as after many: 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
   somebody may need the room. Answers leave no states.
 - A decode node has use for a cached prefix without one: it asks for the pages that it lacks, and
   the state comes from the prefill node.
+- They take [drafts](speculation.md#states): a state only ever takes in what stands.
 - On a GPU, a prompt's tokens pass through the delta rule one after the other, in registers: its
   bits do not depend on how the prompt is cut. Nobody has run it on one yet; its kernels are checked
   in Triton's interpreter and compiled for sm_80, sm_90a and sm_100 without spills.

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
-from kernels.linear_attention.state_cells import CellView, StateRows
+from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
 
 BLOCK_TOKENS = 16
 BLOCK_CHANNELS = 64
@@ -54,17 +54,17 @@ def causal_conv_reference(
     inputs = x[:, columns]  # [num_tokens, heads, channels]
     heads, channels, width = weight.shape
     out = torch.empty_like(inputs)
-    before = cells.read(rows.reads)  # [num_rows, heads, channels, width - 1]
     starts, marks = rows.starts.tolist(), rows.marks.tolist()
-    num_long = rows.num_rows - rows.num_decodes
-    if rows.num_decodes:
-        first = starts[num_long]
-        seen = torch.cat((before[num_long:], inputs[first:].unsqueeze(-1)), dim=3)
-        out[first:] = F.silu((seen * weight).sum(-1))
-        cells.write(rows.writes[num_long:], seen[..., 1:])
-    for row in range(num_long):
+
+    def one(places: Tensor, before: Tensor) -> Tensor:
+        seen = torch.cat((before, inputs[places].unsqueeze(-1)), dim=3)
+        out[places] = F.silu((seen * weight).sum(-1))
+        return seen[..., 1:]
+
+    for row in token_by_token(cells, rows, one):
         start, end = starts[row], starts[row + 1]
-        seen = torch.cat((before[row], inputs[start:end].permute(1, 2, 0)), dim=2)
+        (before,) = cells.read(rows.reads[row : row + 1])  # [heads, channels, width - 1]
+        seen = torch.cat((before, inputs[start:end].permute(1, 2, 0)), dim=2)
         summed = F.conv1d(
             seen.reshape(1, heads * channels, -1),
             weight.view(heads * channels, 1, width),

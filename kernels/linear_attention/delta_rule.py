@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
-from kernels.linear_attention.state_cells import CellView, StateRows
+from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
 
 CHUNK = 64  # tokens that the reference takes together
 BLOCK_V = 32  # columns of a head's matrix that a program keeps in registers
@@ -72,7 +72,7 @@ def delta_rule(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Ten
 
 
 def delta_rule_reference(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
-    """Prompts in chunks, one token at once for all rows that have one."""
+    """Prompts in chunks, and all rows of few tokens side by side."""
     k_size, v_size = cells.view.shape[2:]
     group = cells.heads // x.shape[1]
     wide = x.float()
@@ -83,17 +83,17 @@ def delta_rule_reference(x: Tensor, gates: Gates, cells: CellView, rows: StateRo
     g = -gates.a_log.exp() * F.softplus(gates.a.flatten(1).float() + gates.dt_bias)
     beta = torch.sigmoid(gates.b.flatten(1).float())
     out = torch.empty_like(v)
-    states = cells.read(rows.reads)
     starts, marks = rows.starts.tolist(), rows.marks.tolist()
-    num_long = rows.num_rows - rows.num_decodes
-    if rows.num_decodes:
-        these = slice(starts[num_long], None)
-        out[these], state = _one_token(
-            q[these], k[these], v[these], g[these], beta[these], states[num_long:]
+
+    def one(places: Tensor, state: Tensor) -> Tensor:
+        out[places], state = _one_token(
+            q[places], k[places], v[places], g[places], beta[places], state
         )
-        cells.write(rows.writes[num_long:], state)
-    for row in range(num_long):
-        start, end, state = starts[row], starts[row + 1], states[row]
+        return state
+
+    for row in token_by_token(cells, rows, one):
+        start, end = starts[row], starts[row + 1]
+        (state,) = cells.read(rows.reads[row : row + 1])
         stops = [(start + marks[row], rows.kept)] if marks[row] else []
         for stop, pages in (*stops, (end, rows.writes)):
             of_these = [each[start:stop].transpose(0, 1) for each in (q, k, v, g, beta)]

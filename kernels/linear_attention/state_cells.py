@@ -6,11 +6,15 @@ step reads a row's state in one place and may write it in another: that is how a
 begun (read -1: zeros) and kept for later, and nothing else copies or clears one.
 """
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+FEW = 16  # tokens of a row: with so many it is taken through them one by one, beside others
 
 
 class CellView(NamedTuple):
@@ -90,3 +94,37 @@ class StateRows:
         tensors = (self.starts, self.reads, self.writes, self.marks, self.kept)
         if any(each.dtype != torch.int32 or not each.is_contiguous() for each in tensors):
             raise ValueError("rows of states: contiguous int32 tensors expected")
+
+
+def token_by_token(
+    cells: CellView, rows: StateRows, one: Callable[[Tensor, Tensor], Tensor]
+) -> Sequence[int]:
+    """Torch only: takes all rows of FEW tokens or less through them, side by side. A row that
+    verifies drafts is computed as one that decodes is.
+
+    Args:
+        one: of places int64 [n] among the step's tokens, and of states [n, heads, *shape] before
+            them, to those after them.
+    Returns:
+        The other rows, by number.
+    """
+    starts, marks = rows.starts.tolist(), rows.marks.tolist()
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    few = sorted((row for row, n in enumerate(counts) if n <= FEW), key=lambda row: -counts[row])
+
+    def of(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=cells.view.device)
+
+    state = cells.read(rows.reads[of(few)])
+    for done in itertools.count():
+        left = [row for row in few if counts[row] > done]
+        if len(left) < len(few):
+            cells.write(rows.writes[of(few[len(left) :])], state[len(left) :])
+        if not left:
+            break
+        few = left
+        state = one(of([starts[row] + done for row in few]), state[: len(few)])
+        marked = [place for place, row in enumerate(few) if marks[row] == done + 1]
+        if marked:
+            cells.write(rows.kept[of([few[place] for place in marked])], state[of(marked)])
+    return [row for row, count in enumerate(counts) if count > FEW]

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 from common.config import SpeculationConfig
-from common.engine.models import open_checkpoint
 from common.engine.rows.request import Request
 from common.engine.speculate.costs import StepCosts
 from common.engine.speculate.ngram import LONGEST_MATCH, NgramDrafter
 from common.engine.speculate.policy import PayingDrafts
 from common.engine.speculate.predictions import Predictions
-from common.engine.speculate.speculator import Speculator, check_speculation
-from common.errors import ConfigError
+from common.engine.speculate.speculator import Speculator
 from common.requests.sampling import SamplingParams
-from tests.support.checkpoints import HYBRID_ARCHITECTURES, make_checkpoint
 
 SLOT = np.zeros(1, np.intp)
 
@@ -171,11 +168,3 @@ def test_a_request_that_is_new_is_expected_to_be_like_those_before():
 def test_nobody_guesses_unless_somebody_is_named():
     assert Speculator.of(SpeculationConfig(), 8) is None
     assert Speculator.of(SpeculationConfig(drafter="ngram"), 8) is not None
-
-
-@pytest.mark.parametrize("architecture", HYBRID_ARCHITECTURES[:1])
-def test_a_model_whose_state_would_keep_wrong_guesses_is_refused_by_name(tmp_path, architecture):
-    spec = open_checkpoint(make_checkpoint(tmp_path, architecture)).spec
-    check_speculation(SpeculationConfig(), spec)
-    with pytest.raises(ConfigError, match=f"ngram is not for {spec.architecture}"):
-        check_speculation(SpeculationConfig(drafter="ngram"), spec)

@@ -27,8 +27,8 @@ class Recorder:
         self.seen: list[torch.Tensor] = []
         self._model = model
 
-    def forward(self, batch, pool, future_tokens, adapted=None):
-        return self._model.forward(batch, pool, future_tokens, adapted)
+    def forward(self, batch, pool, future_tokens, adapted=None, late=None):
+        return self._model.forward(batch, pool, future_tokens, adapted, late)
 
     def logits(self, hidden):
         logits = self._model.logits(hidden)

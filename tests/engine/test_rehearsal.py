@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ("llama", "float32", "eager", {}),
         ("qwen2_moe", "bfloat16", "graphs", {}),
         pytest.param("dots1", "bfloat16", "eager", {}, marks=pytest.mark.long),
+        pytest.param(
+            "qwen3_next", "bfloat16", "eager", {"linear_num_value_heads": 8}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_traffic_launches_no_kernel_that_was_not_rehearsed(

@@ -1,6 +1,6 @@
 """What is computed before there is traffic is as much as traffic can ask for."""
 
-from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal
+from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
 
 
 def test_a_prompt_in_rehearsal_attends_to_all_of_itself():
@@ -15,3 +15,14 @@ def test_a_prompt_in_rehearsal_attends_to_all_of_itself():
 def test_rows_in_rehearsal_write_nowhere():
     for batch in (decode_rehearsal(4, 2), mixed_rehearsal(20, 4, 2, 16)):
         assert all((where == -1).all() for where in batch.locations)
+
+
+def test_as_many_rows_have_drafts_in_rehearsal_as_a_step_may_sample_tokens():
+    """What layers remember of drafts is measured by it."""
+    batch, told = verify_rehearsal(num_rows=3, num_tables=2, page_size=1, state_pages=2)
+    assert (told.ends - told.starts).tolist() == [2, 2, 2]
+    assert batch.query_starts.tolist() == [0, 2, 4, 6]
+    assert sorted(batch.sampled.tolist()) == [0, 1, 2, 3, 4, 5]
+    assert batch.sampled[:3].tolist() == [1, 3, 5]
+    assert len(batch.page_ids) == 2
+    assert batch.states_after(batch.lengths).num_rows == 3

@@ -28,7 +28,7 @@ class Constant:
         )
         self.device, self.dtype = CPU, torch.float32
 
-    def forward(self, inputs, pool, future_tokens, adapted=None):
+    def forward(self, inputs, pool, future_tokens, adapted=None, late=None):
         tokens = inputs.token_ids[inputs.sampled].long()
         return torch.where(tokens < 0, future_tokens.long()[(-1 - tokens).clamp(min=0)], tokens)
 

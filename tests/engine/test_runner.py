@@ -77,7 +77,7 @@ class Scripted:
         self.device, self.dtype = CPU, torch.float32
         self._logits = logits
 
-    def forward(self, inputs, pool, future_tokens, adapted=None):
+    def forward(self, inputs, pool, future_tokens, adapted=None, late=None):
         return self._logits(inputs, future_tokens)
 
     def logits(self, hidden):

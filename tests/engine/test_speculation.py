@@ -122,12 +122,15 @@ def test_windows_move_on_with_what_is_accepted(kind, windows):
     check_answers(rig)
 
 
+@pytest.mark.parametrize("state_pages", [0, 2])
 @pytest.mark.parametrize("host_pages", [0, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_retracted_among_drafts_and_come_back(kind, host_pages):
+def test_requests_are_retracted_among_drafts_and_come_back(kind, host_pages, state_pages):
+    """With the state behind what stands, if they have one."""
     rig = Rig(
         speculator=guesses(kind),
-        num_pages=8,
+        num_pages=8 + 3 * state_pages,
+        state_pages=state_pages,
         host_pages=host_pages,
         num_slots=24,
         config=SchedulerConfig(new_token_ratio=0.1, min_new_token_ratio=0.1),

@@ -12,6 +12,8 @@ from common.engine.rows.holding import Holding
 from common.engine.rows.request import FinishReason
 from common.engine.schedule.boundaries import stretch
 from tests.engine.test_scheduler_random import Traffic
+from tests.engine.test_speculation import guesses
+from tests.support.drafters import KINDS
 from tests.support.engine_rig import VOCABULARY, Rig, ints
 
 STATE = 3
@@ -215,6 +217,7 @@ def test_random_workloads_go_on_from_the_right_states(seed):
         overlap_prefills=rng.random() < 0.5,
         prefix_cache=rng.random() < 0.9,
         windows=rng.choice(((None,), (None,), (None, 40))),
+        speculator=guesses(rng.choice(KINDS), seed) if rng.random() < 0.5 else None,
         config=SchedulerConfig(
             policy=rng.choice(("fcfs", "lpm")),
             chunk_tokens=rng.choice((-1, 16, 64, 100)),

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.engine.build import prepare
 from common.engine.memory.kv import KVPool
 from common.engine.models import Model, load
+from common.engine.models.blocks.late_states import LateStates
 from common.engine.rows.forward import ForwardBatch
 from common.engine.run import runner as runner_module
 from common.requests.sampling import SamplingParams
@@ -73,10 +74,15 @@ class Watched:
         self._order = order
 
     def forward(
-        self, batch: ForwardBatch, pool: KVPool, future_tokens: Tensor, adapted: None = None
+        self,
+        batch: ForwardBatch,
+        pool: KVPool,
+        future_tokens: Tensor,
+        adapted: None = None,
+        late: LateStates | None = None,
     ) -> Tensor:
         self._order.hazards.clear()
-        hidden = self._model.forward(batch, pool, future_tokens, adapted)
+        hidden = self._model.forward(batch, pool, future_tokens, adapted, late)
         self.hazards += self._order.hazards
         return hidden
 

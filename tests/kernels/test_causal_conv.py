@@ -70,6 +70,23 @@ def test_rows_of_all_lengths_see_the_inputs_before_them_and_keep_their_last(
     assert int((~pool.isnan()).sum()) == 7 * KEY_HEADS * CHANNELS * (width - 1)
 
 
+@pytest.mark.parametrize("mark", [1, 3, 9])
+def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementation, mark):
+    """To the bits of one token after the other; as when it is known which drafts stand."""
+    x, width = inputs(9), 4
+    weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
+    state = torch.randn(KEY_HEADS, CHANNELS, width - 1, device=DEVICE)
+    cells, alone = (cells_of(KEY_HEADS, (CHANNELS, width - 1))[0] for _ in range(2))
+    for each in (cells, alone):
+        put(each, 1, state)
+    late = rows_of([9], [1], [NONE], marks=[mark], kept=[1])
+    together = causal_conv(x, by_head(), weight, cells, late)
+    rows = rows_of([1], [1], [1])
+    one_by_one = [causal_conv(x[t : t + 1], by_head(), weight, alone, rows) for t in range(mark)]
+    assert torch.equal(get(cells, 1), get(alone, 1))
+    assert torch.equal(together[:mark], torch.cat(one_by_one))
+
+
 def test_half_precision_is_summed_in_float32(implementation):
     x, width = inputs(20, torch.float16), 4
     weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE).half()

@@ -125,6 +125,24 @@ def test_a_prompt_cut_at_a_whole_chunk_leaves_the_same_bits(implementation):
     assert torch.equal(get(cut, 0), get(whole, 0))
 
 
+def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementation):
+    """As of one token after the other; this is done when it is known which drafts stand."""
+    x, gates = inputs(9)
+    state = torch.randn(HEADS, K, V, device=DEVICE)
+    cells, _ = cells_of(HEADS, (K, V))
+    put(cells, 1, state)
+    late = rows_of([9], [1], [NONE], marks=[4], kept=[1])
+    together = delta_rule(x, gates, cells, late)
+    alone, _ = cells_of(HEADS, (K, V))
+    put(alone, 1, state)
+    one_by_one = [
+        delta_rule(x[t : t + 1], of_row(gates, t, t + 1), alone, rows_of([1], [1], [1]))
+        for t in range(4)
+    ]
+    close(get(cells, 1), get(alone, 1).double(), 1e-6)
+    close(together[:4], torch.cat(one_by_one).double(), 1e-6)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3)])
 def test_half_precision_is_computed_in_float32(implementation, dtype, tolerance):
     x, gates = inputs(40, dtype)

@@ -155,15 +155,16 @@ class FakeRunner:
                 seen = np.full_like(seen, -1)
             if i in kept:
                 self.kv[kept[i].pages, :2] = state_of(seen[: start + kept[i].num_tokens])
-            self.kv[launched.states[i], :2] = state_of(seen)
+            stands = int(end)
             if batch.mode is ForwardMode.VERIFY:
                 run = self._run(seen, int(start))
                 runs.tokens[i, : len(run)] = run
                 runs.counts[i] = len(run)
                 self._rejected[slot] = end - start - len(run)
-                token = run[-1]
+                token, stands = run[-1], int(start) + len(run)
             else:
                 token = self._sample(seen)
+            self.kv[launched.states[i], :2] = state_of(seen[:stands])
             if batch.samples[i] or token == NOT_FINITE:
                 sampled[i] = token
             if batch.samples[i]:

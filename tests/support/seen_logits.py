@@ -9,8 +9,8 @@ class Recorder:
         self.seen = []
         self._model = model
 
-    def forward(self, batch, pool, future_tokens, adapted=None):
-        return self._model.forward(batch, pool, future_tokens, adapted)
+    def forward(self, batch, pool, future_tokens, adapted=None, late=None):
+        return self._model.forward(batch, pool, future_tokens, adapted, late)
 
     def logits(self, hidden):
         logits = self._model.logits(hidden)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.config import ModelBackend, Quantize, SpeculationConfig
 from common.engine.memory.kv import KVPool
+from common.engine.models.blocks.late_states import LateStates
 from common.engine.models.blocks.protocol import Adapted
 from common.engine.models.drafting import DraftHead
 from common.engine.models.families import FAMILIES
@@ -56,6 +57,7 @@ class Model(Protocol):
         pool: KVPool,
         future_tokens: Tensor,
         adapted: Adapted | None = None,
+        late: LateStates | None = None,
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.engine.memory.kv import KVPool
+from common.engine.models.blocks.late_states import LateStates
 from common.engine.models.blocks.layer import Layer, LayerSpec
 from common.engine.models.blocks.norm import Norm, RmsNorm
 from common.engine.models.blocks.protocol import Adapted, Site, Step
@@ -162,6 +163,7 @@ class Decoder:
         pool: KVPool,
         future_tokens: Tensor,
         adapted: Adapted | None = None,
+        late: LateStates | None = None,
     ) -> Tensor:
         """Computes a step and writes what its tokens leave into their pages.
 
@@ -171,10 +173,12 @@ class Decoder:
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
             adapted: None: no row has an adapter.
+            late: of a step with drafts: where layers add what is to be done about their states
+                once it is known which of these stand.
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
-        step = Step(batch, adapted)
+        step = Step(batch, adapted, late)
         x = self._embedded(batch.token_ids, future_tokens)
         if batch.seen:
             assert self.seeing is not None

@@ -47,7 +47,8 @@ class ForwardBatch:
     lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
     sampled: Tensor  # int64 [any], tokens whose logits are wanted: each row's last, then others
-    # Of states, see kernels/linear_attention; int32 [num_rows, state pages], and [num_rows].
+    # Of states, see kernels/linear_attention; int32 [num_rows, state pages], and [num_rows]. A row
+    # with drafts writes none until it is known which of them stand: then to `state_kept`.
     state_reads: Tensor
     state_writes: Tensor
     state_marks: Tensor
@@ -97,6 +98,19 @@ class ForwardBatch:
             self.state_marks,
             self.state_kept,
             self.num_decodes,
+        )
+
+    def states_after(self, counts: Tensor) -> StateRows:
+        """Of a step with drafts, the rows that have some: they write the states after so many of
+        their tokens, int32 [num_rows]."""
+        rows = self.num_rows - self.num_decodes
+        return StateRows(
+            self.query_starts[: rows + 1],
+            self.state_reads[:rows],
+            self.state_writes[:rows],
+            counts[:rows],
+            self.state_kept[:rows],
+            0,
         )
 
     def wanting(self, places: Tensor) -> "ForwardBatch":
@@ -231,6 +245,9 @@ class BatchBuilder:
         writes = self._table.state[slots]
         reads = np.where(batch.starts[:, None] == 0, NO_PAGE, writes)
         kept, marks = np.full_like(writes, NO_PAGE), np.zeros(len(slots), np.int32)
+        if batch.mode is ForwardMode.VERIFY:
+            drafted = batch.ends - batch.starts > 1
+            kept[drafted], writes[drafted] = writes[drafted], NO_PAGE
         for state in batch.resumed:
             reads[state.row] = state.pages
         for state in batch.kept:

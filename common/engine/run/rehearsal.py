@@ -58,22 +58,36 @@ def mixed_rehearsal(
 
 
 def verify_rehearsal(
-    num_tables: int, page_size: int, state_pages: int = 0
+    num_rows: int, num_tables: int, page_size: int, state_pages: int = 0
 ) -> tuple[ForwardBatch, ScheduleBatch]:
-    """A row with one draft, behind a step with drafts, as a forward and as its scheduler tells it:
-    whatever was rejected there, it begins where it says."""
-    num_tokens = 2
-    forward = mixed_rehearsal(num_tokens, 1, num_tables, page_size, state_pages)
+    """Rows with a draft each, behind a step with drafts, as a forward and as its scheduler tells
+    it: whatever was rejected there, they begin where they say."""
+    num_tokens, rows = 2 * num_rows, torch.arange(num_rows, dtype=torch.int32)
+    firsts = torch.arange(0, num_tokens, 2)
+    forward = ForwardBatch(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int32),
+        positions=torch.arange(num_tokens, dtype=torch.int32) % 2,
+        locations=tuple(torch.full((num_tokens,), -1) for _ in range(num_tables)),
+        lengths=torch.full((num_rows,), 2, dtype=torch.int32),
+        page_starts=tuple(rows * 0 for _ in range(num_tables)),
+        query_starts=torch.arange(0, num_tokens + 1, 2, dtype=torch.int32),
+        sampled=torch.cat((firsts + 1, firsts)),
+        **_no_states(num_rows, state_pages),
+        page_ids=torch.zeros(-(-2 // page_size), dtype=torch.int32),
+        slots=rows.long(),
+        num_decodes=0,
+        seen=(),
+    )
     told = ScheduleBatch(
         step=0,
         mode=ForwardMode.VERIFY,
-        slots=np.zeros(1, np.int32),
-        starts=np.ones(1, np.int32),
-        ends=np.full(1, 1 + num_tokens, np.int32),
-        samples=np.ones(1, np.bool_),
-        early=np.zeros(1, np.int32),
+        slots=np.arange(num_rows, dtype=np.int32),
+        starts=np.ones(num_rows, np.int32),
+        ends=np.full(num_rows, 3, np.int32),
+        samples=np.ones(num_rows, np.bool_),
+        early=np.zeros(num_rows, np.int32),
     )
-    return forward.wanting(torch.arange(num_tokens - 1)), told
+    return forward, told
 
 
 def _no_states(num_rows: int, state_pages: int) -> dict[str, torch.Tensor]:

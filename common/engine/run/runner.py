@@ -17,6 +17,7 @@ from common.engine.features.composition import RowFeatures, StepWork
 from common.engine.features.pooling import nothing_sampled
 from common.engine.memory.kv import HostPool, KVPool, swap_in, swap_out
 from common.engine.models import Model
+from common.engine.models.blocks.late_states import LateStates
 from common.engine.rows.batch import ScheduleBatch
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
@@ -32,11 +33,15 @@ from kernels.sampling.sample import SamplingColumns, sample
 
 @dataclass(slots=True, eq=False)
 class _Forward:
-    """Of a step whose tokens are chosen later. Written and read by the forward stream."""
+    """Of a step whose tokens are chosen later. Written and read by the forward stream.
+
+    late: where rows have drafts.
+    """
 
     step: Settled
     sent: Sequence[Tensor]
     hidden: Tensor
+    late: LateStates | None = None
 
 
 class ModelRunner:
@@ -110,10 +115,12 @@ class ModelRunner:
         decode = decode_rehearsal(num_slots, num_tables, state_pages=state_pages)
         steps = [(mixed, NOTHING, num_slots, num_tokens), (decode, NOTHING, num_slots, 0)]
         if num_slots > 1:  # else there is no room for a draft
-            verify, told = verify_rehearsal(num_tables, tables.page_size, state_pages)
+            verify, told = verify_rehearsal(
+                num_slots // 2, num_tables, tables.page_size, state_pages
+            )
             speculated = Speculated.of(told, self._table)
             if self._model.drafter is not None:
-                speculated = replace(speculated, to_guess=(1,))
+                speculated = replace(speculated, to_guess=(len(told.slots),))
             steps.append((verify, speculated, told.num_tokens, 0))
         adapters = self._adapters.rehearsal(num_tokens)
 
@@ -203,7 +210,7 @@ class ModelRunner:
             output.tokens = _to_host(nothing_sampled(chosen))
         else:
             tokens, told = asked.choose(to_logits(chosen), sent, step.early_chosen)
-            self._keep(step, tokens, output)
+            self._keep(forward, tokens, output)
             output.told = {name: _to_host(tensor) for name, tensor in told.items()}
         if asked.prompt is not None:
             of_prompt = forward.hidden[step.num_chosen :][: len(asked.prompt.places)]
@@ -213,13 +220,15 @@ class ModelRunner:
             parts = asked.pooling.run(self._model, forward.hidden, sent)
             output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
-    def _keep(self, step: Settled, tokens: Tensor, output: Output) -> None:
+    def _keep(self, forward: _Forward, tokens: Tensor, output: Output) -> None:
         """For the next step, and for the host."""
-        rejected = None
+        step, rejected = forward.step, None
         if step.verified is not None:
             verified = step.verified.judge(step.batch.token_ids, tokens)
             tokens, rejected = verified.newest, verified.rejected
             output.runs = _to_host(verified.tokens), _to_host(verified.counts)
+            if forward.late is not None:
+                forward.late.write(step.batch.states_after(verified.counts))
             if (drafter := self._model.drafter) is not None:
                 drafter.go_on_from(step.batch, step.batch.sampled[verified.last], self._pool)
         self._future.store(step.batch.slots, tokens, rejected)
@@ -254,7 +263,8 @@ class ModelRunner:
             columns = asked.columns_of(of_rows, step.early_chosen)
             step = replace(step, batch=self._guessed(step, speculated.to_guess, columns))
         adapted = adapters.adapted(of_adapters)
-        return _Forward(step, of_rows, self._eager(step.batch, adapted))
+        late = None if step.verified is None else LateStates()
+        return _Forward(step, of_rows, self._eager(step.batch, adapted, late), late)
 
     def _guessed(
         self, step: Settled, num_rows: Sequence[int], columns: SamplingColumns | None
@@ -271,8 +281,13 @@ class ModelRunner:
         token_ids = drafter.guess(step.batch, num_rows, self._future.tokens, self._pool, draw)
         return replace(step.batch, token_ids=token_ids)
 
-    def _eager(self, uploaded: ForwardBatch, adapted: AdaptedStep | None = None) -> Tensor:
-        return self._model.forward(uploaded, self._pool, self._future.tokens, adapted)
+    def _eager(
+        self,
+        uploaded: ForwardBatch,
+        adapted: AdaptedStep | None = None,
+        late: LateStates | None = None,
+    ) -> Tensor:
+        return self._model.forward(uploaded, self._pool, self._future.tokens, adapted, late)
 
 
 def _to_host(tokens: Tensor) -> Tensor:

@@ -4,13 +4,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from common.config import SpeculationConfig
-from common.engine.models.spec import ModelSpec
 from common.engine.speculate.drafter import Drafter
 from common.engine.speculate.head import HeadDrafter
 from common.engine.speculate.ngram import NgramDrafter
 from common.engine.speculate.policy import AllDrafts, DraftPolicy, PayingDrafts
 from common.engine.speculate.predictions import Predictions
-from common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,12 +29,3 @@ class Speculator:
         policy = PayingDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
         drafter = HeadDrafter() if config.has_layer else NgramDrafter(config.min_match)
         return cls(drafter, policy, most, Predictions(config.min_match))
-
-
-def check_speculation(config: SpeculationConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError for a model whose state has taken in what is rejected afterwards."""
-    if config.drafter != "none" and any(layer.cells for layer in spec.layers):
-        raise ConfigError(
-            f"engine.speculation.drafter: {config.drafter} is not for {spec.architecture}: some of "
-            "its layers have a state in place of KV, and a wrong guess would stay in it"
-        )

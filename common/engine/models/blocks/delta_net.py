@@ -16,6 +16,7 @@ from common.engine.models.linear import Linear
 from kernels.linear_attention.causal_conv import causal_conv
 from kernels.linear_attention.delta_rule import Gates, delta_rule
 from kernels.linear_attention.gated_norm import gated_rms_norm
+from kernels.linear_attention.state_cells import StateRows
 
 
 class Projected(NamedTuple):
@@ -111,13 +112,22 @@ class DeltaNetBlock:
     output: Linear
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
-        spec, rows = self.spec, step.shared.get("states", lambda: step.batch.states)
+        rows = step.shared.get("states", lambda: step.batch.states)
         x = step.product(self.projection, x)
-        z, b, a = spec.projection.split(spec, x)
-        x = causal_conv(x, self.columns, self.convolution, kept.cells["conv"], rows)
-        x = delta_rule(x, Gates(a, b, self.a_log, self.dt_bias), kept.cells["delta"], rows)
-        x = gated_rms_norm(x, z, self.norm.weight, self.norm.eps)
+        if step.late is not None:
+            drafted = x[: len(x) - rows.num_decodes]
+            step.late.add(lambda rows: self._pass(drafted, rows, kept))
+        gate = self.spec.projection.split(self.spec, x).z
+        x = self._pass(x, rows, kept)
+        x = gated_rms_norm(x, gate, self.norm.weight, self.norm.eps)
         return step.product(self.output, x)
+
+    def _pass(self, projected: Tensor, rows: StateRows, kept: Kept) -> Tensor:
+        """Through the tokens, [num_tokens, value_heads, value_dim]."""
+        _, b, a = self.spec.projection.split(self.spec, projected)
+        cells = kept.cells
+        x = causal_conv(projected, self.columns, self.convolution, cells["conv"], rows)
+        return delta_rule(x, Gates(a, b, self.a_log, self.dt_bias), cells["delta"], rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from common.engine.memory.states import State
+from common.engine.models.blocks.late_states import LateStates
 from common.engine.models.blocks.source import Source
 from common.engine.models.linear import Linear
 from common.engine.rows.forward import ForwardBatch
@@ -58,10 +59,12 @@ class Adapted(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One forward. adapted: None where no row has an adapter; shared: among all its layers."""
+    """One forward. adapted: None where no row has an adapter; late: what layers add to where rows
+    have drafts, else None; shared: among all its layers."""
 
     batch: ForwardBatch
     adapted: Adapted | None = None
+    late: LateStates | None = None
     shared: Shared = field(default_factory=Shared)
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from common.engine.memory.kv import KVPool
+from common.engine.models.blocks.late_states import LateStates
 from common.engine.models.blocks.protocol import Adapted
 from common.engine.models.borrowed.attention import CurrentStep
 from common.engine.models.borrowed.skeleton import decoder_of
@@ -59,12 +60,14 @@ class BorrowedModel:
         pool: KVPool,
         future_tokens: Tensor,
         adapted: Adapted | None = None,
+        late: LateStates | None = None,
     ) -> Tensor:
         """Computes a step and writes K and V of its tokens into their pages.
 
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
             adapted: None: it has no products that adapters may add to.
+            late: nothing is added: its layers keep no states.
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """

@@ -1,0 +1,186 @@
+"""Drafts on a model that keeps states in some of its layers: answers are those without, so no state
+has taken in what was wrong, wherever it goes."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.engine.rows.request import FinishReason
+from common.engine.speculate.ngram import NgramDrafter
+from common.engine.speculate.policy import AllDrafts
+from common.engine.speculate.speculator import Speculator
+from tests.pair.conftest import Known
+from tests.support.drafters import KINDS, recall, speculator
+from tests.support.pair_node import Asked, Size
+from tests.support.pair_rig import PairRig
+
+NUM_TOKENS = 30
+NUM_PAGES = 160
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
+REPEATING = Speculator(NgramDrafter(1), AllDrafts(5), 5)
+
+
+@pytest.fixture(scope="module")
+def known(model) -> Known:
+    return model("qwen3_next")
+
+
+def _prompts(known: Known) -> list[list[int]]:
+    """Of lengths around a page's edge."""
+    source = random.Random(5)
+    lengths = (3, 16, 33, 40)
+    return [[source.randrange(known.vocabulary_size) for _ in range(n)] for n in lengths]
+
+
+def _greedy(known: Known, prompts: list[list[int]]) -> list[list[int]]:
+    return [known.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+
+
+def _size(kind: str, known: Known, texts: list[list[int]], **fields: Any) -> Size:
+    guessed = speculator(kind, recall(texts), known.vocabulary_size, 4)
+    return Size(**{"num_pages": NUM_PAGES, "num_slots": 32, "speculator": guessed, **fields})
+
+
+def _drafts(rig: PairRig, node: int = 0) -> tuple[int, int]:
+    decode = rig.decode[node]
+    return decode.count("draft_tokens/accepted"), decode.count("draft_tokens/rejected")
+
+
+@pytest.mark.parametrize(
+    "kind, overlap",
+    [
+        *((kind, True) for kind in KINDS),
+        pytest.param("random", False, marks=pytest.mark.long),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overlap: bool) -> None:
+    """Seen failing with the state behind all drafts, and with the one before them."""
+    prompts = _prompts(known)
+    answers = _greedy(known, prompts)
+    size = _size(kind, known, [p + a for p, a in zip(prompts, answers, strict=True)])
+    room = Size(num_pages=NUM_PAGES)
+    with PairRig(known.loaded, prefill=[room], decode=[size], overlap=overlap) as rig:
+        asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
+        rig.run()
+        assert [one.tokens for one in asked] == answers
+        accepted, rejected = _drafts(rig)
+        assert accepted + rejected > 0
+        assert (accepted > 0) == (kind != "wrong")
+        assert (rejected > 0) == (kind != "right")
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, Any]) -> None:
+    """Of few tokens, which repeat themselves."""
+    told: dict[bool, list[list[int]]] = {}
+    room = Size(num_pages=NUM_PAGES, num_slots=32)
+    for guesses in (False, True):
+        size = replace(room, speculator=REPEATING) if guesses else room
+        with PairRig(known.loaded, prefill=[room], decode=[size]) as rig:
+            few = {"allowed_token_ids": (5, 6, 7), **sampling}
+            asked = [rig.ask(prompt, NUM_TOKENS, **few) for prompt in _prompts(known)]
+            rig.run()
+            told[guesses] = [one.tokens for one in asked]
+            assert not guesses or min(_drafts(rig)) > 0
+    assert told[True] == told[False]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_of_qwen3_5_too(model, architecture: str) -> None:
+    known = model(architecture)
+    prompts = _prompts(known)[2:]
+    answers = _greedy(known, prompts)
+    texts = [p + a for p, a in zip(prompts, answers, strict=True)]
+    room = Size(num_pages=NUM_PAGES)
+    with PairRig(known.loaded, prefill=[room], decode=[_size("random", known, texts)]) as rig:
+        asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
+        rig.run()
+        assert [one.tokens for one in asked] == answers
+        assert min(_drafts(rig)) > 0
+
+
+def _answers(known: Known, size: Size) -> tuple[list[Asked], int]:
+    """Sampled ones, and such as have no drafts, in one batch; and how many drafts stood."""
+    ways = [SAMPLED, {**SAMPLED, "min_p": 0.02, "seed": 8}, {"frequency_penalty": 0.6, **SAMPLED}]
+    room = Size(num_pages=NUM_PAGES)
+    with PairRig(known.loaded, prefill=[room], decode=[size]) as rig:
+        asked = [rig.ask(p, NUM_TOKENS, **way) for p in _prompts(known)[2:] for way in ways]
+        rig.run()
+        return asked, _drafts(rig)[0] if size.speculator else 0
+
+
+def test_sampled_tokens_are_the_same_beside_rows_without_drafts(known: Known) -> None:
+    plain, _ = _answers(known, Size(num_pages=NUM_PAGES, num_slots=32))
+    texts = [[*one.prompt, *one.tokens] for one in plain]
+    for kind in KINDS:
+        told, accepted = _answers(known, _size(kind, known, texts))
+        assert [one.tokens for one in told] == [one.tokens for one in plain], kind
+        assert (accepted > 0) == (kind != "wrong")
+
+
+@pytest.mark.parametrize("host_pages", [NUM_PAGES, 0])
+def test_who_leaves_the_device_among_drafts_takes_the_right_state_along(
+    known: Known, host_pages: int
+) -> None:
+    prompts = [[first] * 12 for first in range(1, 6)]
+    answers = _greedy(known, prompts)
+    texts = [p + a for p, a in zip(prompts, answers, strict=True)]
+    tables = known.tables(16)
+    num_pages = 5 * tables.pages_for(20)  # all may begin
+    size = _size("random", known, texts, num_pages=num_pages, host_pages=host_pages)
+    room = Size(num_pages=NUM_PAGES)
+    with PairRig(known.loaded, prefill=[room], decode=[size], scheduler=BOLD) as rig:
+        asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
+        rig.run()
+        assert [one.tokens for one in asked] == answers
+        assert rig.decode[0].count("retractions") > 0
+        assert min(_drafts(rig)) > 0
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_request_moves_among_drafts_with_its_state(
+    known: Known, sampling: dict[str, Any]
+) -> None:
+    prompt, room = tuple(range(5, 45)), Size(num_pages=NUM_PAGES)
+    with PairRig(known.loaded, prefill=[room], decode=[room]) as rig:
+        undisturbed = rig.ask(prompt, 60, **{"seed": 1, **sampling})
+        rig.run()
+    texts = [[*prompt, *undisturbed.tokens]]
+    sizes = [_size("random", known, texts, num_slots=8) for _ in range(2)]
+    with PairRig(known.loaded, prefill=[room], decode=sizes, moves=True) as rig:
+        asked = rig.ask(prompt, 60, **{"seed": 1, **sampling})
+        rig.until(lambda: len(asked.tokens) >= 4, "it generates")
+        num_known = len(asked.tokens)
+        successor = rig.move(asked, 0, 1)
+        rig.until_granted(0)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert asked.tokens[:num_known] + successor.tokens == undisturbed.tokens
+        assert rig.decode[1].count("prompt_tokens") == 0
+        assert min(_drafts(rig, 0)) + min(_drafts(rig, 1)) > 0
+
+
+def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts_and_goes_on_from_states(
+    known: Known,
+) -> None:
+    """A second turn begins where the first one's prompt has left a state."""
+    prompts = _prompts(known)
+    answers = _greedy(known, prompts)
+    texts = [p + a for p, a in zip(prompts, answers, strict=True)]
+    size = _size("random", known, texts)
+    chunks = {"chunk_tokens": 16, "mixed_chunk": True}
+    with PairRig(known.loaded, prefill=(), decode=[size], scheduler=chunks) as rig:
+        first = rig.ask(prompts[0], NUM_TOKENS)
+        rig.until(lambda: len(first.tokens) > 4, "it generates")
+        others = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts[1:]]
+        rig.run()
+        assert [one.tokens for one in (first, *others)] == answers
+        assert min(_drafts(rig)) > 0
+        turn = [*texts[2], 9, 8, 7]
+        second = rig.ask(turn, 8)
+        rig.run()
+        assert second.cached_tokens == (len(prompts[2]) - 1) // 16 * 16
+        assert second.tokens == known.greedy(turn, 8)
