@@ -4,6 +4,7 @@ same vectors, however the tokens before were computed."""
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
 from kernels.sampling.generator import gumbel_noise
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.draft_heads import TENSORS, make_eagle, make_eagle3, make_mtp
+from tests.support.draft_heads import TENSORS, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.steps import Steps
 
 CPU = torch.device("cpu")
@@ -83,6 +84,22 @@ def _mtp(root: Path) -> Guessing:
     of_layer = {each: t for each, t in tensors.items() if not any(part in each for part in own)}
     layer = _layer(model, of_layer, name)
     behind = _behind(reference_model(model), layer, joined, lambda x: normed(x, "shared_head.norm"))
+    return Guessing(model, SpeculationConfig(drafter="mtp"), behind)
+
+
+def _hybrid(root: Path, architecture: str) -> Guessing:
+    model = make_hybrid_mtp(make_checkpoint(root / "model", architecture))
+    tensors = load_file(model / TENSORS)
+
+    def normed(x: Tensor, norm: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + tensors[f"mtp.{norm}.weight"], 1e-6)
+
+    def joined(vectors: Tensor, embeddings: Tensor) -> Tensor:
+        parts = normed(embeddings, "pre_fc_norm_embedding"), normed(vectors, "pre_fc_norm_hidden")
+        return F.linear(torch.cat(parts, dim=-1), tensors["mtp.fc.weight"])
+
+    layer, reference = _layer(model, tensors, "mtp.layers.0."), reference_model(model)
+    behind = _behind(reference, layer, joined, lambda x: x, lambda x: normed(x, "norm"))
     return Guessing(model, SpeculationConfig(drafter="mtp"), behind)
 
 
@@ -159,8 +176,13 @@ def _behind(
     layer: torch.nn.Module,
     joined: Callable[[Tensor, Tensor], Tensor],
     for_head: Callable[[Tensor], Tensor],
+    recurring: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Callable[[list[int], Draw], list[int]]:
-    """The plainest loop there is: all vectors of the text and of its drafts, anew for each."""
+    """The plainest loop there is: all vectors of the text and of its drafts, anew for each.
+
+    Args:
+        recurring: of what the layer has made, that with which it goes on.
+    """
 
     @torch.no_grad()
     def behind(text: list[int], draw: Draw) -> list[int]:
@@ -180,6 +202,7 @@ def _behind(
                 position_ids=places,
                 position_embeddings=layer.rotary(x[None], places),
             )[0]
+            out = recurring(out)
             vectors = torch.cat((vectors, out[-1:]))
             logits = model.get_output_embeddings()(for_head(out[-1]))
             drafts.append(draw(logits, len(text) + len(drafts)))
@@ -188,7 +211,17 @@ def _behind(
     return behind
 
 
-@pytest.fixture(scope="module", params=[_eagle, _mtp, _eagle3], ids=["eagle", "mtp", "eagle3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        _eagle,
+        _mtp,
+        _eagle3,
+        partial(_hybrid, architecture="qwen3_next"),
+        pytest.param(partial(_hybrid, architecture="qwen3_5_text"), marks=pytest.mark.long),
+    ],
+    ids=["eagle", "mtp", "eagle3", "qwen3_next", "qwen3_5"],
+)
 def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Guessing:
     return request.param(tmp_path_factory.mktemp("guessing"))
 
@@ -219,9 +252,12 @@ def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: boo
     slots = [steps.add(*one) for one in zip(prompts, samplings, strict=True)]
     for slot, chunk in zip(slots[:3], (1, 40, 13), strict=True):
         steps.prefill(slot, chunk=chunk)
-    pages = steps.table.page_table
-    pages[slots[3], :, :2] = pages[slots[1], :, :2]
-    steps.prefill(slots[3], start=32)
+    if steps.table.tables.state_pages:  # what stands in these pages is of no use without a state
+        steps.prefill(slots[3])
+    else:
+        pages = steps.table.page_table
+        pages[slots[3], :, :2] = pages[slots[1], :, :2]
+        steps.prefill(slots[3], start=32)
     for _ in range(4):
         rows = []
         for slot in slots:
@@ -278,6 +314,9 @@ def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
     mtp = SpeculationConfig(drafter="mtp")
     with pytest.raises(ConfigError, match="mtp wants a layer"):
         open_checkpoint(llama, "native", mtp)
+    without = make_checkpoint(tmp_path / "without", "qwen3_next")
+    with pytest.raises(ConfigError, match=f"mtp wants a layer.*{without} has none"):
+        open_checkpoint(without, "native", mtp)
     with pytest.raises(ConfigError, match="mtp is for models that are computed natively"):
         open_checkpoint(llama, "transformers", mtp)
     with pytest.raises(ConfigError, match="no such directory"):

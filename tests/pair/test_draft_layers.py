@@ -25,6 +25,7 @@ from tests.support.draft_heads import (
     make_eagle3,
     make_followed,
     make_follower,
+    make_hybrid_mtp,
     make_knower,
     make_mtp,
 )
@@ -36,6 +37,7 @@ BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 CPU = torch.device("cpu")
 LONG = pytest.mark.long
+ROOM = Size(num_pages=256, num_slots=32)
 
 
 def _loaded(directory: Path, **drafter: Any) -> Loaded:
@@ -81,7 +83,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     return Followed(loaded, after)
 
 
-@pytest.fixture(scope="module", params=["eagle", "mtp", "eagle3"])
+@pytest.fixture(scope="module", params=["eagle", "mtp", "eagle3", "hybrid"])
 def guessed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Loaded, Loaded]]:
@@ -89,6 +91,10 @@ def guessed(
     root = tmp_path_factory.mktemp(request.param)
     if request.param == "mtp":
         model = make_mtp(make_checkpoint(root / "model", "deepseek_v3"))
+        yield _loaded(model), _loaded(model, drafter="mtp")
+        return
+    if request.param == "hybrid":
+        model = make_hybrid_mtp(make_checkpoint(root / "model", "qwen3_next"))
         yield _loaded(model), _loaded(model, drafter="mtp")
         return
     model = make_checkpoint(root / "model", "llama", num_hidden_layers=5)
@@ -179,7 +185,7 @@ def test_a_request_that_moves_takes_it_along(followed: Followed) -> None:
 
 def _answers(loaded: Loaded, size: Size, ways: list[dict[str, Any]]) -> list[Asked]:
     prompts = _prompts(256)
-    with PairRig(loaded, decode=[size]) as rig:
+    with PairRig(loaded, prefill=[ROOM], decode=[size]) as rig:
         asked = [rig.ask(p, NUM_TOKENS, **way) for p in prompts for way in ways]
         rig.run()
         if size.speculator is not None:
@@ -190,8 +196,8 @@ def _answers(loaded: Loaded, size: Size, ways: list[dict[str, Any]]) -> list[Ask
 def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loaded]) -> None:
     """Greedy and sampled ones, and those that forbid drafts, in one batch."""
     ways = [{}, SAMPLED, {"frequency_penalty": 0.6, **SAMPLED, "seed": 8}]
-    plain = _answers(guessed[0], Size(num_slots=32), ways)
-    told = _answers(guessed[1], _size(), ways)
+    plain = _answers(guessed[0], ROOM, ways)
+    told = _answers(guessed[1], _size(num_pages=ROOM.num_pages), ways)
     assert [one.tokens for one in told] == [one.tokens for one in plain]
 
 

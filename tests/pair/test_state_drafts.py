@@ -6,20 +6,30 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from common.config import SpeculationConfig
+from common.engine.memory.layout import KVLayout
+from common.engine.models import load
 from common.engine.rows.request import FinishReason
+from common.engine.speculate.head import HeadDrafter
 from common.engine.speculate.ngram import NgramDrafter
 from common.engine.speculate.policy import AllDrafts
 from common.engine.speculate.speculator import Speculator
 from tests.pair.conftest import Known
-from tests.support.drafters import KINDS, recall, speculator
-from tests.support.pair_node import Asked, Size
+from tests.support.draft_heads import make_followed_hybrid
+from tests.support.drafters import recall, speculator
+from tests.support.pair_node import Asked, Loaded, Size
 from tests.support.pair_rig import PairRig
 
 NUM_TOKENS = 30
 NUM_PAGES = 160
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
+CPU = torch.device("cpu")
+MTP = SpeculationConfig(drafter="mtp")
+LONG = pytest.mark.long
+WAYS = [pytest.param({}, id="greedy", marks=LONG), pytest.param(SAMPLED, id="sampled")]
 REPEATING = Speculator(NgramDrafter(1), AllDrafts(5), 5)
 
 
@@ -52,8 +62,9 @@ def _drafts(rig: PairRig, node: int = 0) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "kind, overlap",
     [
-        *((kind, True) for kind in KINDS),
-        pytest.param("random", False, marks=pytest.mark.long),
+        ("random", True),
+        *(pytest.param(kind, True, marks=LONG) for kind in ("right", "wrong")),
+        pytest.param("random", False, marks=LONG),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overlap: bool) -> None:
@@ -72,7 +83,7 @@ def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overla
         assert (rejected > 0) == (kind != "right")
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", WAYS)
 def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, Any]) -> None:
     """Of few tokens, which repeat themselves."""
     told: dict[bool, list[list[int]]] = {}
@@ -88,7 +99,9 @@ def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, 
     assert told[True] == told[False]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=LONG)]
+)
 def test_of_qwen3_5_too(model, architecture: str) -> None:
     known = model(architecture)
     prompts = _prompts(known)[2:]
@@ -112,16 +125,18 @@ def _answers(known: Known, size: Size) -> tuple[list[Asked], int]:
         return asked, _drafts(rig)[0] if size.speculator else 0
 
 
-def test_sampled_tokens_are_the_same_beside_rows_without_drafts(known: Known) -> None:
+@pytest.mark.parametrize(
+    "kind", ["random", *(pytest.param(kind, marks=LONG) for kind in ("right", "wrong"))]
+)
+def test_sampled_tokens_are_the_same_beside_rows_without_drafts(known: Known, kind: str) -> None:
     plain, _ = _answers(known, Size(num_pages=NUM_PAGES, num_slots=32))
     texts = [[*one.prompt, *one.tokens] for one in plain]
-    for kind in KINDS:
-        told, accepted = _answers(known, _size(kind, known, texts))
-        assert [one.tokens for one in told] == [one.tokens for one in plain], kind
-        assert (accepted > 0) == (kind != "wrong")
+    told, accepted = _answers(known, _size(kind, known, texts))
+    assert [one.tokens for one in told] == [one.tokens for one in plain]
+    assert (accepted > 0) == (kind != "wrong")
 
 
-@pytest.mark.parametrize("host_pages", [NUM_PAGES, 0])
+@pytest.mark.parametrize("host_pages", [NUM_PAGES, pytest.param(0, marks=LONG)])
 def test_who_leaves_the_device_among_drafts_takes_the_right_state_along(
     known: Known, host_pages: int
 ) -> None:
@@ -140,7 +155,7 @@ def test_who_leaves_the_device_among_drafts_takes_the_right_state_along(
         assert min(_drafts(rig)) > 0
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", WAYS)
 def test_a_request_moves_among_drafts_with_its_state(
     known: Known, sampling: dict[str, Any]
 ) -> None:
@@ -184,3 +199,54 @@ def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts_and_goes_on_fr
         rig.run()
         assert second.cached_tokens == (len(prompts[2]) - 1) // 16 * 16
         assert second.tokens == known.greedy(turn, 8)
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A hybrid whose layer for drafts is right, if it is given the right vectors."""
+    directory = make_followed_hybrid(tmp_path_factory.mktemp("followed"))
+    return Loaded(directory, load(directory, CPU, torch.float32, speculation=MTP))
+
+
+def _followed(loaded: Loaded, prompt: list[int], count: int) -> list[int]:
+    weight, told = loaded.model.logits(torch.eye(loaded.model.spec.hidden_size)), [prompt[-1]]
+    for _ in range(count):
+        told.append(int(weight[told[-1]].argmax()))
+    return told[1:]
+
+
+def _guessing(num_pages: int = NUM_PAGES) -> Size:
+    drafts = Speculator(HeadDrafter(), AllDrafts(3), 3)
+    return Size(num_pages=num_pages, num_slots=32, speculator=drafts)
+
+
+def test_a_layer_that_is_right_is_right_behind_prompts_of_another_node_and_off_the_device(
+    followed: Loaded,
+) -> None:
+    spec = followed.model.spec
+    tables = KVLayout.of(spec.layers, 16, torch.float32, draft=spec.draft).tables
+    prompts = [[first, *range(first)] for first in (9, 12, 14, 15)]
+    room, small = Size(num_pages=NUM_PAGES), _guessing(len(prompts) * tables.pages_for(16))
+    with PairRig(followed, prefill=[room], decode=[small], scheduler=BOLD) as rig:
+        asked = [rig.ask(prompt, 60) for prompt in prompts]
+        rig.run()
+        for prompt, one in zip(prompts, asked, strict=True):
+            assert one.tokens == _followed(followed, prompt, 60)
+        assert rig.decode[0].count("retractions") > 0
+        accepted, rejected = _drafts(rig)
+        assert accepted > 0 and rejected == 0
+
+
+def test_a_layer_that_is_right_is_right_after_a_move(followed: Loaded) -> None:
+    prompt, room = [7, *range(35)], Size(num_pages=NUM_PAGES)
+    with PairRig(followed, prefill=[room], decode=[_guessing(), _guessing()], moves=True) as rig:
+        asked = rig.ask(prompt, 60)
+        rig.until(lambda: len(asked.tokens) >= 4, "it generates")
+        num_known = len(asked.tokens)
+        successor = rig.move(asked, 0, 1)
+        rig.until_granted(0)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert asked.tokens[:num_known] + successor.tokens == _followed(followed, prompt, 60)
+        assert _drafts(rig)[1] == _drafts(rig, 1)[1] == 0
+        assert _drafts(rig, 1)[0] > 0

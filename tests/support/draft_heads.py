@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support.checkpoints import make_checkpoint
 
 TENSORS = "model.safetensors"
+_TO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 FOLLOWED_SIZE = 320  # hidden numbers of a model of `make_followed`, as many as it has tokens
 
 
@@ -87,18 +88,9 @@ def make_mtp(model: Path, *, seed: int = 0) -> Path:
     config = json.loads((model / "config.json").read_text())
     hidden, number = config["hidden_size"], config["num_hidden_layers"]
     tensors = load_file(model / TENSORS)
-    last, mine = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    mine = f"model.layers.{number}."
     random = torch.Generator().manual_seed(seed)
-
-    def shaken(tensor: Tensor) -> Tensor:
-        noise = torch.randn(tensor.shape, generator=random)
-        return tensor + noise * tensor.std() if tensor.numel() > 1 else tensor
-
-    own = {
-        name.replace(last, mine): shaken(tensor)
-        for name, tensor in tensors.items()
-        if name.startswith(last)
-    }
+    own = _shaken(tensors, f"model.layers.{number - 1}.", mine, random)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         own[f"{mine}{norm}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=random)
     join = torch.randn(hidden, 2 * hidden, generator=random)
@@ -110,17 +102,48 @@ def make_mtp(model: Path, *, seed: int = 0) -> Path:
     return model
 
 
-def make_followed(directory: Path) -> Path:
-    """Writes a Llama whose next token is a permutation of the newest one, whatever stands before
+def make_hybrid_mtp(model: Path, *, seed: int = 0) -> Path:
+    """The same for a Qwen3-Next or Qwen3.5, whose last layer is one of attention."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, last = config["hidden_size"], config["num_hidden_layers"] - 1
+    tensors = load_file(model / TENSORS)
+    random = torch.Generator().manual_seed(seed)
+    own = _shaken(tensors, f"model.layers.{last}.", "mtp.layers.0.", random)
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        own[f"mtp.{norm}.weight"] = 0.1 * torch.randn(hidden, generator=random)
+    join = torch.randn(hidden, 2 * hidden, generator=random)
+    own["mtp.fc.weight"] = join * 1.5 * (2 * hidden) ** -0.5
+    save_file(tensors | own, model / TENSORS, {"format": "pt"})
+    return model
+
+
+def _shaken(
+    tensors: dict[str, Tensor], prefix: str, renamed: str, random: torch.Generator
+) -> dict[str, Tensor]:
+    """Random tensors like those of that prefix, under another one."""
+
+    def shaken(tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=random)
+        return tensor + noise * tensor.std() if tensor.numel() > 1 else tensor
+
+    return {
+        name.replace(prefix, renamed): shaken(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def make_followed(directory: Path, architecture: str = "llama") -> Path:
+    """Writes a model whose next token is a permutation of the newest one, whatever stands before
     it: its vectors are the tokens' own. Returns `directory`."""
     size = FOLLOWED_SIZE
-    make_checkpoint(directory, "llama", hidden_size=size, num_attention_heads=4, head_dim=80)
+    make_checkpoint(directory, architecture, hidden_size=size, num_attention_heads=4, head_dim=80)
     tensors = load_file(directory / TENSORS)
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(_TO_RESIDUAL):
             tensor.zero_()
         elif name.endswith("norm.weight"):
-            tensor.fill_(1)
+            tensor.fill_(architecture == "llama")  # others store what they differ from 1
     tensors["model.embed_tokens.weight"] = torch.eye(size)
     tensors["lm_head.weight"] = _permutation()
     save_file(tensors, directory / TENSORS, {"format": "pt"})
@@ -149,6 +172,22 @@ def make_knower(directory: Path, model: Path) -> Path:
     normed = torch.eye(size) * (1 / size + epsilon) ** -0.5
     tensors["fc.weight"] = torch.cat((normed, torch.zeros(size, size)), dim=1)
     save_file(tensors, directory / TENSORS)
+    return directory
+
+
+def make_followed_hybrid(directory: Path) -> Path:
+    """Writes a Qwen3-Next like the model of `make_followed`, with the layer for drafts that is
+    right for it, like that of `make_follower`; returns `directory`."""
+    make_hybrid_mtp(make_followed(directory, "qwen3_next"))
+    tensors = load_file(directory / TENSORS)
+    for name, tensor in tensors.items():
+        if name.startswith("mtp.") and name.endswith((*_TO_RESIDUAL, "norm.weight")):
+            tensor.zero_()
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{norm}.weight"].zero_()
+    size = FOLLOWED_SIZE
+    tensors["mtp.fc.weight"] = torch.cat((torch.zeros(size, size), _permutation()), dim=1)
+    save_file(tensors, directory / TENSORS, {"format": "pt"})
     return directory
 
 

@@ -16,6 +16,7 @@ from common.engine.models.drafting import (
     DraftLayerSpec,
     DraftSpec,
     Eagle3Spec,
+    InnerNorms,
 )
 from common.engine.models.families import common
 from common.engine.models.fields import Fields
@@ -114,7 +115,7 @@ def _first(config: Fields, checkpoint: Checkpoint) -> DraftSpec:
         layer_prefix="layers.0.",
         join=_JOIN,
         join_bias=f"{_JOIN}.bias" in checkpoint.tensors,
-        inner_norms=False,
+        inner_norms=InnerNorms(),
         input_norm=False,
     )
 

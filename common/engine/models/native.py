@@ -1,7 +1,7 @@
 """A checkpoint whose family has blocks here, before it is loaded."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +43,8 @@ class NativeCheckpoint:
         """
         self._directory = directory
         self._sight = Sight.of(directory)
-        decoder = as_stored(read_decoder(directory), stored_names(directory))
+        names = stored_names(directory)
+        decoder = as_stored(read_decoder(directory), names)
         side = 0 if self._sight is None else self._sight.files.token_side
         decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
         if speculation.has_layer and self._sight is not None:
@@ -58,7 +59,7 @@ class NativeCheckpoint:
             draft = self._eagle.spec.keeps(decoder.model.hidden_size)
             decoder = replace(decoder, model=replace(decoder.model, draft=draft))
         elif speculation.drafter == "mtp":
-            decoder = decoder.drafting(_offered(decoder, directory))
+            decoder = decoder.drafting(_offered(decoder, names, directory))
         self._decoder = decoder
 
     @property
@@ -119,10 +120,16 @@ class NativeCheckpoint:
         return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()
 
 
-def _offered(decoder: DecoderSpec, directory: Path) -> DraftLayerSpec:
-    if decoder.offered is None:
+def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:
+    """
+    Args:
+        names: of the stored tensors, if they are there.
+    """
+    offered = decoder.offered
+    if offered is None or (names and not any(name.startswith(offered.prefix) for name in names)):
         raise ConfigError(
             f"engine.speculation.drafter: mtp wants a layer for drafts in the checkpoint (of "
-            f"deepseek_v3, with num_nextn_predict_layers), and {directory} has none"
+            f"deepseek_v3, with num_nextn_predict_layers, qwen3_next or qwen3_5), and {directory} "
+            "has none"
         )
-    return decoder.offered
+    return offered

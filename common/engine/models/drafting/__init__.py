@@ -1,9 +1,9 @@
 """Layers that guess tokens ahead of a model, from its own hidden vectors: what they are made of,
 and how they are run over its pages."""
 
-from common.engine.models.drafting.block import DraftSpec
+from common.engine.models.drafting.block import DraftSpec, InnerNorms
 from common.engine.models.drafting.eagle3 import Eagle3Spec
 from common.engine.models.drafting.head import DraftHead
 from common.engine.models.drafting.protocol import DraftLayer, DraftLayerSpec
 
-__all__ = ["DraftHead", "DraftLayer", "DraftLayerSpec", "DraftSpec", "Eagle3Spec"]
+__all__ = ["DraftHead", "DraftLayer", "DraftLayerSpec", "DraftSpec", "Eagle3Spec", "InnerNorms"]

@@ -25,12 +25,24 @@ from common.engine.models.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
+class InnerNorms:
+    """Names of those of a token and of the vector before it, before they are joined, and of what
+    the layer makes of them, before the model's head. None: there is none.
+
+    recurring: the layer goes on with what it has made as the head sees it, not as it was before.
+    """
+
+    token: str | None = None
+    vector: str | None = None
+    head: str | None = None
+    recurring: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSpec:
     """
     prefix: of the names of its tensors; layer_prefix: of those of the decoder layer, behind it.
     join: the module that makes one vector of two; join_bias: it has one.
-    inner_norms: of both vectors before they are joined, and of what the layer makes of them before
-        the model's head.
     input_norm: the decoder layer begins with one.
     """
 
@@ -41,7 +53,7 @@ class DraftSpec:
     layer_prefix: str
     join: str
     join_bias: bool
-    inner_norms: bool
+    inner_norms: InnerNorms
     input_norm: bool
 
     def keeps(self, hidden_size: int) -> DraftState:
@@ -49,20 +61,22 @@ class DraftSpec:
 
     def build(self, site: Site) -> "DraftBlock":
         hidden, here = site.hidden_size, site.within(self.prefix)
-        layer = here.within(self.layer_prefix)
+        layer, inner = here.within(self.layer_prefix), self.inner_norms
 
-        def norm(at: Site, name: str, wanted: bool) -> RmsNorm | None:
-            return self.norm.build(at.source, name, hidden) if wanted else None
+        def norm(at: Site, name: str | None) -> RmsNorm | None:
+            return None if name is None else self.norm.build(at.source, name, hidden)
 
+        last = norm(here, inner.head)
         block = DraftBlock(
-            token_norm=norm(here, "enorm", self.inner_norms),
-            vector_norm=norm(here, "hnorm", self.inner_norms),
+            token_norm=norm(here, inner.token),
+            vector_norm=norm(here, inner.vector),
             join=here.source.linear({self.join: hidden}, 2 * hidden, bias=self.join_bias),
-            mixer_norm=norm(layer, "input_layernorm", self.input_norm),
+            mixer_norm=norm(layer, "input_layernorm" if self.input_norm else None),
             mixer=self.mixer.build(layer),
             ffn_norm=self.norm.build(layer.source, "post_attention_layernorm", hidden),
             ffn=self.ffn.build(layer),
-            head_norm=norm(here, "shared_head.norm", self.inner_norms),
+            norm=last if inner.recurring else None,
+            head_norm=None if inner.recurring else last,
         )
         site.source.tidy()
         return block
@@ -70,7 +84,10 @@ class DraftSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftBlock:
-    """See DraftLayer."""
+    """See DraftLayer.
+
+    norm: of its vectors; head_norm: of these once more, for the model's head alone.
+    """
 
     token_norm: RmsNorm | None
     vector_norm: RmsNorm | None
@@ -79,6 +96,7 @@ class DraftBlock:
     mixer: KeepingMixer
     ffn_norm: RmsNorm
     ffn: Ffn
+    norm: RmsNorm | None
     head_norm: RmsNorm | None
 
     @property
@@ -98,7 +116,7 @@ class DraftBlock:
         x = self._joined(vectors, embeddings, step)
         mixed = self.mixer.forward(_normed(x, self.mixer_norm), step, kept)
         normed, residual = self.ffn_norm.forward(mixed, x)
-        return residual + self.ffn.forward(normed, step)
+        return _normed(residual + self.ffn.forward(normed, step), self.norm)
 
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
         return logits(_normed(vectors, self.head_norm))

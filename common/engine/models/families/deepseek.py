@@ -7,13 +7,14 @@ from common.engine.models.blocks.latent import LatentAttention
 from common.engine.models.blocks.layer import LayerSpec
 from common.engine.models.blocks.norm import Norm
 from common.engine.models.decoder import DecoderSpec
-from common.engine.models.drafting import DraftSpec
+from common.engine.models.drafting import DraftSpec, InnerNorms
 from common.engine.models.families import common, moe
 from common.engine.models.fields import Fields
 from common.engine.models.rope import parse_rope, score_scale
 
 _ROTATED = "qk_rope_head_dim"
 _LATENT_NORM = Norm(1e-6)  # whatever the configuration says of the others
+_INNER_NORMS = InnerNorms("enorm", "hnorm", "shared_head.norm", recurring=False)
 
 
 def deepseek_v2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
@@ -42,7 +43,7 @@ def _first_behind(spec: DecoderSpec, experts: Experts, mixer: LatentAttention) -
         layer_prefix="",
         join="eh_proj",
         join_bias=False,
-        inner_norms=True,
+        inner_norms=_INNER_NORMS,
         input_norm=True,
     )
 

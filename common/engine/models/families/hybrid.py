@@ -7,16 +7,38 @@ from dataclasses import replace
 from common.engine.models.blocks.attention import Attention
 from common.engine.models.blocks.delta_net import DeltaNet, Projection
 from common.engine.models.blocks.norm import Norm
+from common.engine.models.blocks.protocol import FfnSpec
 from common.engine.models.decoder import DecoderSpec
+from common.engine.models.drafting import DraftSpec, InnerNorms
 from common.engine.models.families import common
 from common.engine.models.fields import Fields
 
 _KINDS = ("linear_attention", "full_attention")
+_DRAFTS = "mtp."
+_INNER_NORMS = InnerNorms("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", recurring=True)
 
 
-def without_drafts(spec: DecoderSpec) -> DecoderSpec:
-    """Checkpoints have one layer more, which guesses tokens ahead."""
-    return replace(spec, unused=(*spec.unused, "mtp."))
+def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
+    """Checkpoints have one layer more, of attention, which guesses tokens ahead. Embedding and head
+    are the model's.
+
+    Args:
+        ffn: of that layer.
+    """
+    offered = DraftSpec(
+        mixer=_attention(config),
+        ffn=ffn,
+        norm=spec.norm,
+        prefix=_DRAFTS,
+        layer_prefix="layers.0.",
+        join="fc",
+        join_bias=False,
+        inner_norms=_INNER_NORMS,
+        input_norm=True,
+    )
+    own_embedding = config.flag("mtp_use_dedicated_embeddings", False)
+    unused = (*spec.unused, _DRAFTS)
+    return replace(spec, unused=unused, offered=None if own_embedding else offered)
 
 
 def norm(config: Fields) -> Norm:

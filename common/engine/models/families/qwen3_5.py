@@ -13,14 +13,14 @@ from common.engine.models.fields import Fields
 def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     norm, ffn = hybrid.norm(config), common.dense(config)
     layers = [LayerSpec(mixer, ffn, norm) for mixer in hybrid.mixers(config, ByKind())]
-    return hybrid.without_drafts(common.decoder(config, eos_token_ids, layers, norm))
+    return hybrid.with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
 
 
 def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     norm = hybrid.norm(config)
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
     layers = [LayerSpec(mixer, ffn, norm) for mixer in hybrid.mixers(config, ByKind())]
-    return hybrid.without_drafts(common.decoder(config, eos_token_ids, layers, norm))
+    return hybrid.with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
 
 
 def qwen3_5_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:

@@ -9,9 +9,11 @@ from common.engine.models.fields import Fields
 
 def qwen3_next(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     norm = hybrid.norm(config)
-    nets = moe.nets(config, moe.experts(config, shared=moe.shared_expert(config), normalise=True))
+    experts = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
+    nets = moe.nets(config, experts)
     layers = [
         LayerSpec(mixer, ffn, norm)
         for mixer, ffn in zip(hybrid.mixers(config, ByKeyHead()), nets, strict=True)
     ]
-    return hybrid.without_drafts(common.decoder(config, eos_token_ids, layers, norm))
+    decoder = common.decoder(config, eos_token_ids, layers, norm)
+    return hybrid.with_drafts(decoder, config, experts)
