@@ -70,7 +70,6 @@ class WeightLoans:
         self._port = port
         self._tell = tell
         self._worker = ThreadPoolExecutor(1, "weight loans")
-        self._file: tuple[WeightsId, OneFile] | None = None  # of the worker alone
         self._asked: dict[int, Opened] = {}  # by serial, until they are granted
         self._refused: set[int] = set()  # until they are dropped
         self._loans: dict[int, _Loan] = {}
@@ -112,7 +111,7 @@ class WeightLoans:
         pages = self._cache.allocate(num_pages, Holder.PUBLICATION) if num_pages > 0 else None
         if pages is None:
             return self._refuse(serial, "busy: no pages for weights now", retryable=True)
-        filling = self._worker.submit(self._fill, weights, first, pages)
+        filling = self._worker.submit(self._fill, first, pages)
         self._loans[serial] = _Loan(pages, filling)
         filling.add_done_callback(lambda _: self._tell())
 
@@ -150,15 +149,12 @@ class WeightLoans:
         self._refused.add(serial)
         self._port.post(FailHandoff(serial, reason, retryable))
 
-    def _fill(self, weights: WeightsId, first: int, pages: Ints) -> int:
+    def _fill(self, first: int, pages: Ints) -> int:
         """On the worker: pieces from that one on into these pages; returns how many there are."""
-        if self._file is None or self._file[0] != weights:
-            self._file = weights, self._weights.lent()
         page_bytes = self._pool.shape[1]
         buffer = torch.empty(len(pages), page_bytes, dtype=torch.uint8)
         try:
-            _, file = self._file
-            num_bytes = file.read(first * page_bytes, buffer.numpy().data.cast("B"))
+            num_bytes = self._weights.lent().read(first * page_bytes, buffer.numpy().data.cast("B"))
         except OSError as error:
             raise WrongState(f"its weights cannot be read again: {error}") from error
         num_pages = -(-num_bytes // page_bytes)

@@ -372,6 +372,6 @@ def _check_room(wanted: int) -> None:
     left = free_bytes(_HOST, 1.0)
     if wanted > left:
         raise WrongState(
-            f"weights: {wanted / 2**30:.2f} GiB are wanted beside the present ones until they are "
-            f"in place, {left / 2**30:.2f} GiB are left"
+            f"weights: {wanted / 2**30:.2f} GiB are wanted beside the present ones, "
+            f"{left / 2**30:.2f} GiB are left"
         )

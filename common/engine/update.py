@@ -7,6 +7,7 @@ All on a thread of its own, so the loop turns on. Weights are named by their con
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +31,10 @@ _UNREADABLE = (
 )
 _FLAG = "engine.weights_directory"
 _NAMED = "model_path"  # as who asks for those of a directory calls it
-_NOWHERE = "weights: these came from another node, and are nowhere here to be read again"
+_NOWHERE = (
+    "weights: these came from another node, and since others were to come they are nowhere here to "
+    "be read again"
+)
 # Numbers that are no tensors of the model: what was made of them is not made anew.
 _FIXED = (".k_scale", ".v_scale")
 
@@ -41,7 +45,7 @@ T = TypeVar("T")
 class _Source:
     """Where weights are read.
 
-    received: from another node; they are here until they are in place.
+    received: from another node; they are here until they are closed.
     """
 
     directory: Path
@@ -83,6 +87,7 @@ class WeightsUpdate:
         self._directory = directory
         # Of those that are computed with; None: nowhere any more.
         self._source: _Source | None = _Source(directory, served)
+        self._lent: tuple[_Source, OneFile] | None = None  # of the thread that reads them
         self.id = weights
         self.whole = True
         self.tell: Callable[[], None] = lambda: None
@@ -104,7 +109,16 @@ class WeightsUpdate:
 
     def receive(self) -> ReceivedFile:
         """A place for those that are read from another node; `prepare_received` follows, or
-        whoever has it closes it. Raises WrongState: there is none."""
+        whoever has it closes it. Present ones that came so are not kept beside them.
+
+        Raises:
+            Overloaded: others are under way.
+            WrongState: there is none.
+        """
+        if self._under_way:
+            raise Overloaded("other weights are under way already")
+        if self._source is not None and self._source.received is not None:
+            self._forget_source()
         try:
             return ReceivedFile(self._directory)
         except OSError as error:
@@ -124,13 +138,19 @@ class WeightsUpdate:
         return self._begin(lambda: self._look_through_received(received, named))
 
     def lent(self) -> OneFile:
-        """Those that are computed with, as another node reads them. On any thread; reads headers of
-        files. Raises WrongState: they are not there to be read."""
+        """Those that are computed with, as another node reads them. On one thread, any; reads
+        headers of files. Raises WrongState: they are not there to be read."""
         source = self._source
         if source is None or not self.whole:
             raise WrongState(_NOWHERE if self.whole else "weights: they are incomplete")
+        if self._lent is not None and self._lent[0] is source:
+            return self._lent[1]
         try:
-            return OneFile(stored_of(source.servable, source.directory))
+            with source.received or nullcontext():
+                stored = stored_of(source.servable, source.directory)
+            file = OneFile(stored, source.received)
+            self._lent = source, file
+            return file
         except (ConfigError, *_UNREADABLE) as error:
             raise WrongState(f"weights: they cannot be read again: {error}") from error
 
@@ -182,6 +202,7 @@ class WeightsUpdate:
         self._worker.shutdown(wait=False, cancel_futures=True)
         if not self._under_way:
             self._forget_prepared()
+            self._forget_source()
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         self._under_way = True
@@ -245,6 +266,11 @@ class WeightsUpdate:
             self._prepared = None
             source.close()
 
+    def _forget_source(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
     def _check_room(self, there: Servable) -> None:
         """Raises InvalidRequest where they do not fit beside the present ones, and have to."""
         if not there.refilled_whole:
@@ -267,12 +293,14 @@ class WeightsUpdate:
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
         except (ConfigError, EngineFault, *_UNREADABLE) as error:
-            raise WrongState(f"its weights are incomplete now: {error}") from error
-        finally:
-            if source.received is not None:
+            if source.received is not None and source is not self._source:
                 self._forget_prepared()
-        lasts = source.received is None
-        self.id, self.whole, self._source = weights, True, source if lasts else None
+            raise WrongState(f"its weights are incomplete now: {error}") from error
+        if source is not self._source:
+            self._forget_source()
+            if source.received is not None:
+                self._prepared = None  # another put would close what is lent
+        self.id, self.whole, self._source = weights, True, source
 
     def _give_back(self) -> None:
         self.whole = False

@@ -107,27 +107,31 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
 async def test_who_is_started_again_takes_the_weights_of_the_others(
     make: Callable[..., Cluster], shelf: Path, path: str, again: str
 ) -> None:
-    """It has none of the others' files: what it is started with is another directory."""
+    """It has none of the others' files: what it is started with is another directory. The next one
+    takes them from it."""
     flags = (f"--engine.weights-directory={shelf}",)
     prompt, known = _prompts()[-1], oracle(shelf / str(NEXT))
     async with make(node_flags=flags, num_prefill=2, num_decode=2, path=path) as cluster:
         await asyncio.to_thread(_baton, cluster, "weights", str(NEXT))
-        behind, other = cluster.prefill if again == "prefill" else cluster.decode
-        await cluster.kill(behind)
-        behind = await cluster.start_again(behind)
+        first, lender = cluster.prefill if again == "prefill" else cluster.decode
+        next_one = (cluster.decode if again == "prefill" else cluster.prefill)[0]
+        had = (await lender.describe()).weights
 
         async def ready() -> bool:
             nodes = (await cluster.describe()).nodes
             return all(node.state == "ready" and node.weights for node in nodes)
 
-        await cluster.wait_until(ready, "it is back", 120.0)
-        had = (await other.describe()).weights
-        assert (await behind.describe()).weights not in (b"", had)
-        said = await asyncio.to_thread(_baton, cluster, "weights", f"--from={other.address}")
-        assert said == f"all nodes compute with {had.hex()}\n"
-        nodes = (await cluster.describe()).nodes
-        assert {node.weights for node in nodes} == {had}
-        assert {node.state for node in nodes} == {"ready"}
+        for behind in (first, next_one):
+            await cluster.kill(behind)
+            behind = await cluster.start_again(behind)
+            await cluster.wait_until(ready, "it is back", 120.0)
+            assert (await behind.describe()).weights not in (b"", had)
+            said = await asyncio.to_thread(_baton, cluster, "weights", f"--from={lender.address}")
+            assert said == f"all nodes compute with {had.hex()}\n"
+            nodes = (await cluster.describe()).nodes
+            assert {node.weights for node in nodes} == {had}
+            assert {node.state for node in nodes} == {"ready"}
+            lender = behind
         for _ in range(8):
             answer = await cluster.generate(
                 prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True

@@ -4,9 +4,10 @@ files these are in, and what another one has read of them, which it keeps in mem
 import json
 import os
 import tempfile
+import threading
 from bisect import bisect_right
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from common.engine.models.checkpoint import (
@@ -27,7 +28,16 @@ class OneFile:
     num_bytes: of all of it.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        held: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """
+        Args:
+            held: entered while they are read; OSError: they are gone.
+        """
+        self._held = nullcontext() if held is None else held
         # Large elements first: then all are where their dtype may be.
         names = sorted(stored, key=lambda name: (-stored[name].item_bytes, name))
         entries, ends = {}, [0]
@@ -51,6 +61,10 @@ class OneFile:
         Raises:
             OSError: a file that they are in is gone, or cut off.
         """
+        with self._held:
+            return self._read(start, buffer)
+
+    def _read(self, start: int, buffer: memoryview) -> int:
         num_bytes = max(0, min(len(buffer), self.num_bytes - start))
         head = self._head[start : start + num_bytes]
         buffer[: len(head)] = head
@@ -70,7 +84,8 @@ class OneFile:
 
 class ReceivedFile:
     """A directory that is a checkpoint's, but that its weights are in this process's memory, and
-    come piece by piece. Whoever has made it closes it.
+    come piece by piece. Whoever has made it closes it; entered, by any one thread at a time, it
+    stays open until it is left. To enter one that is closed is an OSError.
 
     Args:
         like: a directory of the same model: all that is no weights is there.
@@ -89,6 +104,17 @@ class ReceivedFile:
                 (self.directory / each.name).symlink_to(each.resolve())
         self._path = self.directory / SINGLE
         self._path.symlink_to(f"/proc/self/fd/{self._file}")
+        self._entered = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> None:
+        self._entered.acquire()
+        if self._closed:
+            self._entered.release()
+            raise FileNotFoundError("what came from another node is not kept any more")
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.release()
 
     def write(self, start: int, data: memoryview) -> None:
         """Raises OSError: there is no memory for it."""
@@ -113,6 +139,10 @@ class ReceivedFile:
         os.truncate(self._file, num_bytes)
 
     def close(self) -> None:
-        """Its memory is free once nobody has mapped it."""
-        os.close(self._file)
-        self._place.cleanup()
+        """Its memory is free once nobody has mapped it. Waits for who has entered it: what is at
+        its number afterwards is another file."""
+        with self._entered:
+            if not self._closed:
+                self._closed = True
+                os.close(self._file)
+                self._place.cleanup()
