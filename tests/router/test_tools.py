@@ -282,6 +282,18 @@ async def test_calls_of_strict_tools_are_held_to_their_form(calling: Path) -> No
         assert schemas == [TOOLS[0]["function"]["parameters"], {"type": "object"}][: len(schemas)]
 
 
+async def test_parameters_that_are_nested_too_deeply_are_refused(calling: Path) -> None:
+    """Seen failing: 500."""
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        schema = {"properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    async with talk(calling) as talking:
+        answer = await talking.api.post(CHAT, messages=HELLO, tools=[tool], tool_choice="required")
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        assert "nested too deeply" in answer.error["message"]
+
+
 def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None:
     """Two tools define one name in two ways, one refers to all of itself, and to what is no
     definition; a value that looks like a reference is none."""

@@ -11,6 +11,7 @@ import msgspec
 
 from common.requests.guide import Guide
 from router.api.dialect.messages import Tool
+from router.api.dialect.problems import Refusal
 
 _ANY_OBJECT = {"type": "object"}
 # Words with values, and words with schemas by name, which may be names of words.
@@ -25,12 +26,18 @@ def guide_of_calls(tools: Sequence[Tool], *, parallel: bool) -> Guide:
     Args:
         tools: of which at least one is called.
         parallel: whether more than one call may be made.
+    Raises:
+        Refusal: parameters are nested too deeply.
     """
     places = [f"#/items/anyOf/{n}/properties/parameters" for n in range(len(tools))]
+    try:
+        calls = [_call(*each) for each in zip(tools, places, strict=True)]
+    except RecursionError:
+        raise Refusal(400, "tools: parameters are nested too deeply", param="tools") from None
     schema = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [_call(*each) for each in zip(tools, places, strict=True)]},
+        "items": {"anyOf": calls},
         **({} if parallel else {"maxItems": 1}),
     }
     return Guide("json_schema", msgspec.json.encode(schema).decode())
