@@ -16,8 +16,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -214,8 +222,7 @@ class Cluster:
             role: [node.address for node in nodes if node.module == f"{role}_node"]
             for role in counts
         }
-        router = (
-            f"--http-port={self.http_port}",
+        self._router_flags = (
             "--queue-share=1",  # or a slow machine would refuse what has to wait
             *tls_flags("front.tls", certs.model_copy(update={"ca": None})),
             *tls_flags("nodes-tls", TlsConfig(ca=certs.ca)),
@@ -224,7 +231,7 @@ class Cluster:
             *(PATIENT_ROUTER if patient else ()),
             *router_flags,
         )
-        self._programs = [_program("router", "router", next(free), model, router), *nodes]
+        self._programs = [self._router_program("router", next(free), self.http_port), *nodes]
         self._logs = logs
         self._must_pair = paired
         self._stopped = False
@@ -345,6 +352,20 @@ class Cluster:
         self._router = self._child(self._programs[0])
         async with asyncio.timeout(START_S):
             await client.until_serving(self.address, self._programs[0].service)
+
+    @asynccontextmanager
+    async def second_router(self) -> AsyncIterator[tuple[str, Child]]:
+        """One more of the same nodes, which is ready: its address and its program. Killed when the
+        block is left."""
+        program = self._router_program("second router", *free_ports(2))
+        child = self._child(program)
+        try:
+            async with asyncio.timeout(START_S):
+                await client.until_serving(program.address, program.service, self._certificates)
+            yield program.address, child
+        finally:
+            child.send(signal.SIGKILL)
+            await child.ended()
 
     async def join(self, role: str) -> Node:
         """Starts one more node, and tells the router of it once it serves."""
@@ -543,6 +564,10 @@ class Cluster:
             host = island.host if elsewhere == name else island.shore
             flags = (*flags, f"--host={host}", f"--transfer.data-host={host}")
         return _program(name, f"{role}_node", port, self._model, flags, host)
+
+    def _router_program(self, name: str, port: int, http_port: int) -> Program:
+        flags = (f"--http-port={http_port}", *self._router_flags)
+        return _program(name, "router", port, self._model, flags)
 
     def _entries(self, role: str) -> list[str]:
         """What the router is told of the nodes of a role when it starts."""
