@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.config import SpeculationConfig
 from common.engine.models import fingerprint, load, read_spec, tokenizer_hash
 from common.engine.models.checkpoint import Checkpoint
 from common.engine.models.families import read_decoder
 from common.engine.models.weights import load_weights
 from common.errors import ConfigError
 from tests.support.checkpoints import END_TOKEN_ID, make_checkpoint
+from tests.support.draft_heads import make_hybrid_mtp
 
 CPU = torch.device("cpu")
 
@@ -313,3 +315,28 @@ def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(t
         assert torch.equal(norm.weight, 1 + stored[f"{name}.weight"])
     assert decoder.embedding.dtype == torch.bfloat16
     assert layer.mixer.qkv.apply(decoder.embedding[:3]).dtype == torch.bfloat16
+
+
+def test_experts_in_one_tensor_are_those_one_by_one(tmp_path):
+    """As Qwen3.5's authors store them, of the layer for drafts too."""
+    one_by_one = make_hybrid_mtp(make_checkpoint(tmp_path / "one", "qwen3_5_moe_text"))
+    stacked = shutil.copytree(one_by_one, tmp_path / "stacked")
+
+    def stack(tensors):
+        for layer in {name.partition("experts.")[0] for name in tensors if ".experts." in name}:
+            gate, up, down = (
+                [tensors.pop(f"{layer}experts.{n}.{name}_proj.weight") for n in range(8)]
+                for name in ("gate", "up", "down")
+            )
+            both = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+            tensors[f"{layer}experts.gate_up_proj"] = torch.stack(both)
+            tensors[f"{layer}experts.down_proj"] = torch.stack(down)
+
+    edit_tensors(stacked, stack)
+    mtp = SpeculationConfig(drafter="mtp")
+    models = [load(path, CPU, torch.float32, speculation=mtp) for path in (one_by_one, stacked)]
+    x, weights = torch.randn(5, 64), torch.rand(5, 3)
+    ids = torch.randint(8, (5, 3), dtype=torch.int32)
+    for layers in zip(*([*m.layers, m.drafter.layer] for m in models), strict=True):
+        first, second = (layer.ffn.experts.apply(x, weights, ids) for layer in layers)
+        assert torch.equal(first, second)

@@ -8,6 +8,7 @@ from common.engine.models.blocks.layer import LayerSpec
 from common.engine.models.decoder import DecoderSpec
 from common.engine.models.families import common, hybrid, moe
 from common.engine.models.fields import Fields
+from common.engine.models.stored.experts import Stacked
 
 
 def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
@@ -19,6 +20,8 @@ def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     norm = hybrid.norm(config)
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
+    # As its authors store them, and as others, who quantise them, do.
+    ffn = replace(ffn, storage=Stacked())
     layers = [LayerSpec(mixer, ffn, norm) for mixer in hybrid.mixers(config, ByKind())]
     return hybrid.with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
 

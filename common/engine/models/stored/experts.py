@@ -1,7 +1,7 @@
 """How checkpoints store a layer's experts: matrix by matrix, or all in one tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.engine.models.checkpoint import Checkpoint, Wanted
@@ -10,6 +10,8 @@ from common.engine.models.stored.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp
 from common.engine.models.stored.plain import PLAIN
 from common.engine.models.stored.protocol import Scheme, storing
 from kernels.experts.grouped_mlp import Gate
+
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,42 @@ class OneByOne:
     def _wanted(self, module: str, rows: int, columns: int, place: Place) -> Mapping[str, Wanted]:
         scheme = _scheme(module, place)
         return scheme.wanted(place.prefix + module, rows, columns, place.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """One tensor for all, outputs first, those of gate before those of up, as floats; layers that
+    have no such tensors have `otherwise`."""
+
+    otherwise: OneByOne = field(default_factory=OneByOne)
+
+    @property
+    def biased(self) -> bool:
+        return self.otherwise.biased
+
+    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+        if not _is_stacked(place):
+            return self.otherwise.wanted(shape, place)
+        count, hidden, inner = shape.count, shape.hidden, shape.inner
+        return {
+            f"{place.prefix}{_GATE_UP}": Wanted((count, 2 * inner, hidden)),
+            f"{place.prefix}{_DOWN}": Wanted((count, hidden, inner)),
+        }
+
+    def int8_channels(self, place: Place) -> bool:
+        return not _is_stacked(place) and self.otherwise.int8_channels(place)
+
+    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+        if not _is_stacked(place):
+            return self.otherwise.read(number, shape, place)
+        gate_up, down = (
+            Matrix(place.checkpoint.read(place.prefix + name)[number]) for name in (_GATE_UP, _DOWN)
+        )
+        return StoredExpert(gate_up, down)
+
+
+def _is_stacked(place: Place) -> bool:
+    return f"{place.prefix}{_GATE_UP}" in place.checkpoint.tensors
 
 
 @dataclass(frozen=True, slots=True)
