@@ -86,9 +86,8 @@ def delta_rule_reference(x: Tensor, gates: Gates, cells: CellView, rows: StateRo
     starts, marks = rows.starts.tolist(), rows.marks.tolist()
 
     def one(places: Tensor, state: Tensor) -> Tensor:
-        out[places], state = _one_token(
-            q[places], k[places], v[places], g[places], beta[places], state
-        )
+        y = _one_token(q[places], k[places], v[places], g[places], beta[places], state)
+        out[places] = y.view(len(places), *out.shape[1:])
         return state
 
     for row in token_by_token(cells, rows, one):
@@ -109,14 +108,15 @@ def _of_length_one(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
 
-def _one_token(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """q, k, v [n, heads, any], g, beta [n, heads], state [n, heads, k, v] -> outputs, states."""
-    state = state * g.exp()[..., None, None]
-    learnt = (v - torch.einsum("nhk,nhkv->nhv", k, state)) * beta[..., None]
-    state = state + k[..., :, None] * learnt[..., None, :]
-    return torch.einsum("nhk,nhkv->nhv", q, state), state
+def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """q, k, v [n, heads, any], g, beta [n, heads] -> outputs. state: contiguous [n, heads, k, v],
+    changed in place: of a large model it is most of what is read and written."""
+    state = state.flatten(0, 1)
+    q, k, v, g, beta = (each.flatten(0, 1).unsqueeze(1) for each in (q, k, v, g, beta))
+    state.mul_(g.exp().unsqueeze(2))
+    learnt = (v - torch.bmm(k, state)) * beta.unsqueeze(2)
+    state.baddbmm_(k.mT, learnt)
+    return torch.bmm(q, state)
 
 
 def _chunks(

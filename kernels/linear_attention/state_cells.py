@@ -43,8 +43,7 @@ class CellView(NamedTuple):
         page, place = self.where()
         mine = pages[:, page].long()
         found = self.view[mine.clamp(min=0), place]
-        there = (mine >= 0).view(*mine.shape, *[1] * (found.ndim - 2))
-        return torch.where(there, found, torch.zeros((), dtype=found.dtype, device=found.device))
+        return found.masked_fill_((mine < 0).view(*mine.shape, *[1] * (found.ndim - 2)), 0)
 
     def write(self, pages: Tensor, state: Tensor) -> None:
         """What `read` gives, of states with pages; the others are written nowhere."""
@@ -104,7 +103,7 @@ def token_by_token(
 
     Args:
         one: of places int64 [n] among the step's tokens, and of states [n, heads, *shape] before
-            them, to those after them.
+            them, its own, to those after them.
     Returns:
         The other rows, by number.
     """
