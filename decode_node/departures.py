@@ -190,6 +190,12 @@ class Departures:
         else:
             self._scheduler.go_on(request)
 
+    def copied(self, ticket: int) -> bool:
+        """A request is about to be asked for, and its KV is wanted beforehand: what there is whole
+        pages of can be had from the tree. Returns whether it runs, as it does from then on too."""
+        request = self._live.by_ticket(ticket)
+        return request is not None and self._scheduler.learn(request)
+
     # Turns --------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> None:

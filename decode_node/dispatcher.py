@@ -6,6 +6,7 @@ soon paired with again, or here.
                              `--> here (colocated, short, no owner, all tried)
                                     |--> fetching: another node has much of it --> waiting queue
                                     `--> waiting queue
+    runs elsewhere, and is to run here --> fetching: what it has so far --> hand-off of the rest
 
 Knows who can be asked and who has failed a request; knows nothing of how a hand-off goes.
 """
@@ -42,7 +43,7 @@ class Dispatcher:
     Attributes:
         unpaired: requests that wait for an owner.
         held_back: those that wait for the end of a pause.
-        fetching: those to be computed here whose prefix is being read.
+        fetching: those whose prefix is being read.
     Args:
         prompts: those to be computed here.
     """
@@ -71,6 +72,7 @@ class Dispatcher:
         self.unpaired = Unpaired(config.pair_again_s)
         self.held_back = HeldBack()
         self.fetching = FetchLine(sharing.fetches)
+        self._sources: dict[int, MoveFrom] = {}  # by key, of those that run elsewhere
 
     def owner_up(self, event: OwnerUp) -> None:
         self._owners[event.address] = event
@@ -113,21 +115,21 @@ class Dispatcher:
             self._handoffs.open(request, usable[0], candidates, attempt)
 
     def place_mover(self, request: Request, source: MoveFrom) -> None:
-        """Opens a hand-off at the decode node that runs it, or has it wait until this node is
-        paired with that one.
+        """Copies what the decode node that runs it has so far, while it runs on, and then opens a
+        hand-off there; or has it wait until this node is paired with that one.
 
         Raises:
             QueueTooLong: it would get its pages too late.
             NodeUnavailable: this node is paused.
         """
-        if self._scheduler.paused:
-            raise NodeUnavailable("not moved: this node is paused")
-        owner = self._owners.get(source.address)
-        if owner is not None:
-            self._handoffs.open(request, owner, (), 1, source.ticket)
-            return
-        until = time.monotonic() + MOVE_WAIT_S
-        self.unpaired.append(Waiter(request, (source.address,), 1, until, source.ticket))
+        if source.address not in self._owners:
+            until = time.monotonic() + MOVE_WAIT_S
+            self.unpaired.append(Waiter(request, (source.address,), 1, until, source.ticket))
+        elif self._copy_first(request, source):
+            self._sources[request.key] = source
+            self.fetching.put(request)
+        else:
+            self._move(request, source)
 
     def place_again(self, lost: LostHandoff) -> None:
         """A new attempt elsewhere, or here; or its end."""
@@ -186,11 +188,17 @@ class Dispatcher:
             except ServingError as error:
                 self._live.refuse(request, error)
 
-    def compute_fetched(self, now: float) -> None:
-        """Those whose prefix has been read, or is not to be had, go to the scheduler."""
+    def place_fetched(self, now: float) -> None:
+        """Those whose prefix has been read, or is not to be had, go to the scheduler; what runs
+        elsewhere is to come now."""
         for request, _ in self.fetching.take(now):
+            source = self._sources.pop(request.key, None)
             try:
-                self._scheduler.add(request)
+                if source is None:
+                    self._scheduler.add(request)
+                else:
+                    self._sharing.forget(request.key)
+                    self._move(request, source)
             except ServingError as error:
                 self._prompts.leave(request.key)
                 self._sharing.forget(request.key)
@@ -202,6 +210,7 @@ class Dispatcher:
             return True
         if not self.fetching.remove(request):
             return False
+        self._sources.pop(request.key, None)
         self._prompts.leave(request.key)
         self._sharing.forget(request.key)
         return True
@@ -266,6 +275,23 @@ class Dispatcher:
             self._counts.local_prefill(why)
         stamps = self._live.stamps(request)
         stamps.queued, stamps.why_here = now, why
+
+    def _move(self, request: Request, source: MoveFrom) -> None:
+        if self._scheduler.paused:
+            raise NodeUnavailable("not moved: this node is paused")
+        owner = self._owners.get(source.address)
+        if owner is None:
+            raise NodeUnavailable("not moved: this node is not paired with the other")
+        self._handoffs.open(request, owner, (), 1, source.ticket)
+
+    def _copy_first(self, request: Request, source: MoveFrom) -> bool:
+        if self._scheduler.paused:
+            return False
+        # The newest token may have no KV yet.
+        tokens, room = request.token_ids[:-1], self._scheduler.room().num_pages
+        return self._sharing.fetches.copy(
+            request.key, tokens, request.namespace, source.address, source.ticket, room=room
+        )
 
     def _fetch_first(self, request: Request) -> bool:
         hints = self._live.prefix_at(request)

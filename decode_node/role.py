@@ -167,6 +167,7 @@ class DecodeRole:
             counts=self._counts,
             on_moved=self._moved_away,
         )
+        sharing.loans.learn_by(self._departures.copied)
         self._canary = Canary(
             num_tokens=config.transfer.canary_tokens,
             vocabulary_size=limits.vocabulary_size,
@@ -196,7 +197,7 @@ class DecodeRole:
         self._departures.poll(now)
         self._dispatcher.pair_again(now)
         self._dispatcher.place_held_back(now)
-        self._dispatcher.compute_fetched(now)
+        self._dispatcher.place_fetched(now)
         self._handoffs.join()
         self._handoffs.grant(now)
         self._handoffs.expire(now)

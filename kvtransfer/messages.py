@@ -60,7 +60,9 @@ class Open(Message, frozen=True, tag=True):
     engine_deaths: int = 0  # see common/requests/trial.py
     queue_s: float = math.inf  # longest wait for the prompt's first forward
     kind: Kind = Kind.PROMPT
-    ticket: int = 0  # LIVE: of the running request; token_ids are all that is known of it but one
+    # LIVE: of the running request; token_ids are all that is known of it but one. PREFIX: of a
+    # running request, of which LIVE is to follow.
+    ticket: int = 0
     priority: int = 0
     prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
     adapter: AdapterId = NO_ADAPTER  # that computes it, and that the namespace is within

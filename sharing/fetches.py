@@ -1,4 +1,5 @@
-"""Prefixes that this node reads from others, for prompts that it is to compute.
+"""Prefixes that this node reads from others, for prompts that it is to compute and for requests
+that are about to move here.
 
     begin: pages now, or not at all --Open, Grant--> under way --Held--> in the tree
                                                         `--Lost, late--> let go
@@ -158,16 +159,37 @@ class Fetches:
         way = self._cheapest(hints, len(wanted), own, token_s, queued_s, now)
         if way is None:
             return False
-        tokens = wanted[: way.num_tokens]
-        handoff_id = self._under_way(tokens, namespace)
-        if handoff_id is None:
-            handoff_id = self._open(way, tokens, namespace, own, room, now)
-        if handoff_id is None:
-            self._counts["no_room"] += 1
+        return self._wait(key, way, wanted, namespace, own, room, now)
+
+    def copy(
+        self,
+        key: int,
+        token_ids: Ints,
+        namespace: Namespace,
+        address: str,
+        ticket: int,
+        *,
+        room: int,
+    ) -> bool:
+        """Begins to read what another node has of a request that it runs and that is to run here.
+        It runs on meanwhile, and stands still only for what is left: so whatever it costs, it pays.
+        True: `take_over` is going to have the key.
+
+        Args:
+            token_ids: those that are known to have KV there.
+            ticket: by which that node knows the request.
+            room: pages that may be taken now.
+        """
+        owner = self._owners.get(address)
+        if not self._enabled or owner is None:
             return False
-        self._fetches[handoff_id].waiting.add(key)
-        self._waits[key] = handoff_id
-        return True
+        own = self._cache.match(token_ids, namespace).num_tokens
+        end = len(token_ids) // self._tables.page_size * self._tables.page_size
+        if end - own < LEAST_PAGES * self._tables.page_size:
+            return False
+        now = self._clock()
+        way = self._way(owner, own, end, 0.0, now)
+        return self._wait(key, way, token_ids, namespace, own, room, now, ticket)
 
     def waits(self, key: int) -> bool:
         """Whether a fetch that it wants is under way."""
@@ -226,6 +248,30 @@ class Fetches:
         read_s = self._costs.read_s(owner.owner, num_bytes, owner.gib_per_s, num_reads, now)
         return _Way(owner, end, num_pages, read_s, (end - own) * token_s - read_s)
 
+    def _wait(
+        self,
+        key: int,
+        way: _Way,
+        token_ids: Ints,
+        namespace: Namespace,
+        own: int,
+        room: int,
+        now: float,
+        ticket: int = 0,
+    ) -> bool:
+        """For a fetch of the same that is under way, or for one that begins now. False: there are
+        no pages for it."""
+        tokens = token_ids[: way.num_tokens]
+        handoff_id = self._under_way(tokens, namespace)
+        if handoff_id is None:
+            handoff_id = self._open(way, tokens, namespace, own, room, now, ticket)
+        if handoff_id is None:
+            self._counts["no_room"] += 1
+            return False
+        self._fetches[handoff_id].waiting.add(key)
+        self._waits[key] = handoff_id
+        return True
+
     def _under_way(self, tokens: Ints, namespace: Namespace) -> HandoffId | None:
         for handoff_id, fetch in self._fetches.items():
             if fetch.namespace == namespace and np.array_equal(fetch.token_ids, tokens):
@@ -233,7 +279,14 @@ class Fetches:
         return None
 
     def _open(
-        self, way: _Way, tokens: Ints, namespace: Namespace, own: int, room: int, now: float
+        self,
+        way: _Way,
+        tokens: Ints,
+        namespace: Namespace,
+        own: int,
+        room: int,
+        now: float,
+        ticket: int,
     ) -> HandoffId | None:
         """None: there are no pages for it now."""
         num_pages = self._tables.room_pages(len(tokens), own)
@@ -255,6 +308,7 @@ class Fetches:
                 "",
                 namespace=namespace,
                 kind=Kind.PREFIX,
+                ticket=ticket,
             )
         )
         self._port.post(GrantHandoff(handoff_id, own, fresh))

@@ -7,9 +7,12 @@
 An owner answers from its own memory alone: it neither computes nor fetches for somebody else, and
 so never waits for one who waits for it. It holds nothing before the reader has its pages, and what
 it holds stays in the tree: the tree may forget it, and its pages are free when the reader is done.
+
+Of a request that runs here, and is to move, the tree learns when it is asked for it. Its pages are
+no loss to anybody before it has moved: they are lent however many they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -51,14 +54,20 @@ class Loans:
         self._port = port
         self._asked: dict[int, Opened] = {}  # by serial, until they are granted
         self._lent: dict[int, Ints] = {}  # by serial; nothing of those that are refused
-        self._num_lent = 0  # pages, each loan's own
+        self._at_a_loss: dict[int, int] = {}  # pages of loans that nothing here needs, by serial
         self._counts = dict.fromkeys(("held", "lost", "refused"), 0)
+        self._learn: Callable[[int], bool] = lambda ticket: False
 
     def __contains__(self, serial: int) -> bool:
         return serial in self._asked or serial in self._lent
 
     def __len__(self) -> int:
         return len(self._asked) + len(self._lent)
+
+    def learn_by(self, learn: Callable[[int], bool]) -> None:
+        """`learn` is called with the ticket of a request that is to be copied. If it runs here, the
+        tree gets what has its KV of it, and True is returned."""
+        self._learn = learn
 
     def lent(self) -> Iterator[Ints]:
         """Pages held for publication."""
@@ -80,36 +89,38 @@ class Loans:
         if not self._enabled:
             return self._refuse(event.serial, "this node lends nothing")
         self._lent[event.serial] = _NONE  # until it is answered
+        runs = bool(asked.ticket) and self._learn(asked.ticket)
         room = self._pages.num_pages // SHARE
 
         def answer() -> None:
             if event.serial in self._lent:  # else it was dropped meanwhile
-                self._answer(asked, event.prefix_tokens)
+                self._answer(asked, event.prefix_tokens, runs=runs)
 
         way = self._tiers.way(asked.token_ids, asked.namespace)
         if way is None or not self._tiers.bring(way, room, answer):
             answer()
 
-    def _answer(self, asked: Opened, prefix: int) -> None:
+    def _answer(self, asked: Opened, prefix: int, *, runs: bool) -> None:
         match = self._cache.match(asked.token_ids, asked.namespace)
         end = match.num_tokens
         if end <= prefix:
             return self._refuse(asked.serial, f"this node has no more than {end} tokens of it")
         holding = Holding(match.holding.tables, match.state)
         lent = holding.take(self._tables.handed_over(end, prefix))
-        if self._num_lent + len(lent) > self._pages.num_pages // SHARE:
-            return self._refuse(asked.serial, "busy: much is lent already")
+        if not runs:
+            if sum(self._at_a_loss.values()) + len(lent) > self._pages.num_pages // SHARE:
+                return self._refuse(asked.serial, "busy: much is lent already")
+            self._at_a_loss[asked.serial] = len(lent)
         self._tiers.used(asked.token_ids[:end], asked.namespace)
         self._pages.hold(lent, Holder.PUBLICATION)
         self._lent[asked.serial] = lent
-        self._num_lent += len(lent)
         self._port.post(Publish(asked.serial, prefix, end, lent, last=True, first_token=None))
 
     def dropped(self, event: HandoffDropped) -> None:
         self._asked.pop(event.serial, None)
         lent = self._lent.pop(event.serial, _NONE)
         self._pages.drop(lent, Holder.PUBLICATION)
-        self._num_lent -= len(lent)
+        self._at_a_loss.pop(event.serial, None)
         if event.held or len(lent):
             self._counts["held" if event.held else "lost"] += 1
 

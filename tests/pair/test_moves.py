@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
+from common.config import SharingConfig
 from common.engine.memory.pages import Holder
 from common.engine.rows.batch import ScheduleBatch
 from common.engine.rows.request import FinishReason
@@ -256,3 +257,91 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
         rig.until(lambda: source.router.drained, "nothing is left to do")
         assert asked.reason is FinishReason.MOVED
         rig.cancel(successor, node=1)
+
+
+# What is copied before ------------------------------------------------------------------------
+
+
+def _copied(rig: PairRig) -> list[int]:
+    """Tokens that movers had here when they asked for the rest."""
+    grants = (each for each in rig.wires.seen if isinstance(each, Grant) and each.room_tokens)
+    return [grant.prefix_tokens for grant in grants]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt_oss"])
+def test_it_stands_still_for_what_has_come_since_only(
+    model: Callable[[str], Known], architecture: str
+) -> None:
+    """Of what it has generated too: the tree of its node learns of that when it is asked for."""
+    known = model(architecture)
+    with PairRig(known.loaded, decode=TWO, shares=SharingConfig()) as rig:
+        asked = _begin(rig, 30, 200)
+        num_known = len(asked.tokens)
+        successor = _move(rig, asked)
+        rig.until(lambda: asked.ended and len(successor.tokens) > 20, "it goes on")
+        assert asked.reason is FinishReason.MOVED
+        assert _copied(rig) == [(len(PROMPT) + num_known - 1) // 16 * 16]
+        assert rig.decode[1].count("prefix_fetches/held") == 1
+        assert rig.decode[1].count("prompt_tokens") == 0
+        tokens = _joined(asked, successor, num_known)
+        assert tokens == known.greedy(PROMPT, 200)[: len(tokens)]
+        rig.cancel(successor, node=1)
+
+
+def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> None:
+    """The one that it goes on from is the newest; what is copied before is not in the way."""
+    known = model("qwen3_next")
+    with PairRig(known.loaded, decode=TWO, shares=SharingConfig()) as rig:
+        asked = _begin(rig, 30, 100)
+        num_known = len(asked.tokens)
+        successor = _move(rig, asked)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 100)
+
+
+@pytest.mark.parametrize(
+    "source, target, copied",
+    [
+        # No more than the eighth part of a pool is lent; but this is nothing that it goes without.
+        pytest.param(Size(num_pages=23), Size(), True, id="much-of-the-pool"),
+        pytest.param(Size(), Size(prefix_cache=False), False, id="no-cache-for-it"),
+    ],
+)
+def test_what_is_not_copied_before_is_read_while_it_stands_still(
+    known: Known, source: Size, target: Size, copied: bool
+) -> None:
+    with PairRig(known.loaded, decode=(source, target), shares=SharingConfig()) as rig:
+        asked = _begin(rig, 30, 100)
+        num_known = len(asked.tokens)
+        successor = _move(rig, asked)
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert [bool(tokens) for tokens in _copied(rig)] == [copied]
+        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 100)
+
+
+@pytest.mark.parametrize("what", ["cancelled", "cut", "ended"])
+def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str) -> None:
+    transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "missed_beats": 10})
+    with PairRig(known.loaded, decode=TWO, shares=SharingConfig(), transfer=transfer) as rig:
+        source, target = rig.decode
+        asked = _begin(rig, 30, 100)
+        rig.wires.hold_back(Ready)
+        successor = rig.move(asked, 0, 1)
+        rig.until(lambda: source.engine.pages.holds(Holder.PUBLICATION).any(), "it is copied")
+        assert target.queue("fetching") == 1
+        match what:
+            case "cancelled":
+                rig.cancel(successor, node=1)
+            case "cut":
+                rig.wires.cut(source.front, target.front, ("reader", "owner"))
+            case "ended":
+                rig.until(lambda: asked.ended, "it comes to its end")
+        rig.wires.let_go()
+        rig.wires.heal()
+        rig.run()
+        assert asked.tokens == known.greedy(PROMPT, 100) and asked.reason is FinishReason.LENGTH
+        assert successor.ended and not successor.tokens
+        assert not source.engine.pages.holds(Holder.PUBLICATION).any()
+        assert not target.engine.pages.holds(Holder.READ).any()

@@ -267,6 +267,17 @@ class Scheduler:
         runs = slot in self._running and request not in self._retracted
         return self._table.tokens_of(slot) if runs else None
 
+    def learn(self, request: Request) -> bool:
+        """The tree gets the whole pages of a running request, of tokens that the CPU knows to have
+        KV. False: it does not run."""
+        tokens = self.tokens_of(request)
+        if tokens is None:
+            return False
+        assert request.slot is not None
+        holding = self._table.holding_of(request.slot)
+        self._cache.insert(tokens[:-1], holding, request.namespace)
+        return True
+
     def stop(self, request: Request) -> bool:
         """Takes a running request out of the batch; its slot and its pages stay. Until `go_on` it
         is never retracted, and does not grow.
