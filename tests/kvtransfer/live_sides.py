@@ -3,12 +3,14 @@ product's own ends, its books of departures, and a model of what is beneath and 
 
 The source runs one request, a step at a time, and may have it submitted anew under another ticket
 (its router has lost the stream, and replays). The target has movers of the first submission: more
-than one where the router has moved it twice. KV is tracked page by page, with how many tokens of
-it are there, and whose submission's they are.
+than one where the router has moved it twice. KV is tracked page by page, in all tables of pages,
+with how many tokens of it are there, and whose submission's they are; and states, which every step
+changes. Where the target copies before, it reads whole pages of the running request as a prefix,
+has them in its tree, and may lose them again.
 """
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ import numpy as np
 
 from common.config import TransferConfig
 from common.engine.memory.pages import Holder
-from common.engine.rows.holding import Holding
+from common.engine.memory.radix import Match
+from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.schedule.stopped import Stopped
 from common.page_tables import PageTables
 from common.requests.adapter import NO_ADAPTER, AdapterId
@@ -34,6 +37,8 @@ from kvtransfer.ports import (
     Opened,
     OpenHandoff,
 )
+from sharing.loans import Loans
+from tests.kvtransfer.prefix_sides import NO_TIERS
 from tests.kvtransfer.sides import (
     BANK,
     FREE,
@@ -60,12 +65,17 @@ class LivePlan(NamedTuple):
     known: tokens that the router has when it submits the mover.
     most: tokens at which the request ends.
     room: tokens whose KV the target has room for.
+    windows, state_pages: as of PageTables.
+    copies: whether the target reads whole pages of what is known before it asks for the rest.
     """
 
     known: int = 4
     most: int = 7
     room: int = 8
     movers: int = 1
+    windows: tuple[int | None, ...] = (None,)
+    state_pages: int = 0
+    copies: bool = False
     asynchronous: bool = False  # whether the engines take events, and ends commands, later
     only_faults: tuple[str, ...] = ()
 
@@ -73,6 +83,8 @@ class LivePlan(NamedTuple):
         return Plan(
             (self.most,) * self.movers,
             (0,) * self.movers,
+            windows=self.windows,
+            state_pages=self.state_pages,
             asynchronous=self.asynchronous,
             late_owner=self.asynchronous,
             only_faults=self.only_faults,
@@ -88,6 +100,7 @@ class Running:
 
     key: int  # its ticket too
     num_tokens: int
+    tables: PageTables
     in_batch: bool = True
     launched: bool = False
     slot: int | None = 0
@@ -98,22 +111,43 @@ class Running:
     namespace: Namespace = SHARED
 
     @property
-    def num_pages(self) -> int:
-        return -(-self.num_tokens // PAGE_SIZE)
+    def holding(self) -> Holding:
+        """With the pages that its newest token gets. Each table has a bank of its own."""
+        tables, num_pages = self.tables, self.tables.num_pages(self.num_tokens)
+        bank = (self.key - 1) * BANK * (tables.num_tables + 1)
+        rows = np.arange(num_pages) + bank + BANK * np.arange(tables.num_tables)[:, None]
+        for table in range(tables.num_tables):
+            rows[table, : tables.live_from(table, self.num_tokens - 1)] = NO_PAGE
+        state = np.arange(tables.state_pages) + bank + BANK * tables.num_tables
+        return Holding(rows.astype(np.int32), state.astype(np.int32))
 
     @property
     def pages(self) -> tuple[int, ...]:
-        first = (self.key - 1) * BANK
-        return tuple(range(first, first + self.num_pages))
+        return tuple(self.holding.flat().tolist())
+
+    @property
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """(page, table, place) of each page; the state is the table after the last."""
+        holding = self.holding
+        for table, row in enumerate([*holding.tables.tolist(), holding.state.tolist()]):
+            yield from ((page, table, place) for place, page in enumerate(row) if page != NO_PAGE)
+
+    @property
+    def written(self) -> list[tuple[int, int, int]]:
+        """Of these, what its next step writes."""
+        tail, state = (self.num_tokens - 1) // PAGE_SIZE, self.tables.num_tables
+        return [each for each in self.places if each[1] == state or each[2] == tail]
 
 
 @dataclass(eq=False)
 class Beneath:
-    """What Departures asks and tells: scheduler, page books, live requests, port."""
+    """What Departures and Loans ask and tell: scheduler, page books, tree, live requests, port."""
 
     requests: dict[int, Running] = field(default_factory=dict)  # by ticket
     lent: list[int] = field(default_factory=list)
     posts: list[Any] = field(default_factory=list)
+    learnt: bool = False  # the tree has the first submission's whole pages, as long as it runs
+    num_pages: int = 1  # much of which may be lent
 
     # scheduler
     def tokens_of(self, request: Running) -> Any:
@@ -126,11 +160,23 @@ class Beneath:
     def stopped(self, request: Running) -> Stopped | None:
         if request.launched:
             return None
-        pages = Holding(np.array([request.pages], np.int32))
-        return Stopped(np.arange(request.num_tokens, dtype=np.int32), pages)
+        return Stopped(np.arange(request.num_tokens, dtype=np.int32), request.holding)
+
+    def learn(self, request: Running) -> bool:
+        self.learnt = request.in_batch
+        return self.learnt
 
     def go_on(self, request: Running) -> None:
         request.in_batch = True
+
+    # tree: what nobody needs any more is evicted at once
+    def match(self, token_ids: Any, namespace: Namespace) -> Match:
+        request = self.requests.get(1) if self.learnt else None
+        num_kv = request.num_tokens - 1 if request is not None else 0
+        num_pages = min(len(token_ids), num_kv) // PAGE_SIZE
+        pages = np.empty((1, 0), np.int32) if request is None else request.holding.tables
+        pages = pages[:, :num_pages]
+        return Match(num_pages * PAGE_SIZE, Holding(pages), pages)
 
     # pages
     def hold(self, pages: Any, holder: Holder) -> None:
@@ -165,17 +211,27 @@ class SourceSide(OwnerSide):
         super().__init__(live.plan(), config, instance)
         self.live = live
         self.beneath = Beneath()
-        self.cells = [FREE] * (2 * BANK)
+        tables = self.plan.tables
+        self.cells = [FREE] * (2 * BANK * (tables.num_tables + 1))
         self.departures = Departures(
             scheduler=self.beneath,  # type: ignore[arg-type]
             pages=self.beneath,  # type: ignore[arg-type]
-            tables=PageTables(PAGE_SIZE),
+            tables=tables,
             page_bytes=1,
             port=self.beneath,
             live=self.beneath,  # type: ignore[arg-type]
             counts=self.beneath,  # type: ignore[arg-type]
             on_moved=self.beneath.on_moved,  # type: ignore[arg-type]
         )
+        self.loans = Loans(
+            enabled=True,
+            cache=self.beneath,  # type: ignore[arg-type]
+            pages=self.beneath,  # type: ignore[arg-type]
+            tiers=NO_TIERS,
+            tables=tables,
+            port=self.beneath,
+        )
+        self.loans.learn_by(self.departures.copied)
         if runs:
             self._begin(1)
 
@@ -183,8 +239,8 @@ class SourceSide(OwnerSide):
         twin = super().fork()
         assert isinstance(twin, SourceSide)
         log = self.departures._log  # has a lock
-        twin.departures, twin.beneath = copy.deepcopy(
-            (self.departures, self.beneath), {id(log): log}
+        twin.departures, twin.beneath, twin.loans = copy.deepcopy(
+            (self.departures, self.beneath, self.loans), {id(log): log, id(NO_TIERS): NO_TIERS}
         )
         return twin
 
@@ -197,7 +253,10 @@ class SourceSide(OwnerSide):
             (r.key, r.num_tokens, r.in_batch, r.launched) for r in self.beneath.requests.values()
         ]
         refused = tuple(sorted(self.departures._refused))
-        return (super().key(), tuple(books), tuple(requests), refused, tuple(self.beneath.lent))
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._lent.items()]
+        loans = tuple(self.loans._asked), tuple(lent), self.beneath.learnt
+        held = refused, tuple(self.beneath.lent)
+        return (super().key(), tuple(books), tuple(requests), held, loans)
 
     @property
     def request(self) -> Running | None:
@@ -233,12 +292,13 @@ class SourceSide(OwnerSide):
         return self._end._handoffs.keys() | waiting
 
     def at_rest(self) -> bool:
-        held = self.beneath.lent or self.beneath.requests or len(self.departures)
+        held = self.beneath.lent or self.beneath.requests or len(self.departures) or len(self.loans)
         return not (self._end.num_open or self.exposed or held or self.departures._refused)
 
     def react(self, given: Input) -> list[Output]:
-        # Serials of departures and of what was refused are remembered by the engine alone.
+        # Serials of departures, loans and refusals are remembered by the engine alone.
         known = self.departures._by_serial.keys() | self.departures._refused
+        known |= self.loans._asked.keys() | self.loans._lent.keys()
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
@@ -249,7 +309,8 @@ class SourceSide(OwnerSide):
             case ("launch", ticket):
                 request = self.beneath.requests[ticket]
                 request.launched = True
-                self.cells[self._tail(request)] = TORN
+                for page, _, _ in request.written:
+                    self.cells[page] = TORN
             case ("finish", ticket):
                 self._finish(self.beneath.requests[ticket])
             case ("end", ticket):
@@ -268,13 +329,16 @@ class SourceSide(OwnerSide):
         return self._turn()
 
     def _take(self, event: Any) -> list[Output]:
+        of_loans = event.serial in self.loans
+        of_loans |= isinstance(event, Opened) and event.kind is Kind.PREFIX
+        owner = self.loans if of_loans else self.departures
         match event:
             case Opened():
-                self.departures.opened(event)
+                owner.opened(event)
             case Granted():
-                self.departures.granted(event)
+                owner.granted(event)
             case HandoffDropped():
-                self.departures.dropped(event)
+                owner.dropped(event)
         return self._turn()
 
     def _turn(self) -> list[Output]:
@@ -289,15 +353,15 @@ class SourceSide(OwnerSide):
         return [output for command in posts for output in self._posted(command)]
 
     def _begin(self, ticket: int) -> None:
-        self.beneath.requests[ticket] = request = Running(ticket, self.live.known)
-        for place, page in enumerate(request.pages):
-            self.cells[page] = self._content(request, place)
+        request = Running(ticket, self.live.known, self.plan.tables)
+        self.beneath.requests[ticket] = request
+        self._fill(request, list(request.places))
 
     def _finish(self, request: Running) -> None:
-        tail = self._tail(request)
+        written = request.written
         request.launched = False
         request.num_tokens += 1
-        self.cells[tail] = self._content(request, tail - request.pages[0])
+        self._fill(request, written)
         if request.num_tokens == self.live.most:
             self._end_request(request)
 
@@ -305,35 +369,48 @@ class SourceSide(OwnerSide):
         self.beneath.leave(request, "ended")
         self.departures.ended(request)  # type: ignore[arg-type]
 
-    def _tail(self, request: Running) -> int:
-        """The page that gets the KV of its newest token."""
-        return request.pages[0] + (request.num_tokens - 1) // PAGE_SIZE
+    def _fill(self, request: Running, places: list[tuple[int, int, int]]) -> None:
+        state, num_kv = request.tables.num_tables, request.num_tokens - 1
+        for page, table, place in places:
+            num_there = num_kv if table == state else in_page(place, num_kv)
+            self.cells[page] = (request.key, table, place, num_there)
 
-    def _content(self, request: Running, place: int) -> tuple[int, int, int]:
-        return content(request.key, place, request.num_tokens - 1)
 
-
-def content(ticket: int, place: int, num_kv: int) -> tuple[int, int, int]:
-    """What a page has when so many tokens of a submission have KV."""
-    return ticket, place, min(PAGE_SIZE, num_kv - place * PAGE_SIZE)
+def in_page(place: int, num_kv: int) -> int:
+    """Tokens in a page when so many have KV."""
+    return min(PAGE_SIZE, num_kv - place * PAGE_SIZE)
 
 
 # The target --------------------------------------------------------------------------------------
 
 
 class TargetSide(ReaderSide):
-    """joined: tickets of submissions that run here, by mover."""
+    """Where it copies before, a mover's first attempt is that.
+
+    joined: tickets of submissions that run here, by mover.
+    copied: pages that the tree has.
+    prefixes: pages of it that each mover was granted with.
+    """
 
     def __init__(self, live: LivePlan, config: TransferConfig, instance: int) -> None:
         super().__init__(live.plan(), config, instance)
         self.live = live
         self.joined: tuple[int, ...] = ()
+        self.copied: tuple[int, ...] = ()
+        self.prefixes = (0,) * live.movers
 
     def key(self) -> Hashable:
-        return super().key(), self.joined
+        return super().key(), self.joined, self.copied, self.prefixes
+
+    def faults(self) -> list[Input]:
+        return [*super().faults(), *([("evict",)] if self.copied else [])]
 
     def react(self, given: Input) -> list[Output]:
         match given:
+            case ("evict",):
+                pages, self.copied = self.copied, ()
+                self._let_go(pages)
+                return []
             case ("cancel", r, _):
                 id = self._id(self.jobs[r])
                 self._leave(r, ENDED)
@@ -342,25 +419,34 @@ class TargetSide(ReaderSide):
 
     def _command(self, what: str, r: int) -> Any:
         job, known = self.jobs[r], self.live.known - 1
+        copies = self._copies(r)
         if what == "open":
             self.jobs[r] = job._replace(state="open")
+            if copies:
+                known -= known % PAGE_SIZE
             tokens = np.arange(known, dtype=np.int32)
             return OpenHandoff(
                 self._id(job),
                 max(self.owners),
                 tokens,
-                known - 1,
+                0 if copies else known - 1,
                 SAMPLING,
                 100.0,
                 str(r),
-                kind=Kind.LIVE,
+                kind=Kind.PREFIX if copies else Kind.LIVE,
                 ticket=1,
             )
         command = super()._command(what, r)
-        if isinstance(command, GrantHandoff):
-            room = self.live.room
-            return GrantHandoff(command.id, 0, command.destination_pages, room)
+        if isinstance(command, GrantHandoff) and not copies:
+            prefix = len(self.copied)
+            self.jobs[r] = self.jobs[r]._replace(pages=self.copied + self.jobs[r].pages)
+            self.prefixes = (*self.prefixes[:r], prefix, *self.prefixes[r + 1 :])
+            pages, room = command.destination_pages, self.live.room
+            return GrantHandoff(command.id, prefix * PAGE_SIZE, pages, room)
         return command
+
+    def _copies(self, r: int) -> bool:
+        return self.live.copies and self.jobs[r].attempt == 1
 
     def _restart(self, instance: int) -> None:
         """Nobody moves a request whose target is gone; its router replays it elsewhere."""
@@ -381,21 +467,48 @@ class TargetSide(ReaderSide):
                 super()._take(event)
 
     def _join(self, r: int, id: HandoffId) -> None:
-        job = self.jobs[r]
+        job, tables = self.jobs[r], self.plan.tables
+        if self._copies(r):
+            whole = [(1, 0, place, PAGE_SIZE) for place in range(len(job.pages))]
+            self._check(job.pages, whole, "copied")
+            if not self.copied:  # else another mover has been before
+                self.copied = job.pages
+            self._ask_for_the_rest(r)
+            return
         require(job.state == "granted" and job.emitted > 0, "joined without its tokens")
-        num_kv = job.emitted - 1
-        for place in range(-(-num_kv // PAGE_SIZE)):
-            cell, page = self.cells[job.pages[place]], job.pages[place]
-            require(cell == content(1, place, num_kv), f"I1: joined with {cell} in {page}")
+        num_kv, prefix = job.emitted - 1, self.prefixes[r]
+        whole = [(1, 0, place, PAGE_SIZE) for place in range(prefix)]
+        behind = [
+            (1, t, place, num_kv if t == tables.num_tables else in_page(place, num_kv))
+            for t, first, past in tables.handed_over(num_kv, prefix * PAGE_SIZE)
+            for place in range(first, past)
+        ]
+        self._check(job.pages, whole + behind, "I1: joined")
         self._leave(r, ENDED)
         self.joined += (1,)
 
+    def _check(self, pages: tuple[int, ...], right: list[Any], what: str) -> None:
+        for page, content in zip(pages, right, strict=False):  # the rest is room to grow
+            require(self.cells[page] == content, f"{what} with {self.cells[page]} in {page}")
+
+    def _ask_for_the_rest(self, r: int) -> None:
+        self._leave(r, self.jobs[r]._replace(state="new", attempt=2, pages=()))
+
     def _retry(self, r: int, lost: Lost) -> None:
-        """A mover computes nothing by itself, and tries nothing else."""
-        self._leave(r, ENDED)
+        """A mover computes nothing by itself, and tries nothing else; what was not copied is read
+        with the rest."""
+        if self._copies(r):
+            self._ask_for_the_rest(r)
+        else:
+            self._leave(r, ENDED)
+
+    def _held(self) -> set[int]:
+        return super()._held() | set(self.copied)
 
     def _num_pages(self, r: int) -> int:
-        return self.plan.tables.room_pages(self.live.room, 0)
+        if self._copies(r):
+            return (self.live.known - 1) // PAGE_SIZE
+        return self.plan.tables.room_pages(self.live.room, len(self.copied) * PAGE_SIZE)
 
 
 class LiveSimulation(Simulation):

@@ -14,9 +14,9 @@ import numpy as np
 from common.config import SharingConfig, TransferConfig
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import Holding
+from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.tiers.tiers import no_tiers
-from common.page_tables import PageTables
+from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
 from common.requests.prefix_at import PrefixAt
 from kvtransfer.messages import HandoffId
@@ -47,7 +47,6 @@ from tests.kvtransfer.world import Simulation
 
 ENDED = Job("ended", 0, 0, 0, 0, ())
 OTHERS = "others"  # what whoever takes a page writes into it
-TABLES = PageTables(PAGE_SIZE)
 
 
 class PrefixPlan(NamedTuple):
@@ -57,6 +56,7 @@ class PrefixPlan(NamedTuple):
     told: pages that the reader is told of.
     has: pages that the owner has.
     own: pages that the reader has.
+    windows, state_pages: as of PageTables.
     """
 
     namespaces: tuple[Namespace, ...] = (b"",)
@@ -65,13 +65,21 @@ class PrefixPlan(NamedTuple):
     own: int = 0
     reader_pages: int = 4
     loans: int = 1  # as many as fit at once
+    windows: tuple[int | None, ...] = (None,)
+    state_pages: int = 0
     asynchronous: bool = False
     only_faults: tuple[str, ...] = ()
+
+    @property
+    def tables(self) -> PageTables:
+        return PageTables(PAGE_SIZE, self.windows, self.state_pages)
 
     def plan(self) -> Plan:
         return Plan(
             (0,) * len(self.namespaces),
             (0,) * len(self.namespaces),
+            windows=self.windows,
+            state_pages=self.state_pages,
             asynchronous=self.asynchronous,
             late_owner=self.asynchronous,
             only_faults=self.only_faults,
@@ -80,16 +88,19 @@ class PrefixPlan(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """A pool, its tree, and what is in each page."""
+    """A pool, its tree, and what is in each page: of which prompt, table and place; of a state,
+    after how many tokens."""
 
     num_pages: int
+    tables: PageTables
     pages: PageAllocator = field(init=False)
     cache: RadixCache = field(init=False)
     cells: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pages = PageAllocator(self.num_pages, lifo=True)
-        self.cache = RadixCache(PAGE_SIZE, self.pages)
+        tables = self.tables
+        self.cache = RadixCache(PAGE_SIZE, self.pages, tables.windows, tables.state_pages)
         self.cells = [FREE] * self.num_pages
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
@@ -103,11 +114,14 @@ class Memory:
 
     def learn(self, namespace: Namespace, num_pages: int) -> None:
         """The tree gets the first pages of a prompt."""
-        taken = self.pages.allocate(num_pages, Holder.REQUEST)
+        tables, end = self.tables, num_pages * PAGE_SIZE
+        taken = self.pages.allocate(num_pages_of(tables.handed_over(end, 0)), Holder.REQUEST)
         assert taken is not None
-        for place, page in enumerate(taken.tolist()):
-            self.cells[page] = (namespace, place)
-        self.cache.insert(_tokens(num_pages * PAGE_SIZE), Holding.of(taken), namespace)
+        nothing = np.empty((tables.num_full, 0), np.int32)
+        holding = Holding.laid_out(tables, nothing, taken, end)
+        for page, content in _contents(holding, namespace, end):
+            self.cells[page] = content
+        self.cache.insert(_tokens(end), holding, namespace, state=holding.state)
         self.pages.drop(taken, Holder.REQUEST)
 
     def vandalise(self) -> None:
@@ -125,14 +139,16 @@ class Memory:
         for page in self.pages._free.all().tolist():
             self.cells[page] = FREE
         for namespace in dict.fromkeys(namespaces):
-            (row,) = self.cache.match(_tokens(8 * PAGE_SIZE), namespace).shared.tolist()
-            for place, page in enumerate(row):
-                right = (namespace, place)
-                require(self.cells[page] == right, f"the tree has {self.cells[page]} in {page}")
+            match = self.cache.match(_tokens(8 * PAGE_SIZE), namespace)
+            resumable = Holding(match.holding.tables, match.state)
+            right = _contents(Holding(match.shared), namespace, 0)
+            right += _contents(resumable, namespace, match.num_tokens)
+            for page, content in right:
+                require(self.cells[page] == content, f"the tree has {self.cells[page]} in {page}")
 
     def key(self) -> Hashable:
         tree = tuple(
-            (node.key, node.tokens.tobytes(), node.pages.tobytes())
+            (node.key, node.tokens.tobytes(), node.pages.tobytes(), node.state.tobytes())
             for node in self.cache._root.below()
         )
         free = tuple(self.pages._free.all().tolist())
@@ -153,12 +169,26 @@ class Posts:
         return taken
 
 
+def _contents(holding: Holding, namespace: Namespace, end: int) -> list[tuple[int, Any]]:
+    """Pages, and what is right in each; full tables are before all others."""
+    contents = [
+        (page, (namespace, table, place))
+        for table, row in enumerate(holding.tables.tolist())
+        for place, page in enumerate(row)
+        if page != NO_PAGE
+    ]
+    state = holding.state.tolist()
+    return contents + [(page, (namespace, "state", i, end)) for i, page in enumerate(state)]
+
+
 def _tokens(count: int) -> Any:
     return np.arange(count, dtype=np.int32)
 
 
-_MEMORY = Memory(1)
-NO_TIERS = no_tiers(_MEMORY.cache, _MEMORY.pages, TABLES)  # nothing changes there: never copied
+_MEMORY = Memory(1, PageTables(PAGE_SIZE))
+NO_TIERS = no_tiers(
+    _MEMORY.cache, _MEMORY.pages, _MEMORY.tables
+)  # nothing changes there: never copied
 
 
 # The owner ---------------------------------------------------------------------------------------
@@ -170,7 +200,8 @@ class LenderSide(OwnerSide):
     ) -> None:
         super().__init__(plan.plan(), config, instance)
         self.sharing_plan = plan
-        self.memory = Memory(SHARE * plan.has * plan.loans)
+        lent = num_pages_of(plan.tables.handed_over(plan.has * PAGE_SIZE, 0))
+        self.memory = Memory(SHARE * lent * plan.loans, plan.tables)
         if knows:
             for namespace in dict.fromkeys(plan.namespaces):
                 self.memory.learn(namespace, plan.has)
@@ -180,7 +211,7 @@ class LenderSide(OwnerSide):
             cache=self.memory.cache,
             pages=self.memory.pages,
             tiers=NO_TIERS,
-            tables=TABLES,
+            tables=plan.tables,
             port=self.port,
         )
 
@@ -255,7 +286,7 @@ class FetcherSide(ReaderSide):
     def __init__(self, plan: PrefixPlan, config: TransferConfig, instance: int) -> None:
         super().__init__(plan.plan(), config, instance)
         self.sharing_plan = plan
-        self.memory = Memory(plan.reader_pages)
+        self.memory = Memory(plan.reader_pages, plan.tables)
         if plan.own:
             self.memory.learn(plan.namespaces[0], plan.own)
         self.port = Posts()
@@ -265,7 +296,7 @@ class FetcherSide(ReaderSide):
             page_bytes=1,
             cache=self.memory.cache,
             pages=self.memory.pages,
-            tables=TABLES,
+            tables=plan.tables,
             port=self.port,
             clock=lambda: 0.0,
         )

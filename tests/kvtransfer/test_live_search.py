@@ -19,6 +19,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
         pytest.param(LivePlan(), PATIENT, 1, 2_500, id="one-fault"),
         pytest.param(LivePlan(room=5, most=8), PATIENT, 1, 3_000, id="it-outgrows-its-room"),
         pytest.param(LivePlan(movers=2, most=6), PATIENT, 0, 500, id="two-movers"),
+        pytest.param(
+            LivePlan(windows=(None, 3), state_pages=1), PATIENT, 1, 2_500, id="windows-and-a-state"
+        ),
+        pytest.param(
+            LivePlan(known=6, most=8, room=9, copies=True),
+            PATIENT,
+            1,
+            5_000,
+            id="it-is-copied-before",
+        ),
         pytest.param(LivePlan(), SILENT, 1, 2_000, id="one-silence", marks=pytest.mark.long),
         pytest.param(
             LivePlan(asynchronous=True, most=6),
@@ -35,6 +45,30 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
             1,
             60_000,
             id="two-movers-one-fault",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            LivePlan(windows=(None, 3), state_pages=1),
+            PATIENT,
+            2,
+            25_000,
+            id="windows-and-a-state-two-faults",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            LivePlan(known=6, most=7, room=9, copies=True),
+            PATIENT,
+            2,
+            40_000,
+            id="it-is-copied-before-two-faults",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            LivePlan(known=6, most=7, room=9, movers=2, copies=True),
+            PATIENT,
+            1,
+            300_000,
+            id="two-movers-copy-one-fault",
             marks=pytest.mark.long,
         ),
     ],

@@ -29,6 +29,21 @@ ONE, OTHER = b"", b"another's prompts"[:16]
             PrefixPlan((ONE, OTHER), reader_pages=2, loans=2), PATIENT, 0, 40, id="pages-for-one"
         ),
         pytest.param(
+            PrefixPlan(windows=(None, 3), state_pages=1, reader_pages=6),
+            PATIENT,
+            1,
+            200,
+            id="windows-and-a-state",
+        ),
+        pytest.param(
+            PrefixPlan(windows=(None, 3), state_pages=1, reader_pages=12, own=1, told=3, has=3),
+            PATIENT,
+            2,
+            2_000,
+            id="windows-and-states-two-faults",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             PrefixPlan(asynchronous=True),
             PATIENT,
             1,

@@ -19,7 +19,7 @@ ASKED = (HAS + 1) * PAGE_SIZE
 
 @pytest.fixture
 def memory() -> Memory:
-    memory = Memory(SHARE * HAS)
+    memory = Memory(SHARE * HAS, PageTables(PAGE_SIZE))
     memory.learn(b"", HAS)
     return memory
 
