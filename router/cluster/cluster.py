@@ -136,6 +136,8 @@ class Cluster:
         self._readable.clear()
         for client in self._clients.values():
             self._read(client)
+            if client.status is None and self._survey.fit(client.address, "decode"):
+                client.found()
         self._use()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import grpc.aio
@@ -93,6 +94,7 @@ class DecodeClient:
         self._patience = patience or Patience()
         self._pulse: EnginePulse | None = None  # of the stream that is open
         self._refused_s = refused_s
+        self._found = asyncio.Event()  # since its last stream was opened
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
         # Requests whose timeline the node has not told; it may come after the request was left.
@@ -120,6 +122,7 @@ class DecodeClient:
         told = ""
         while True:
             opened_at = time.monotonic()
+            self._found.clear()
             over = _Over("the router is shutting down")
             try:
                 over = await self._serve()
@@ -135,9 +138,22 @@ class DecodeClient:
                 self._lose(over)
             if time.monotonic() - opened_at > _MAX_BACKOFF_S:
                 backoff_s = _MIN_BACKOFF_S
-            delay_s = self._refused_s if over.refused else backoff_s
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            share = random.uniform(0.5, 1.0)
+            if over.refused:
+                await asyncio.sleep(self._refused_s * share)
+            else:
+                await self._wait(backoff_s * share)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def found(self) -> None:
+        """The node, which has no stream, says of itself that it is there: the next one is opened at
+        once, unless the last was refused."""
+        self._found.set()
+
+    async def _wait(self, longest_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._found.wait()
 
     def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
         """Replaces the nodes that the node has been told of, at once and for every stream to

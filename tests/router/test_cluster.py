@@ -8,6 +8,7 @@ from grpc import StatusCode
 
 from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import GetClusterRequest
+from router.cluster import decode_client
 from tests.router.rig import collect, eventually, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
@@ -94,6 +95,22 @@ async def test_a_decode_node_that_starts_again_is_used_again(model: Path) -> Non
                 call = client.generate("x")
                 await _finish(second, (await second.submitted()).request)
                 await collect(call)
+
+
+async def test_a_node_that_says_it_is_ready_is_not_kept_waiting_for_its_stream(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing with `found` called by nobody."""
+    monkeypatch.setattr(decode_client, "_MIN_BACKOFF_S", 3600.0)
+    monkeypatch.setattr(decode_client, "_MAX_BACKOFF_S", 3600.0)
+    async with StubDecodeNode() as first:
+        port = int(first.address.rpartition(":")[2])
+        async with router_for(model, decode=[first.address]) as (client, _):
+            await client.wait_until_serving()
+            await first.die()
+            await client.wait_until_serving(False)
+            async with StubDecodeNode(port=port):
+                await client.wait_until_serving()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
