@@ -167,6 +167,35 @@ def test_who_was_off_the_device_comes_back_to_it(followed: Followed, host_pages:
         assert _drafts(rig)[1] == 0
 
 
+# Seen failing, both, with vectors of tokens that fill a page alone.
+def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed) -> None:
+    size = _size(num_pages=7, prefix_cache=False)
+    scheduler = {"preempt_by": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
+    with PairRig(followed.loaded, decode=[size], scheduler=scheduler) as rig:
+        low = rig.ask([3] * 70, 40)
+        rig.until(lambda: len(low.tokens) > 3, "the first runs")
+        high = rig.ask([4] * 60, 20, priority=50)
+        rig.run()
+        assert rig.decode[0].count("preempted/normal") == 1
+        assert low.tokens == followed.answer([3], 40)
+        assert high.tokens == followed.answer([4], 20)
+        accepted, rejected = _drafts(rig)
+        assert rejected == 0 and accepted > 0
+
+
+def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed) -> None:
+    prompt = _prompts(256)[-1]
+    answer = followed.answer(prompt, NUM_TOKENS)
+    with PairRig(followed.loaded, prefill=[Size()] * 2, decode=[_size(), _size()]) as rig:
+        whole = rig.ask(prompt, NUM_TOKENS, node=0)
+        rig.run()
+        replayed = rig.ask(prompt, NUM_TOKENS, generated=whole.tokens[:9], node=1, owners=[1, 0])
+        rig.run()
+        assert (whole.tokens, replayed.tokens) == (answer, answer[9:])
+        accepted, rejected = _drafts(rig, 1)
+        assert rejected == 0 and accepted > 0
+
+
 def test_a_request_that_moves_takes_it_along(followed: Followed) -> None:
     prompt = _prompts(256)[-1]
     with PairRig(followed.loaded, decode=[_size(), _size()], moves=True) as rig:
@@ -199,6 +228,46 @@ def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loa
     plain = _answers(guessed[0], ROOM, ways)
     told = _answers(guessed[1], _size(num_pages=ROOM.num_pages), ways)
     assert [one.tokens for one in told] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize(
+    "guessed",
+    ["eagle3", *(pytest.param(each, marks=LONG) for each in ("eagle", "mtp"))],
+    indirect=True,
+)
+def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
+    guessed: tuple[Loaded, Loaded],
+) -> None:
+    """From either prefill node; off the device for want of pages, or for who is urgent, and back;
+    and from where the other decode node has left off."""
+    source = random.Random(6)
+    prompts = [[source.randrange(256) for _ in range(33)] for _ in range(8)]
+    asking = [(p, SAMPLED if n % 2 else {}, n // 2 % 2) for n, p in enumerate(prompts)]
+    with PairRig(guessed[0], decode=[Size(num_slots=32)]) as rig:
+        plain = [rig.ask(prompt, NUM_TOKENS, **way) for prompt, way, _ in asking]
+        rig.run()
+    expected = [one.tokens for one in plain]
+    small = _size(num_pages=7, prefix_cache=False)
+    scheduler = {**BOLD, "preempt_by": 10}
+    both = [Size(), Size()]
+    with PairRig(guessed[1], prefill=both, decode=[small] * 2, scheduler=scheduler) as rig:
+
+        def ask(number: int, **turn: Any) -> Asked:
+            prompt, way, node = asking[number]
+            return rig.ask(prompt, NUM_TOKENS, **{"node": node, "owners": [1 - node]} | way | turn)
+
+        told = [ask(number) for number in range(6)]
+        rig.until(lambda: all(one.tokens for one in told[:4]), "two run on each node")
+        told += [ask(number, priority=50) for number in (6, 7)]
+        rig.run()
+        assert [one.tokens for one in told] == expected
+        assert sum(node.count("retractions") for node in rig.decode) > 0
+        assert sum(node.count("preempted/normal") for node in rig.decode) > 0
+        assert all(_drafts(rig, node)[1] > 0 for node in range(2))
+        lost = (4, 7)
+        replayed = [ask(n, generated=expected[n][:9], node=1 - asking[n][2]) for n in lost]
+        rig.run()
+        assert [one.tokens for one in replayed] == [expected[n][9:] for n in lost]
 
 
 HOT = {"temperature": 8.0, "ignore_eos": True}  # hardly any token is the likeliest one
