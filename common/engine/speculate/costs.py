@@ -1,13 +1,17 @@
 """What a decode step costs, as a line through those that were: so much whatever is in it, and so
 much for each token. Both change with the batch's contexts, and with what else the machine does, so
-that older steps count less and less."""
+that older steps count less and less.
+
+Steps of as many tokens as any other say nothing of what a token costs: what was learnt of that
+stays until a step differs."""
 
 _NEWEST_WEIGHT = 0.05
-# Taken for true as long as all steps had as many tokens: of a step of one token a tenth is for that
-# token. Where guesses do not pay there are none, then all steps are alike, and this has them tried
-# anew.
-_FIRST_SHARE = 0.1
+# Taken for true as long as all steps had as many tokens: so much of a step of one token is for that
+# token. So nothing is guessed in large batches before it is known that it pays: there it costs most
+# where it does not.
+_FIRST_SHARE = 0.15
 _FIRST_WEIGHT = 0.5  # of that, in tokens squared
+_LEAST_DIFFERENCE = 0.5  # tokens
 
 
 class StepCosts:
@@ -24,6 +28,8 @@ class StepCosts:
         more_tokens, more_seconds = num_tokens - self._tokens, seconds - self._seconds
         self._tokens += _NEWEST_WEIGHT * more_tokens
         self._seconds += _NEWEST_WEIGHT * more_seconds
+        if abs(more_tokens) < _LEAST_DIFFERENCE:
+            return
         kept = 1 - _NEWEST_WEIGHT
         self._variance = kept * (self._variance + _NEWEST_WEIGHT * more_tokens**2)
         self._covariance = kept * (self._covariance + _NEWEST_WEIGHT * more_tokens * more_seconds)

@@ -19,6 +19,10 @@ _FIRST_LIKELY = 0.7
 # Where drafts do not pay they are thought a little better of with every step, and tried again: an
 # answer may begin to quote at any time.
 _HOPE, _HOPE_WEIGHT = 0.9, 0.003
+# After so many steps without any, one request in so many is given some, whatever is thought of
+# them: else it would never be known what they cost. In a batch that computes all the time such a
+# step takes a third as long again. The first time it is soon, for nothing is known.
+_TRIED_AFTER, _TRIED_OF, _FIRST_TRIED_AFTER = 96, 16, 3
 
 
 class DraftPolicy(Protocol):
@@ -68,6 +72,8 @@ class PayingDrafts:
         self._likely = np.zeros(num_slots)  # that a draft stands, if those before it do
         self._typical = _FIRST_LIKELY
         self._counts = np.arange(max_drafts + 1)
+        self._num_without = _TRIED_AFTER - _FIRST_TRIED_AFTER  # steps in turn
+        self._num_trials = 0
 
     def acquired(self, slot: int) -> None:
         self._likely[slot] = self._typical
@@ -79,6 +85,11 @@ class PayingDrafts:
         limits: Ints = np.argmax(tokens / steps, axis=1).astype(np.int32)
         none = slots[limits == 0]
         self._likely[none] += _HOPE_WEIGHT * (_HOPE - self._likely[none])
+        self._num_without = self._num_without + 1 if len(none) == len(slots) else 0
+        if self._num_without > _TRIED_AFTER:
+            self._num_without = 0
+            self._num_trials += 1
+            limits[self._num_trials % min(_TRIED_OF, len(slots)) :: _TRIED_OF] = self._counts[-1]
         return limits
 
     def verified(self, slots: NDArray[np.intp], drafted: Ints, accepted: Ints) -> None:
