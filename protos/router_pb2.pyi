@@ -331,7 +331,7 @@ class TellPlanResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterState(_message.Message):
-    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s")
+    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s", "in_use")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +344,7 @@ class RouterState(_message.Message):
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     SILENT_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PROCESS_S_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     version: str
@@ -356,7 +357,8 @@ class RouterState(_message.Message):
     processes: int
     silent_processes: int
     oldest_process_s: float
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ..., oldest_process_s: _Optional[float] = ...) -> None: ...
+    in_use: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ..., oldest_process_s: _Optional[float] = ..., in_use: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainRouterRequest(_message.Message):
     __slots__ = ("in_turn",)

@@ -89,8 +89,8 @@ class Fleet:
     async def until_has_role(
         self, router: str, node: ClusterNode, role: str, longest_s: float
     ) -> None:
-        """Waits until the router finds it ready in that role, and paired, if there are others to
-        pair with.
+        """Waits until the router finds it ready in that role; if there are others to pair with,
+        until it is paired, and all processes of the router use it.
 
         Raises:
             Undone: not after `longest_s`.
@@ -101,8 +101,10 @@ class Fleet:
             now = of_address(cluster, node.address)
             if now is None or (now.role, now.state) != (role, "ready"):
                 return False
-            alone = all(each.role == role for each in cluster.nodes)
-            return alone or any(node.address in pair for pair in paired(cluster))
+            if all(each.role == role for each in cluster.nodes):
+                return True
+            is_paired = any(node.address in pair for pair in paired(cluster))
+            return is_paired and _in_use(cluster, node.address)
 
         sentence = f"{node.address} takes the role, and is not ready and paired"
         await until(has, longest_s, sentence)
@@ -141,7 +143,7 @@ class Fleet:
         self, routers: Sequence[str], node: ClusterNode, pairs: Pairs, longest_s: float
     ) -> None:
         """Waits until every one of the routers finds a successor of the node ready, and all of
-        these pairs.
+        these pairs, and all of its processes use it.
 
         Raises:
             Undone: not after `longest_s`.
@@ -152,6 +154,8 @@ class Fleet:
                 cluster = await self.look(router)
                 now = of_address(cluster, node.address)
                 if now is None or now.state != "ready" or now.instance_id == node.instance_id:
+                    return False
+                if not _in_use(cluster, node.address):
                     return False
                 # One that had taken another role begins in its first one again.
                 if now.role == node.role and not pairs <= paired(cluster):
@@ -197,6 +201,11 @@ def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
         if node.address == address and node.state != "unreachable":
             return node
     return None
+
+
+def _in_use(cluster: GetClusterResponse, address: str) -> bool:
+    """By every process of the router: the slowest to find a node may get the next request."""
+    return not cluster.router.silent_processes and address in cluster.router.in_use
 
 
 def paired(cluster: GetClusterResponse) -> Pairs:

@@ -1,7 +1,7 @@
 """What a router says of itself, as one, however many processes it is."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from protos.router_pb2 import RouterState
 from router.requests.admission import Admission
@@ -15,17 +15,23 @@ class OwnState:
     """Of this process."""
 
     def __init__(
-        self, admission: Admission, constant: RouterState, why_not_ready: Callable[[], str | None]
+        self,
+        admission: Admission,
+        constant: RouterState,
+        why_not_ready: Callable[[], str | None],
+        in_use: Callable[[], Iterable[str]],
     ) -> None:
         """
         Args:
             constant: what never changes.
             why_not_ready: a sentence, or None when a request could be placed now.
+            in_use: addresses of nodes that requests are sent to.
         """
         self._admission = admission
         self._began = time.monotonic()
         self._constant = constant
         self._why_not_ready = why_not_ready
+        self._in_use = in_use
 
     def now(self) -> RouterState:
         reason = self._why_not_ready()
@@ -35,6 +41,7 @@ class OwnState:
             live_requests=self._admission.num_live,
             max_requests=self._admission.max_requests,
             oldest_process_s=time.monotonic() - self._began,
+            in_use=self._in_use(),
         )
         state.MergeFrom(self._constant)
         return state
@@ -72,7 +79,8 @@ class WholeState:
 
 
 def together(states: Sequence[RouterState]) -> RouterState:
-    """A router is as ready as the least ready of its processes: any of them may get a request."""
+    """A router is as ready as the least ready of its processes, and uses the nodes that all of them
+    do: any of them may get a request."""
     worst = max(states, key=lambda one: _BY_WEIGHT.index(one.state))
     alike = sum(one.state == worst.state for one in states)
     whole = RouterState()
@@ -82,6 +90,7 @@ def together(states: Sequence[RouterState]) -> RouterState:
     whole.live_requests = sum(one.live_requests for one in states)
     whole.max_requests = sum(one.max_requests for one in states)
     whole.oldest_process_s = max(one.oldest_process_s for one in states)
+    whole.in_use[:] = sorted(frozenset.intersection(*(frozenset(one.in_use) for one in states)))
     return whole
 
 

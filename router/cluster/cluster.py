@@ -136,8 +136,7 @@ class Cluster:
         self._readable.clear()
         for client in self._clients.values():
             self._read(client)
-            if client.status is None and self._survey.fit(client.address, "decode"):
-                client.found()
+            client.found(self._survey.ready_instance(client.address))
         self._use()
 
     def close(self) -> None:
@@ -145,6 +144,14 @@ class Cluster:
         self._closed = True
         self._clients.clear()
         self.refresh()
+
+    @property
+    def in_use(self) -> Iterator[str]:
+        """Addresses of the nodes that requests are sent to, or would be but for a pause."""
+        yield from (choice.address for choice in self._choices)
+        for node in self._survey.members:
+            if self._survey.fit(node.address, "prefill"):
+                yield node.address
 
     def usable(self) -> Sequence[DecodeChoice]:
         """The decode nodes that a request could go to now: paused ones where all are, to wait."""

@@ -94,7 +94,8 @@ class DecodeClient:
         self._patience = patience or Patience()
         self._pulse: EnginePulse | None = None  # of the stream that is open
         self._refused_s = refused_s
-        self._found = asyncio.Event()  # since its last stream was opened
+        self._found = asyncio.Event()  # another instance, since the last stream was opened
+        self._instance = 0  # that was found last
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
         # Requests whose timeline the node has not told; it may come after the request was left.
@@ -128,6 +129,7 @@ class DecodeClient:
                 over = await self._serve()
                 rpc.raise_if_cancelled()
                 if self.status is not None:
+                    self._found.clear()  # it was said before, of the stream that is lost
                     log.warning("decode node lost %s", kv(node=self.address, because=over.reason))
                 elif over.refused and over.reason != told:
                     log.warning(
@@ -145,10 +147,16 @@ class DecodeClient:
                 await self._wait(backoff_s * share)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    def found(self) -> None:
-        """The node, which has no stream, says of itself that it is there: the next one is opened at
-        once, unless the last was refused."""
-        self._found.set()
+    def found(self, instance: int) -> None:
+        """The node says of itself that it is ready. The first time that this instance does, the
+        next stream is opened at once, unless the last was refused.
+
+        Args:
+            instance: 0: it does not say so.
+        """
+        if instance not in (0, self._instance):
+            self._instance = instance
+            self._found.set()
 
     async def _wait(self, longest_s: float) -> None:
         with suppress(TimeoutError):

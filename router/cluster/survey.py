@@ -63,6 +63,7 @@ class _Known:
         self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         self.state = ""
         self.engine_silent = False
+        self.instance = 0  # that has said so
         self.num_lives = 1  # one more whenever it was gone
         self.silence = ""  # why it did not answer; "" if it did
 
@@ -116,6 +117,11 @@ class Survey:
         known = self._known.get(address)
         return known is not None and known.role == role and known.state not in _NOT_FOR_REQUESTS
 
+    def ready_instance(self, address: str) -> int:
+        """The instance id of the node there, if it has said that it is ready; else 0."""
+        known = self._known.get(address)
+        return known.instance if known is not None and known.state == "ready" else 0
+
     def paused(self, address: str) -> bool:
         """Whether the node has last said of itself that it is."""
         known = self._known.get(address)
@@ -166,15 +172,18 @@ class Survey:
     async def _ask(self, known: _Known) -> NodeReport:
         life = known.num_lives
         report = await self._report(known)
-        # An unreachable node keeps its last verdict: its stream, not this, says it is gone. And
-        # what a node said before it was gone says nothing of the one that has come back.
-        told = report.description is not None and known.num_lives == life
-        if told and known.state != report.state:
+        described = report.description
+        if described is None:
+            # It keeps its last verdict: its stream, not this, says that it is gone.
+            return report
+        # What a node said before it was gone says nothing of the one that has come back.
+        if known.num_lives == life and known.state != report.state:
             known.state, known.engine_silent = report.state, report.engine_silent
+            known.instance = described.instance_id
             self._on_change()
-        if report.description is not None and self._known.get(known.address) is known:
+        if self._known.get(known.address) is known:
             for role in get_args(Role):
-                if report.description.role == role != known.role:
+                if described.role == role != known.role:
                     self._on_role(known.address, role)
         return report
 

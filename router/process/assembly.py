@@ -193,7 +193,9 @@ async def running(
         why_not_ready = partial(_why_not_ready, admission, serves, unready)
         others = await resources.enter_async_context(siblings(place.others))
         keeper = await resources.enter_async_context(siblings(place.keeper))
-        state = OwnState(admission, _constants(config, model), why_not_ready)
+        state = OwnState(
+            admission, _constants(config, model), why_not_ready, lambda: cluster.in_use
+        )
         own_plans = OwnPlans()
         plans = Plans(own_plans, others)
         report = ClusterReport(survey, WholeState(state, others, place.began), plans)

@@ -1,7 +1,6 @@
 """`baton drain` and `baton roll` beside real programs that serve meanwhile."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from cli.demo_model import write
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
+from tests.support import grpc_retries
 from tests.support.cluster import Cluster, free_ports, slowed
 from tests.support.http_client import get
 from tests.support.programs import ROOT, Program
@@ -29,22 +29,6 @@ NUM_TOKENS = 200
 STEP_S = 0.01  # so that answers are under way when their node is restarted
 MOVED = 'baton_moves_total{outcome="moved"}'
 REFUSED = ("tokens=0", "this node is draining")
-# As docs/clients.md has it: what was refused before a word of it was said is asked again.
-RETRIES = {
-    "methodConfig": [
-        {
-            "name": [{"service": "baton.v1.Router"}],
-            "waitForReady": True,
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
 
 
 def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedProcess[str]:
@@ -134,10 +118,9 @@ async def test_every_program_is_restarted_under_load_and_nobody_can_tell(
         return "".join([piece.text async for piece in stub.Generate(request)])
 
     async with _up(tmp_path, *how) as (_, router, http_port):
-        options = [("grpc.service_config", json.dumps(RETRIES))]
 
         async def client(number: int) -> None:
-            async with grpc.aio.insecure_channel(router, options=options) as channel:
+            async with grpc.aio.insecure_channel(router, options=grpc_retries.OPTIONS) as channel:
                 stub = RouterStub(channel)
                 while not over.is_set():
                     answers.append((number, await ask(stub, number)))

@@ -85,6 +85,7 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model: Path):
         "version": said.router.version,
         "uptime_s": 0.0,
         "oldest_process_s": 0.0,
+        "in_use": sorted([prefill.address, decode.address]),
         "live_requests": 0,
         "max_requests": 17,
         "model": str(model),
