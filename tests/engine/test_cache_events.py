@@ -50,6 +50,11 @@ class Watched:
                 while self._live:
                     self._end(0)
                 self.cache.flush()
+            case 3 if self._prompts and not self.random.randrange(3):
+                tokens, namespace = self.random.choice(sorted(self._prompts))
+                self.cache.forget(ints(tokens), namespace)
+                assert not self.cache.match(ints(tokens), namespace).num_tokens
+                self.cache.check()
             case _:
                 self._begin()
 

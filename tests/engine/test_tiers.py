@@ -283,6 +283,8 @@ class Talks:
             self.rig.come(request)
             if self.rng.random() < 0.05:
                 self.rig.abort(request)
+            if self.rng.random() < 0.02:
+                self.rig.cache.forget(request.token_ids, request.namespace)
 
     def _say(self, length: int) -> list[int]:
         return self.rng.choices(range(VOCABULARY), k=length)

@@ -63,6 +63,9 @@ class LateFiles:
             work()
         return future
 
+    def erase(self, slots: Sequence[int]) -> None:
+        self._in_order.append(lambda: self.files.erase(slots))
+
     def clear(self) -> None:
         self._in_order.append(self.files.clear)
 

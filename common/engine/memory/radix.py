@@ -12,7 +12,7 @@ may be evicted. It learns of pages when their KV is final and knows nothing of r
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -58,6 +58,10 @@ class Below(Protocol):
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
         """The tree has forgotten pages; returns the names of those that nobody has any more."""
+        ...
+
+    def forget(self, keys: Collection[PageKey]) -> None:
+        """These are to be forgotten; the tree has none of them."""
         ...
 
     def clear(self) -> None:
@@ -229,6 +233,22 @@ class RadixCache:
         if short > 0:
             self.evict(short)
         return self._pool.allocate(num_pages, holder)
+
+    def forget(self, token_ids: Ints, namespace: Namespace = SHARED) -> None:
+        """Forgets all that goes on from the first page of these tokens, and so does what is below.
+
+        Whoever holds pages of it keeps them, and may have them learnt anew: by then it has gone on
+        from them, and got numbers.
+        """
+        keys: set[PageKey] = set()
+        if self._below is not None:  # which may have more of it than the tree
+            keys.update(page_keys(namespace, token_ids, self.page_size))
+        first = self._root.children.get(namespace + self._key(token_ids))
+        if first is not None:
+            keys.update(key for node in (first, *first.below()) for key in node.keys)
+            self._forget(first)
+        if self._below is not None:
+            self._below.forget(keys)
 
     def flush(self) -> int:
         """Forgets everything, and so does what is below; returns how many pages became free."""

@@ -73,6 +73,12 @@ class Residents:
         self._leave(self._let_go(request, learn), request)
         self.num_ended += 1
 
+    def end_at_fault(self, request: Request) -> None:
+        """As `end`; and nobody finds its KV any more, which makes logits that are no numbers."""
+        assert request.slot is not None
+        self._cache.forget(self._table.tokens_of(request.slot), request.namespace)
+        self.end(request)
+
     def start_over(self, request: Request) -> None:
         """To the head of the waiting queue, with all its tokens and without its KV, wherever that
         is. No launched step may have it."""

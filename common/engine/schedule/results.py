@@ -114,7 +114,7 @@ class StepResults:
                     finish = self._rule.decide(request, token, at_limit=False)
                     assert finish is not None
                     finished.append(Finished(request, finish))
-                    self._residents.end(request)
+                    self._residents.end_at_fault(request)
                 continue
             if request not in self._retracted:  # whose pages are gone
                 holding = self._table.holding_of(row.slot)
@@ -217,7 +217,10 @@ class StepResults:
             assert finish is not None
             num_generated = int(known[row]) - request.num_prompt
             finished.append(Finished(request, finish, num_generated))
-            self._residents.end(request, learn=token != NOT_FINITE)
+            if token == NOT_FINITE:
+                self._residents.end_at_fault(request)
+            else:
+                self._residents.end(request, learn=True)
         return slots[told], tokens[told]
 
 

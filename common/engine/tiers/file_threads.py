@@ -30,6 +30,10 @@ class FileThreads:
     def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]:
         return self._submit(self._readers, lambda: self._files.read(reads))
 
+    def erase(self, slots: Sequence[int]) -> None:
+        """After what is to be written before."""
+        self._submit(self._writer, lambda: self._files.erase(slots))
+
     def clear(self) -> None:
         """After what is to be written before."""
         self._submit(self._writer, self._files.clear)

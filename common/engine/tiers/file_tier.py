@@ -8,7 +8,7 @@ memory learns then, if it was right. Of a disk that fails nothing is expected bu
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
@@ -43,12 +43,14 @@ class Filed(NamedTuple):
 
 
 class PageStore(Protocol):
-    """Beside the steps. Writes are done in their order, and `clear` between those before and those
-    after. Results say of each page why it failed."""
+    """Beside the steps. Writes are done in their order, `erase` and `clear` between those before
+    and those after. Results say of each page why it failed."""
 
     def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]: ...
 
     def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]: ...
+
+    def erase(self, slots: Sequence[int]) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -196,6 +198,16 @@ class FileTier:
         self._reads.append(_Job(futures, pieces, kept, held, self._age, then))
         return True
 
+    def forget(self, keys: Iterable[PageKey]) -> None:
+        """Those that are here, so that nobody finds them after a restart either."""
+        found = ((key, self.cache.get(key)) for key in keys)
+        gone = [(key, filed) for key, filed in found if filed is not None]
+        for key, _ in gone:
+            self.cache.remove(key)
+        self._host.left_files(gone)
+        if gone:
+            self._store.erase([slot for _, filed in gone for slot in filed.present()])
+
     def clear(self) -> None:
         """Forgets everything. What is on its way is nobody's then."""
         self._age += 1
@@ -301,9 +313,9 @@ class FileTier:
     def _have_read(self, job: _Job) -> None:
         right = []
         for piece, fault in zip(job.pieces, job.faults(), strict=True):
-            self._end(job, piece, fault)
-            if fault is None:
+            if fault is None and self.cache.get(piece.key) is piece.filed:  # else it is forgotten
                 right.append(piece)
+            self._end(job, piece, fault)
         self._num_reading -= len(job.pieces)
         if job.age == self._age:
             self.num_read += len(right)

@@ -156,6 +156,10 @@ class HostCache:
         yield from (kept.name for kept in self._kept.values())
         yield from self.files.names()
 
+    def forget(self, keys: Iterable[PageKey]) -> None:
+        """Those that are here; what is being copied is held until that is over."""
+        self._drop([(key, self._kept.pop(key)) for key in keys if key in self._kept])
+
     def clear(self) -> None:
         """Forgets everything; what is being copied is held until that is over."""
         kept = list(self._kept.items())

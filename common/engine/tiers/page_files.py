@@ -116,6 +116,14 @@ class PageFiles:
         """Into host pages; returns of each why there is nothing to be used there."""
         return [self._read(each) for each in reads]
 
+    def erase(self, slots: Sequence[int]) -> None:
+        """These are empty: nobody finds what was there."""
+        try:
+            for slot in slots:
+                _write_all(self._index, memoryview(bytes(RECORD_BYTES)), _record_at(slot))
+        except OSError as error:
+            self._tell(Fault.WRITE, error)
+
     def clear(self) -> None:
         """All slots are empty, and the disk has its room back."""
         try:

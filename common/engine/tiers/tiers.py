@@ -14,7 +14,7 @@ brings the tree learns then. Pages of windows and of states are kept with the pa
 they go with: one can go on from where all of them are.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -77,7 +77,7 @@ class Tiers:
         self._ways = Ways(host, cache, tables)
         self._brings = Copies(host, pages)
         self._coming: dict[PageKey, list[Callable[[], None]]] = {}  # who waits, by Way.key
-        self._age = 0  # times that everything was forgotten
+        self._age = 0  # times that something was forgotten for good
         if self._enabled:
             cache.keep_below(self)
 
@@ -140,6 +140,13 @@ class Tiers:
 
     def tell(self, journal: CacheJournal | None) -> None:
         self.host.journal = journal
+
+    def forget(self, keys: Collection[PageKey]) -> None:
+        """The tree has forgotten these for good. What is on its way to it is nobody's then, which
+        may be some of them."""
+        self._age += 1
+        self.host.forget(keys)
+        self.files.forget(keys)
 
     def clear(self) -> None:
         """The tree is emptied, and so is everything below. What is on its way is nobody's then."""
@@ -252,6 +259,9 @@ class _NoStore:
 
     def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]:
         raise EngineFault("there are no files to read from")
+
+    def erase(self, slots: Sequence[int]) -> None:
+        raise EngineFault("there are no files to erase pages in")
 
     def clear(self) -> None:
         """There is nothing."""

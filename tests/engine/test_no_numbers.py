@@ -1,0 +1,147 @@
+"""KV that made logits that are no numbers is found by nobody again, in the prefix cache and below
+it: who asks the same has it computed anew. Whoever runs on some of it goes on."""
+
+import numpy as np
+import pytest
+
+from common.engine.rows.request import FinishReason, Request
+from common.requests.namespace import SHARED, namespace_of
+from common.requests.prefix_hash import page_names
+from tests.engine.test_file_tier import forgotten, restarted, small
+from tests.engine.test_tiers import KINDS, SIZE, Told, ask, drawn, fill_the_pool, in_tree
+from tests.support.engine_rig import VOCABULARY, Rig
+
+POISON = VOCABULARY  # no token of a prompt
+OTHERS = namespace_of("others")
+BOTH = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turns"])
+
+
+def faulty(rig: Rig, prompt: list[int]) -> Request:
+    """Asked for, it ends with the error."""
+    request = rig.request(prompt, 4)
+    rig.come(request)
+    rig.run()
+    assert "not finite" in rig.finished[request.key].error
+    return request
+
+
+def is_right(rig: Rig, request: Request) -> bool:
+    tokens, reason = rig.expected(request)
+    return rig.tokens[request.key] == tokens and rig.finished[request.key].reason is reason
+
+
+@BOTH
+@pytest.mark.parametrize("place", [0, 3], ids=["shared page", "own page"])
+def test_pages_that_turn_bad_cost_one_answer_each_that_runs_on_them(overlap, place):
+    rig = Rig(overlap=overlap, poison=POISON)
+    stem = drawn(1, 2 * SIZE)
+    ask(rig, stem)
+    ask(rig, stem, namespace=OTHERS)
+    prompts = [[*stem, *drawn(seed, 2 * SIZE)] for seed in (2, 3)]
+    one, other = (rig.add(prompt, 40) for prompt in prompts)
+    rig.run_until(lambda: all(len(rig.tokens[each.key]) > 4 for each in (one, other)))
+    rig.runner.kv[rig.table.holding_of(one.slot).tables[0, place]] = POISON
+    rig.run_until(lambda: one.key in rig.finished)
+    assert rig.finished[one.key].reason is FinishReason.ERROR
+    assert in_tree(rig, prompts[0]) == in_tree(rig, prompts[1]) == 0
+    rig.run()
+    assert is_right(rig, other) == (place == 3)
+    for prompt in prompts:
+        ask(rig, prompt, 40)
+    assert ask(rig, stem, namespace=OTHERS).cached_tokens == SIZE
+    rig.assert_at_rest()
+
+
+@BOTH
+@pytest.mark.parametrize("windows, state_pages", KINDS)
+def test_who_runs_on_the_same_prefix_goes_on(overlap, windows, state_pages):
+    width = len(windows) + state_pages
+    rig = Rig(
+        num_pages=40 * width,
+        windows=windows,
+        state_pages=state_pages,
+        tier_pages=40 * width,
+        overlap=overlap,
+        poison=POISON,
+    )
+    told = Told(rig)
+    stem = drawn(1, 80)
+    ask(rig, stem)
+    prompt = [*stem, *drawn(2, 20)]
+    other = rig.add(prompt, 40)
+    rig.run_until(lambda: len(rig.tokens[other.key]) > 4)
+    bad = rig.add([*stem, *drawn(3, 40), POISON], 4)
+    rig.run_until(lambda: bad.key in rig.finished)
+    told.check()
+    assert in_tree(rig, prompt) == 0 and not told.names & {*page_names(stem, SIZE, SHARED)}
+    rig.run()
+    assert is_right(rig, other)
+    ask(rig, prompt, 40)
+    told.check()
+    rig.assert_at_rest()
+
+
+def test_what_was_brought_back_and_makes_no_numbers_is_forgotten_below():
+    rig = Rig(num_pages=16, tier_pages=100, poison=POISON)
+    prompt, longer = drawn(1, 160), [*drawn(1, 160), 1, 2, 3]
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    told = Told(rig)
+    (key, *_) = rig.tiers.way(np.array(prompt, np.int32), SHARED).kept
+    rig.runner.host_kv[key.present()] = POISON
+    assert faulty(rig, longer).cached_tokens == 160
+    told.check()
+    assert not told.names & {*page_names(prompt, SIZE, SHARED)}
+    assert ask(rig, longer).cached_tokens == 0
+    assert ask(rig, [*prompt, 4]).cached_tokens == 160
+    rig.assert_at_rest()
+
+
+def test_what_is_on_its_way_meanwhile_is_not_taken_in():
+    rig = Rig(num_pages=16, tier_pages=100)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    fill_the_pool(rig)
+    rig.copier.delays.append(3)
+    request = rig.request(prompt, 4)
+    rig.come(request)
+    assert rig.coming
+    rig.cache.forget(np.array(prompt, np.int32))
+    rig.check()
+    rig.run()
+    assert request.cached_tokens == 0 and is_right(rig, request)
+    rig.assert_at_rest()
+
+
+def test_what_is_being_read_from_files_meanwhile_is_not_taken_in(tmp_path):
+    rig = small(tmp_path)
+    prompt = drawn(1, 160)
+    ask(rig, prompt)
+    forgotten(rig, prompt)
+    rig.store.delays.append(3)
+    request = rig.request(prompt, 4)
+    rig.come(request)
+    assert rig.coming and rig.tiers.busy
+    rig.cache.forget(np.array(prompt, np.int32))
+    rig.check()
+    rig.run()
+    assert request.cached_tokens == 0 and is_right(rig, request)
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("writing", [False, True], ids=["written", "being written"])
+def test_nobody_finds_it_in_files_after_a_restart(tmp_path, writing):
+    rig = small(tmp_path)
+    prompt, neighbour = drawn(1, 160), drawn(2, 160)
+    ask(rig, neighbour)
+    rig.store.delays.extend([200] * 10)
+    request = rig.add(prompt, 4)
+    rig.run_until(lambda: request.key in rig.finished and rig.tiers.files.busy)
+    if not writing:
+        rig.run()
+    rig.cache.forget(np.array(prompt, np.int32))
+    rig.check()
+    rig = restarted(rig)
+    assert ask(rig, prompt).cached_tokens == 0
+    assert ask(rig, [*neighbour, 5]).cached_tokens == 160
+    rig.assert_at_rest()
