@@ -1,5 +1,7 @@
 """Pages that the prefix tree learns, on their way to the tier below: copied at once, beside the
 steps, a few at a time. So what is evicted has been copied before, and eviction waits for nothing.
+Of a prompt that is longer than host memory its beginning is saved, which is what others can go on
+from: the rest would only take its place, and it the rest's, for ever.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -70,13 +72,16 @@ class Saves:
 
     def _save_path(self, node: Node) -> bool:
         """Saves what is not below of a node and of those above, first things first. False: there is
-        no room for all of it; its turn will come."""
-        room = self._room_to_save()
+        no room for now; its turn will come."""
+        room, places = self._room_to_save(), self._room_of_all()
         lacking: list[_Lacking] = []
         for each in (*reversed([*node.above()]), node):
+            needed = _pages_up_to(each)
+            past = int(np.searchsorted(needed, places, side="right"))
+            places -= int(needed[-1])
             if self._is_settled(each):
                 continue
-            for one in self._lacking(each):
+            for one in self._lacking(each, past):
                 room -= len(one.pages)
                 if room < 0:
                     self._save(lacking)
@@ -85,18 +90,19 @@ class Saves:
                         del self._behind[next(iter(self._behind))]
                     return False
                 lacking.append(one)
+            if places < 0:
+                break
         self._save(lacking)
         return True
 
     def poll(self) -> None:
         """Goes on with what has waited for its turn."""
         self.copies.poll()
-        while self._behind and not self._num_saving:
+        # Not while requests have all of host memory.
+        while self._behind and not self._num_saving and self._host.num_available:
             node = next(iter(self._behind))
             if node.parent is None or self._save_path(node):
                 del self._behind[node]
-            elif not self._num_saving:
-                break  # requests have all of host memory
 
     def clear(self) -> None:
         """The tree is emptied."""
@@ -117,13 +123,17 @@ class Saves:
         most = max(most, self._width)
         return min(most - self._num_saving, self._host.num_available)
 
-    def _lacking(self, node: Node) -> Iterator[_Lacking]:
-        """Of the node's pages those that are not below, the first ones first. Notes how many pages
-        are, or are going to be: whoever takes one saves it."""
+    def _room_of_all(self) -> int:
+        """Host pages that may have what the tree has."""
+        return self._host.num_available + self._num_saving
+
+    def _lacking(self, node: Node, end: int) -> Iterator[_Lacking]:
+        """Of the node's pages before `end` those that are not below, the first ones first. Notes
+        how many pages are, or are going to be: whoever takes one saves it."""
         if not self._is_recent(node):
             node.num_saved, node.settled_at = 0, self._host.num_evicted
-        while (first := node.num_saved) < node.num_pages:
-            past = min(first + MOST_SAVING, node.num_pages)
+        while (first := node.num_saved) < end:
+            past = min(first + MOST_SAVING, end)
             columns = node.pages[:, first:past].T.tolist()
             if past == node.num_pages:
                 columns[-1] += node.state.tolist()
@@ -165,3 +175,11 @@ class Saves:
         for kept in saved:
             kept.saves -= 1
         self._saved(keys)
+
+
+def _pages_up_to(node: Node) -> Ints:
+    """How many pages of all tables the node has up to each of its pages of tokens, and with its
+    state, which goes with the last."""
+    counts = np.count_nonzero(node.pages != NO_PAGE, axis=0)
+    counts[-1] += len(node.state)
+    return np.cumsum(counts, dtype=np.int32)
