@@ -147,15 +147,15 @@ class RetractedRequests:
         """Pages that the next batch copies to the host before its forward, by request."""
         return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
 
-    def next_saved(self, bar: float = -math.inf) -> tuple[int, int] | None:
-        """Slot of who is to come back next, of those whose rank is above the bar, and how many
-        pages that takes."""
+    def next_saved(self, bar: float = -math.inf) -> tuple[int, Holding] | None:
+        """Slot of who is to come back next, of those whose rank is above the bar, and what it had:
+        it takes as many pages."""
         now = time.monotonic()
         able = (entry for entry in self._away() if entry.rank(now) > bar)
         entry = max(able, key=lambda entry: entry.rank(now), default=None)
         if entry is None or entry.state is not _State.SAVED:
             return None
-        return entry.slot, len(entry.host_pages)
+        return entry.slot, entry.had
 
     def resume(self, slot: int, pages: Ints) -> None:
         """Gives it these pages, held for it already; the next batch fills them from the host."""

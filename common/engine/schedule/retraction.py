@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import Ints
+from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.growth import NewTokenRatio, missing_pages_of_one
@@ -89,8 +90,9 @@ class Retraction:
             first = self._retracted.next_saved(bar)
             if first is None:
                 return
-            slot, num_pages = first
-            growth = self._growth_after(slot)
+            slot, had = first
+            num_pages = len(had.flat())
+            growth = self._growth_after(slot, had)
             if device_empty:
                 needed = num_pages + min(growth, self._num_tables)
             else:
@@ -125,13 +127,15 @@ class Retraction:
             num_requests=len(left),
         )
 
-    def _growth_after(self, slot: int) -> int:
+    def _growth_after(self, slot: int, had: Holding) -> int:
+        """Pages to keep free for it when it is back with as many as it had: those may be more than
+        its tokens need, since drafts were rejected after it left."""
         table, size = self._table, self._table.page_size
         length = int(table.length[slot])
         missing = missing_pages_of_one(
             length,
             int(table.max_length[slot]),
-            table.tables.num_pages(length - 1) * size,
+            had.num_pages * size,
             self._ratio.value,
             size,
         )
