@@ -83,6 +83,7 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
 
 
 @pytest.mark.parametrize("rig", RIGS)
+@pytest.mark.long  # one of them: test_moves.py
 async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_nobody_can_tell(
     rig: Rig, tmp_path: Path
 ):

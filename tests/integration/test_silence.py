@@ -113,6 +113,7 @@ async def test_a_prefill_node_whose_engine_is_stopped_says_that_it_is_unhealthy(
         await cluster.wait_until(lambda: serves(True), "it is well again")
 
 
+@pytest.mark.long  # in one process: tests/pair/test_unpaired.py
 async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
     make: Callable[..., Cluster], known: Oracle
 ):
