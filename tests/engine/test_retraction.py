@@ -244,3 +244,24 @@ def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_sa
     rig.run()
     begun = {chunk.request.key for chunk in rig.chunks if chunk.first_token is not None}
     assert begun == rig.tokens.keys()
+
+
+# Seen failing, both ways, where nobody looks at what the launched step has yet to write.
+@pytest.mark.parametrize("host_pages", [0, 6])
+def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_filled(host_pages):
+    """The cache's pages are lent to other nodes, which read them beside whatever was launched."""
+    rig = _rig(host_pages=host_pages)
+    requests = [rig.add([i] * 14, max_tokens=60) for i in range(3)]
+    refused = 0
+    while rig.has_work:
+        rig.step()
+        for request in requests:
+            tokens = rig.scheduler.tokens_of(request)
+            if tokens is None:
+                continue
+            refused += not rig.scheduler.learn(request)
+            match = rig.cache.match(tokens[:-1], request.namespace)
+            there = rig.runner.kv[match.holding.tables[0]].ravel()
+            assert there.tolist() == tokens[: match.num_tokens].tolist()
+    assert refused > 0
+    _assert_all_as_expected(rig)

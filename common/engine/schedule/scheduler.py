@@ -269,12 +269,16 @@ class Scheduler:
 
     def learn(self, request: Request) -> bool:
         """The tree gets the whole pages of a running request, of tokens that the CPU knows to have
-        KV. False: it does not run."""
+        KV. False: it does not run, or is just back from a retraction: a launched step has yet to
+        fill its pages."""
         tokens = self.tokens_of(request)
         if tokens is None:
             return False
         assert request.slot is not None
         holding = self._table.holding_of(request.slot)
+        whole = Holding(holding.tables[:, : (len(tokens) - 1) // self._table.page_size])
+        if self._pages.holds(Holder.STEP)[whole.flat()].any():
+            return False
         self._cache.insert(tokens[:-1], holding, request.namespace)
         return True
 
