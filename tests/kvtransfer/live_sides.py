@@ -2,16 +2,19 @@
 product's own ends, its books of departures, and a model of what is beneath and beside them.
 
 The source runs one request, a step at a time, and may have it submitted anew under another ticket
-(its router has lost the stream, and replays). The target has movers of the first submission: more
-than one where the router has moved it twice. KV is tracked page by page, in all tables of pages,
-with how many tokens of it are there, and whose submission's they are; and states, which every step
-changes. Where the target copies before, it reads whole pages of the running request as a prefix,
-has them in its tree, and may lose them again.
+(its router has lost the stream, and replays). It may retract what it runs: its pages are others' at
+once, and it comes back in other pages, from host memory or computed anew. The target has movers of
+the first submission: more than one where the router has moved it twice. What has joined there lets
+go of its pages at once, as one does that is retracted in the same turn. KV is tracked page by page,
+in all tables of pages, with how many tokens of it are there, and whose submission's they are; and
+states, which every step changes. Where the target copies before, it reads whole pages of the
+running request as a prefix, has them in its tree, and may lose them again.
 """
 
 import copy
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,15 +97,34 @@ class LivePlan(NamedTuple):
 # The source --------------------------------------------------------------------------------------
 
 
+class Kv(Enum):
+    """Where that of a submission is.
+
+    HERE --retract--> AWAY --return--> RETURNING --a launched step--> FILLING --finished--> HERE
+                        `--------------computed anew---------------------^
+    """
+
+    HERE = "in its pages"
+    AWAY = "in host memory, or nowhere"
+    RETURNING = "in host memory, and it has pages"
+    FILLING = "written into its pages by a launched step"
+
+
 @dataclass(eq=False)
 class Running:
-    """One submission of the request; its tokens are 0, 1, 2, ..."""
+    """One submission of the request; its tokens are 0, 1, 2, ...
+
+    launched: a step that computes its next token is.
+    bank: which of its two it has its pages in.
+    """
 
     key: int  # its ticket too
     num_tokens: int
     tables: PageTables
     in_batch: bool = True
     launched: bool = False
+    kv: Kv = Kv.HERE
+    bank: int = 0
     slot: int | None = 0
     told: str = ""  # "ended" | "moved"
     request_id: str = "r"
@@ -111,10 +133,20 @@ class Running:
     namespace: Namespace = SHARED
 
     @property
+    def runs(self) -> bool:
+        """One that is back is retracted until a step has been launched that fills its pages."""
+        return self.in_batch and self.kv is not Kv.RETURNING
+
+    @property
     def holding(self) -> Holding:
-        """With the pages that its newest token gets. Each table has a bank of its own."""
+        """What it has on the device."""
+        tables = self.tables
+        return Holding.none(tables.num_tables) if self.kv is Kv.AWAY else self.holding_in(self.bank)
+
+    def holding_in(self, bank: int) -> Holding:
+        """With the pages that its newest token gets. Each table has a part of its own."""
         tables, num_pages = self.tables, self.tables.num_pages(self.num_tokens)
-        bank = (self.key - 1) * BANK * (tables.num_tables + 1)
+        bank = (2 * (self.key - 1) + bank) * BANK * (tables.num_tables + 1)
         rows = np.arange(num_pages) + bank + BANK * np.arange(tables.num_tables)[:, None]
         for table in range(tables.num_tables):
             rows[table, : tables.live_from(table, self.num_tokens - 1)] = NO_PAGE
@@ -151,19 +183,21 @@ class Beneath:
 
     # scheduler
     def tokens_of(self, request: Running) -> Any:
-        return np.arange(request.num_tokens, dtype=np.int32) if request.in_batch else None
+        return np.arange(request.num_tokens, dtype=np.int32) if request.runs else None
 
     def stop(self, request: Running) -> bool:
-        in_batch, request.in_batch = request.in_batch, False
-        return in_batch
+        runs = request.runs
+        if runs:
+            request.in_batch = False
+        return runs
 
     def stopped(self, request: Running) -> Stopped | None:
-        if request.launched:
+        if request.launched or request.kv is Kv.FILLING:
             return None
         return Stopped(np.arange(request.num_tokens, dtype=np.int32), request.holding)
 
     def learn(self, request: Running) -> bool:
-        self.learnt = request.in_batch
+        self.learnt = request.runs and request.kv is Kv.HERE
         return self.learnt
 
     def go_on(self, request: Running) -> None:
@@ -212,7 +246,7 @@ class SourceSide(OwnerSide):
         self.live = live
         self.beneath = Beneath()
         tables = self.plan.tables
-        self.cells = [FREE] * (2 * BANK * (tables.num_tables + 1))
+        self.cells = [FREE] * (4 * BANK * (tables.num_tables + 1))
         self.departures = Departures(
             scheduler=self.beneath,  # type: ignore[arg-type]
             pages=self.beneath,  # type: ignore[arg-type]
@@ -250,7 +284,8 @@ class SourceSide(OwnerSide):
             for serial, d in self.departures._by_serial.items()
         ]
         requests = [
-            (r.key, r.num_tokens, r.in_batch, r.launched) for r in self.beneath.requests.values()
+            (r.key, r.num_tokens, r.in_batch, r.launched, r.kv, r.bank)
+            for r in self.beneath.requests.values()
         ]
         refused = tuple(sorted(self.departures._refused))
         lent = [(serial, pages.tobytes()) for serial, pages in self.loans._lent.items()]
@@ -265,20 +300,36 @@ class SourceSide(OwnerSide):
 
     def runs(self, ticket: int) -> bool:
         request = self.beneath.requests.get(ticket)
-        return request is not None and (request.in_batch or request.launched)
+        if request is None:
+            return False
+        return request.in_batch or request.launched or request.kv is Kv.AWAY
 
     def moves(self) -> list[Input]:
         moves: list[Input] = [("take",)] if self.inbox else []
         moves += [("post",)] if self.posts else []
         for ticket, request in self.beneath.requests.items():
-            if request.launched:
-                moves.append(("finish", ticket))
-            elif request.in_batch:
-                moves.append(("launch", ticket))
+            moves += [(what, ticket) for what in self._steps(request)]
         return moves
+
+    def _steps(self, request: Running) -> Iterator[str]:
+        """What the scheduler may do next with it."""
+        if request.launched:
+            yield "finish"
+        elif request.kv is Kv.AWAY:
+            pages = request.holding_in(1 - request.bank).flat().tolist()
+            if not set(pages).intersection(self.beneath.lent):
+                yield "return"
+                yield "compute anew"
+        elif request.in_batch:
+            yield "launch"
+        if request.kv is Kv.RETURNING:
+            yield "launch others"
+        if request.kv is Kv.FILLING and not request.launched:
+            yield "finish others"
 
     def faults(self) -> list[Input]:
         faults: list[Input] = [("end", ticket) for ticket in self.beneath.requests]
+        faults += [("retract", ticket) for ticket, r in self.beneath.requests.items() if r.runs]
         if 1 in self.beneath.requests:
             faults.append(("replay",))
         if any(d.paused_until < FOR_EVER for d in self.departures._by_serial.values()):
@@ -307,12 +358,23 @@ class SourceSide(OwnerSide):
     def _react(self, given: Input) -> list[Output]:
         match given:
             case ("launch", ticket):
-                request = self.beneath.requests[ticket]
-                request.launched = True
-                for page, _, _ in request.written:
-                    self.cells[page] = TORN
+                self._launch(self.beneath.requests[ticket])
             case ("finish", ticket):
                 self._finish(self.beneath.requests[ticket])
+            case ("launch others", ticket):  # with its pages' way back, but not with its row
+                self.beneath.requests[ticket].kv = Kv.FILLING
+            case ("finish others", ticket):
+                self._filled(self.beneath.requests[ticket])
+            case ("retract", ticket):
+                request = self.beneath.requests[ticket]
+                request.in_batch, request.kv = False, Kv.AWAY
+                if ticket == 1:
+                    self.beneath.learnt = False
+            case ("return", ticket):
+                self._return(self.beneath.requests[ticket])
+            case ("compute anew", ticket):
+                self._return(self.beneath.requests[ticket])
+                self._launch(self.beneath.requests[ticket])
             case ("end", ticket):
                 self._end_request(self.beneath.requests[ticket])
             case ("replay",):
@@ -357,11 +419,32 @@ class SourceSide(OwnerSide):
         self.beneath.requests[ticket] = request
         self._fill(request, list(request.places))
 
+    def _launch(self, request: Running) -> None:
+        require(request.kv is not Kv.AWAY, "it runs without its pages")
+        request.launched = True
+        if request.kv is Kv.RETURNING:
+            request.kv = Kv.FILLING
+        for page, _, _ in request.written:
+            self.cells[page] = TORN
+
+    def _return(self, request: Running) -> None:
+        """It has pages again, and nothing in them."""
+        request.in_batch, request.kv, request.bank = True, Kv.RETURNING, 1 - request.bank
+        for page in request.pages:
+            self.cells[page] = TORN
+
+    def _filled(self, request: Running) -> None:
+        request.kv = Kv.HERE
+        self._fill(request, list(request.places))
+
     def _finish(self, request: Running) -> None:
         written = request.written
         request.launched = False
         request.num_tokens += 1
-        self._fill(request, written)
+        if request.kv is Kv.FILLING:
+            self._filled(request)
+        else:
+            self._fill(request, written)
         if request.num_tokens == self.live.most:
             self._end_request(request)
 
