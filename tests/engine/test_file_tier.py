@@ -18,7 +18,17 @@ from common.engine.tiers.page_records import HEADER_BYTES, RECORD_BYTES, version
 from common.errors import ConfigError
 from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_hash import page_names
-from tests.engine.test_tiers import KINDS, SIZE, Talks, Told, ask, drawn, fill_the_pool, in_tree
+from tests.engine.test_tiers import (
+    ENDS,
+    KINDS,
+    SIZE,
+    Talks,
+    Told,
+    ask,
+    drawn,
+    fill_the_pool,
+    in_tree,
+)
 from tests.support.engine_rig import Rig
 
 LONG = SchedulerConfig(new_token_ratio=0.01, min_new_token_ratio=0.01)
@@ -193,7 +203,8 @@ def test_a_flush_forgets_the_files_too_and_gives_the_disk_back(tmp_path):
     assert file_of(tmp_path).stat().st_size < 30 * 4 * SIZE
 
 
-def test_what_was_being_read_at_a_flush_is_not_taken_in(tmp_path):
+@ENDS
+def test_what_was_being_read_of_what_is_gone_is_not_taken_in(tmp_path, end):
     rig = small(tmp_path)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -202,7 +213,7 @@ def test_what_was_being_read_at_a_flush_is_not_taken_in(tmp_path):
     request = rig.request(prompt, 4)
     rig.come(request)
     assert rig.coming and rig.tiers.busy
-    rig.scheduler.flush_cache()
+    end(rig, prompt)
     rig.check()
     rig.run()
     assert request.cached_tokens == 0 and rig.tokens[request.key] == rig.expected(request)[0]

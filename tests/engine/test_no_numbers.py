@@ -7,7 +7,7 @@ import pytest
 from common.engine.rows.request import FinishReason, Request
 from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_hash import page_names
-from tests.engine.test_file_tier import forgotten, restarted, small
+from tests.engine.test_file_tier import restarted, small
 from tests.engine.test_tiers import KINDS, SIZE, Told, ask, drawn, fill_the_pool, in_tree
 from tests.support.engine_rig import VOCABULARY, Rig
 
@@ -94,38 +94,6 @@ def test_what_was_brought_back_and_makes_no_numbers_is_forgotten_below():
     assert not told.names & {*page_names(prompt, SIZE, SHARED)}
     assert ask(rig, longer).cached_tokens == 0
     assert ask(rig, [*prompt, 4]).cached_tokens == 160
-    rig.assert_at_rest()
-
-
-def test_what_is_on_its_way_meanwhile_is_not_taken_in():
-    rig = Rig(num_pages=16, tier_pages=100)
-    prompt = drawn(1, 160)
-    ask(rig, prompt)
-    fill_the_pool(rig)
-    rig.copier.delays.append(3)
-    request = rig.request(prompt, 4)
-    rig.come(request)
-    assert rig.coming
-    rig.cache.forget(np.array(prompt, np.int32))
-    rig.check()
-    rig.run()
-    assert request.cached_tokens == 0 and is_right(rig, request)
-    rig.assert_at_rest()
-
-
-def test_what_is_being_read_from_files_meanwhile_is_not_taken_in(tmp_path):
-    rig = small(tmp_path)
-    prompt = drawn(1, 160)
-    ask(rig, prompt)
-    forgotten(rig, prompt)
-    rig.store.delays.append(3)
-    request = rig.request(prompt, 4)
-    rig.come(request)
-    assert rig.coming and rig.tiers.busy
-    rig.cache.forget(np.array(prompt, np.int32))
-    rig.check()
-    rig.run()
-    assert request.cached_tokens == 0 and is_right(rig, request)
     rig.assert_at_rest()
 
 

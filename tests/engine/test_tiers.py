@@ -17,6 +17,14 @@ from common.requests.prefix_hash import page_names
 from tests.support.engine_rig import VOCABULARY, Rig
 
 SIZE = 16
+ENDS = pytest.mark.parametrize(
+    "end",
+    [
+        lambda rig, prompt: rig.scheduler.flush_cache(),
+        lambda rig, prompt: rig.cache.forget(np.array(prompt, np.int32)),
+    ],
+    ids=["flushed", "forgotten"],
+)
 LONG = SchedulerConfig(new_token_ratio=0.01, min_new_token_ratio=0.01)
 
 
@@ -203,7 +211,8 @@ def test_a_flush_forgets_both():
     assert ask(rig, prompt).cached_tokens == 0
 
 
-def test_what_was_on_its_way_at_a_flush_is_not_taken_in():
+@ENDS
+def test_what_was_on_its_way_to_what_is_gone_is_not_taken_in(end):
     rig = Rig(num_pages=16, tier_pages=100)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -212,7 +221,7 @@ def test_what_was_on_its_way_at_a_flush_is_not_taken_in():
     request = rig.request(prompt, 4)
     rig.come(request)
     assert rig.coming
-    rig.scheduler.flush_cache()
+    end(rig, prompt)
     rig.check()
     rig.run()
     assert request.cached_tokens == 0 and rig.tokens[request.key] == rig.expected(request)[0]

@@ -15,7 +15,6 @@ import torch
 
 from common.config import SpeculationConfig
 from common.engine.models import load
-from common.engine.rows.request import FinishReason
 from common.engine.speculate.head import HeadDrafter
 from common.engine.speculate.policy import AllDrafts
 from common.engine.speculate.speculator import Speculator
@@ -200,13 +199,7 @@ def test_a_request_that_moves_takes_it_along(followed: Followed) -> None:
     prompt = _prompts(256)[-1]
     with PairRig(followed.loaded, decode=[_size(), _size()], moves=True) as rig:
         asked = rig.ask(prompt, 50)
-        rig.until(lambda: len(asked.tokens) >= 4, "it generates")
-        num_known = len(asked.tokens)
-        successor = rig.move(asked, 0, 1)
-        rig.until_granted(0)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        told = asked.tokens[:num_known] + successor.tokens
+        told = rig.moved_midway(asked)
         assert told == followed.answer(prompt, 50)
         assert _drafts(rig)[1] == _drafts(rig, 1)[1] == 0
         assert _drafts(rig, 1)[0] > 0

@@ -11,7 +11,6 @@ import torch
 from common.config import SpeculationConfig
 from common.engine.memory.layout import KVLayout
 from common.engine.models import load
-from common.engine.rows.request import FinishReason
 from common.engine.speculate.head import HeadDrafter
 from common.engine.speculate.ngram import NgramDrafter
 from common.engine.speculate.policy import AllDrafts
@@ -167,13 +166,7 @@ def test_a_request_moves_among_drafts_with_its_state(
     sizes = [_size("random", known, texts, num_slots=8) for _ in range(2)]
     with PairRig(known.loaded, prefill=[room], decode=sizes, moves=True) as rig:
         asked = rig.ask(prompt, 60, **{"seed": 1, **sampling})
-        rig.until(lambda: len(asked.tokens) >= 4, "it generates")
-        num_known = len(asked.tokens)
-        successor = rig.move(asked, 0, 1)
-        rig.until_granted(0)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert asked.tokens[:num_known] + successor.tokens == undisturbed.tokens
+        assert rig.moved_midway(asked) == undisturbed.tokens
         assert rig.decode[1].count("prompt_tokens") == 0
         assert min(_drafts(rig, 0)) + min(_drafts(rig, 1)) > 0
 
@@ -241,12 +234,6 @@ def test_a_layer_that_is_right_is_right_after_a_move(followed: Loaded) -> None:
     prompt, room = [7, *range(35)], Size(num_pages=NUM_PAGES)
     with PairRig(followed, prefill=[room], decode=[_guessing(), _guessing()], moves=True) as rig:
         asked = rig.ask(prompt, 60)
-        rig.until(lambda: len(asked.tokens) >= 4, "it generates")
-        num_known = len(asked.tokens)
-        successor = rig.move(asked, 0, 1)
-        rig.until_granted(0)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert asked.tokens[:num_known] + successor.tokens == _followed(followed, prompt, 60)
+        assert rig.moved_midway(asked) == _followed(followed, prompt, 60)
         assert _drafts(rig)[1] == _drafts(rig, 1)[1] == 0
         assert _drafts(rig, 1)[0] > 0

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from common.config import SharingConfig, TransferConfig
+from common.engine.rows.request import FinishReason
 from common.engine.run.stream import Stream, WorkerStream
 from common.node.ipc import FrameSocket, socket_pair
 from common.node.messages import Ask, CancelSubmitted, MoveFrom, StreamEnded, SubmitRequest
@@ -231,6 +232,17 @@ class PairRig:
             move_from=MoveFrom(self.decode[source].front.address, asked.ticket),
             **msgspec.structs.asdict(asked.sampling),
         )
+
+    def moved_midway(self, asked: Asked) -> list[int]:
+        """Moves a request from the first decode node to the second once it generates, and runs
+        until all have ended; returns the tokens of both submissions."""
+        self.until(lambda: len(asked.tokens) >= 4, "it generates")
+        num_known = len(asked.tokens)
+        successor = self.move(asked, 0, 1)
+        self.until_granted(0)
+        self.run()
+        assert asked.reason is FinishReason.MOVED
+        return asked.tokens[:num_known] + successor.tokens
 
     def cancel(self, asked: Asked, node: int = 0) -> None:
         self.decode[node].router.inbox.append(CancelSubmitted(STREAM, asked.number))
