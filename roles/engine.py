@@ -14,6 +14,7 @@ from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.engine.build import Engine, build
 from common.node.desk import RoleOver
 from common.node.engine_process import Begin, EngineStart, run_engine
+from common.node.ipc import PeerGone
 from common.node.messages import Start
 
 
@@ -46,7 +47,8 @@ ROLES: Mapping[str, EngineRole] = {
 
 
 def body(begin: Begin, first: Start) -> None:
-    """Serves in one role after the other, as the front says, until it lets this process go."""
+    """Serves in one role after the other, as the front says, until it lets this process go. After
+    a fault the engine is not closed: see EngineParts.run."""
     start = begin(first)
     config: EngineConfig = start.config.engine
     engine = build(ROLES[start.role].wants(config))
@@ -68,8 +70,9 @@ def body(begin: Begin, first: Start) -> None:
                 successor = over.successor
             start, engine = begin(successor), prepared.pop(successor.role)
             engine.copier.tell = start.channel.wake
-    finally:
+    except PeerGone:
         engine.close()
+        raise
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from common.engine.occupation import Occupation
 from common.engine.run.profiler import Profiler
 from common.engine.schedule.scheduler import Scheduler
 from common.engine.tiers.meter import TierMeter
-from common.node.desk import Desk
+from common.node.desk import Desk, RoleOver
 from common.node.engine_process import EngineStart
-from common.node.ipc import FrameSocket
+from common.node.ipc import FrameSocket, PeerGone
 from common.node.operations import Operations
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
@@ -136,14 +136,19 @@ class EngineParts:
     def run(
         self, role: DrivenRole, scheduler: Scheduler, engine: Engine, start: EngineStart[C]
     ) -> None:
-        """Until the front lets this process go (PeerGone) or has another role for it (RoleOver)."""
+        """Until the front lets this process go (PeerGone) or has another role for it (RoleOver).
+
+        After a fault nothing is closed: the front is to hear of it at once, and what would be
+        waited for may be what has failed. The process ends then.
+        """
         config = start.config.engine
         self.transfer.start()
         introduce(engine, config, start.channel)
         try:
             drive(role, engine, config, scheduler, self.clock)
-        finally:
+        except (PeerGone, RoleOver):
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()
             self.memory.close()
             self.weights.close()
+            raise

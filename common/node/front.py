@@ -5,6 +5,7 @@ keeps no books: if either process dies, the other ends too.
 """
 
 import asyncio
+import faulthandler
 import logging
 import signal
 import sys
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _LAST_WORDS_S = 1.0  # from the engine's end of file to its end
 _ENGINE_END_S = 5.0  # for the engine to let go of its memory after a drain
 _HASTY_END_S = 1.0  # the same when the node must be gone soon
+_END_S = 30.0  # for all of a node's end, the interpreter's included
 _RESTART_S = 60.0  # for the engine to begin another role
 
 
@@ -169,6 +171,9 @@ class _Node:
         self._tenure.notice(notice)
 
     async def _end(self, verdict: Verdict, tenure: Tenure, engine: EngineProcess) -> int:
+        # What is known to wait has a deadline of its own. Whatever else holds this program, a
+        # thread of a library's perhaps, is told then with every stack, and the exit code is 1.
+        faulthandler.dump_traceback_later(_END_S, exit=True)
         if verdict.exit_code == 2:
             print(f"baton {tenure.role}: {verdict.reason}", file=sys.stderr)
         else:

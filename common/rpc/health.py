@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from common.errors import Overloaded
 from common.rpc import reflection
 from common.rpc.options import NODE_SERVER_OPTIONS
-from common.rpc.servers import HEALTH_PORT, bind, make_server
+from common.rpc.servers import HEALTH_PORT, bind, make_server, stop
 from common.rpc.services import Guard, add_service
 
 MAX_HEALTH_WATCHERS = 64  # they need not say who they are, and keep their connections
@@ -88,4 +88,4 @@ async def serving_health(
     try:
         yield
     finally:
-        await server.stop(None)
+        await stop(server, 0.0)

@@ -9,7 +9,7 @@ import pytest
 from common.requests.trial import GUILTY
 from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, Cluster, Node
-from tests.support.poisoned.sitecustomize import POISON
+from tests.support.poisoned.sitecustomize import DEADLY, POISON
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,10 @@ async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
         return sum(node.killed for node in nodes) >= count
 
     await cluster.wait_until(ended, f"{count} nodes end")
-    assert sum(node.child.code is not None for node in nodes) == count
+    dead = [node.child for node in nodes if node.killed]
+    assert [child.code for child in dead] == [1] * count
+    for child in dead:
+        assert f'because="RuntimeError: {DEADLY}"' in child.log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from protos import node_pb2, node_pb2_grpc
 from tests.support.programs import Program
 
 StartNode = Callable[..., Program]
+STUB = "tests.support.stub_node"
 
 
 def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeConfig:
@@ -22,12 +23,14 @@ def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeCo
 
 @pytest.fixture
 def start_node() -> Iterator[StartNode]:
-    """Starts nodes; `model` chooses the stub engine's behaviour."""
+    """Starts nodes; `model` chooses the stub engine's behaviour, `module` the front's program."""
     programs: list[Program] = []
 
-    def start(model: str = "echo", *, ready: bool = True, **front: object) -> Program:
+    def start(
+        model: str = "echo", *, ready: bool = True, module: str = STUB, **front: object
+    ) -> Program:
         config = stub_config(model, **front).model_dump_json()
-        program = Program("tests.support.stub_node", config)
+        program = Program(module, config)
         programs.append(program)
         if ready:
             program.line_with(" ready ")

@@ -72,6 +72,30 @@ def test_an_engine_exception_is_the_nodes_last_word(start_node):
     assert "Traceback" in node.output
 
 
+def test_an_engine_that_does_not_end_after_its_exception_is_killed(start_node):
+    # Seen failing where the front waits for it.
+    node = start_node("stuck-after-crash")
+    engine = describe(node.address()).pids[1]
+    with RouterEnd(node.address()) as router:
+        router.send(submit(1, [1]))
+        assert router.wait_until_over() is ABORTED
+        assert "the stub was told to crash" in router.call.details()
+    assert node.exit_code() == 1
+    assert not runs(engine)
+
+
+def test_a_front_that_is_held_at_its_end_says_by_what_and_ends_all_the_same(start_node):
+    # Seen failing, by the deadline of the test, without the timer.
+    node = start_node("crash", module="tests.support.held_node")
+    engine = describe(node.address()).pids[1]
+    with RouterEnd(node.address()) as router:
+        router.send(submit(1, [1]))
+        router.wait_until_over()
+    assert node.exit_code() == 1
+    assert "Timeout (0:00:01)!\nThread 0x" in node.output
+    await_end(engine)
+
+
 @pytest.mark.parametrize("model", ["echo", "hang"])
 def test_a_killed_front_takes_its_engine_along(start_node, model):
     node = start_node(model, ready=False)

@@ -2,10 +2,12 @@
 
 Speaks to its front as a real engine does. `engine.model` chooses how it behaves:
 echo | bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never
-ready) | loading (hears nothing) | stuck-at-end (does not end when let go) | one-role (has no room
-for what another role needs). What may not wait at all is refused for its queue.
+ready) | loading (hears nothing) | stuck-at-end (does not end when let go) | stuck-after-crash
+(tells what it raised, and does not end) | one-role (has no room for what another role needs). What
+may not wait at all is refused for its queue.
 """
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -53,6 +55,13 @@ class Live:
         self.prompt = np.frombuffer(self.submit.token_ids, "<i4")
 
 
+class StuckAtShutdown(logging.NullHandler):
+    """Holds a process that has written its last line."""
+
+    def close(self) -> None:
+        time.sleep(600)
+
+
 class EchoEngine:
     def __init__(self, channel: EngineChannel, pairs: FrameSocket[PairInput], model: str) -> None:
         self._channel = channel
@@ -85,7 +94,9 @@ class EchoEngine:
     def _take(self, message: object) -> None:
         match message:
             case SubmitRequest():
-                if self._model == "crash":
+                if self._model == "stuck-after-crash":
+                    logging.getLogger().addHandler(StuckAtShutdown())
+                if "crash" in self._model:
                     raise RuntimeError("the stub was told to crash")
                 if message.queue_s == 0.0:
                     late = Ended(message.request, ERROR, "late", 8, retry_after_s=2.5)

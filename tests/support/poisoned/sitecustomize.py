@@ -1,17 +1,20 @@
 """Makes the engines of programs that are started with this folder on PYTHONPATH raise in forwards
 of poisonous requests, those whose first token is POISON: at once where their second one is 0, else
-when they decode and have as many tokens as it says. With STEP_S in the environment a forward takes
+when they decode and have as many tokens as it says. Behind such a forward there is one that never
+ends, so that nobody may wait for what is under way. With STEP_S in the environment a forward takes
 so many seconds longer."""
 
 import importlib.abc
 import importlib.machinery
 import os
 import sys
+import threading
 import time
 from types import ModuleType
 from typing import Any
 
 POISON = 250
+DEADLY = "a forward that no kernel survives"
 
 
 class _Poisoner(importlib.abc.MetaPathFinder):
@@ -40,7 +43,8 @@ def _poison(runner: Any) -> None:
         poison, at = self._builder._table.tokens[batch.slots, :2].T
         decodes = batch.ends - batch.starts == 1
         if ((poison == POISON) & (batch.ends >= at) & (decodes | (at == 0))).any():
-            raise RuntimeError("a forward that no kernel survives")
+            self._stream.submit(threading.Event().wait)
+            raise RuntimeError(DEADLY)
         time.sleep(float(os.environ.get("STEP_S", "0")))
         swap(self, batch)
 

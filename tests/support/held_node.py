@@ -1,0 +1,11 @@
+"""The stub node with a thread that never ends, for which the interpreter waits. It has a second for
+its end."""
+
+import runpy
+import threading
+
+from common.node import front
+
+front._END_S = 1.0
+threading.Thread(target=threading.Event().wait).start()
+runpy.run_module("tests.support.stub_node", run_name="__main__")
