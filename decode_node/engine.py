@@ -25,13 +25,12 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
     """
     config = start.config
     parts = EngineParts.of(engine, start, prepare)
-    scheduler = engine.scheduler(
-        config.engine, lambda request, holding: parts.sharing.admitted(request)
-    )
     role = DecodeRole(
         config=config,
         instance=start.instance,
-        scheduler=scheduler,
+        scheduler=engine.scheduler(
+            config.engine, lambda request, holding: parts.sharing.admitted(request)
+        ),
         pages=engine.pages,
         cache=engine.cache,
         tables=engine.shape.layout.tables,
@@ -45,4 +44,4 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
         sharing=parts.sharing,
         tiers=engine.tiers,
     )
-    parts.run(role, scheduler, engine, start)
+    parts.run(role, engine, start)

@@ -112,7 +112,7 @@ class DecodeRole:
         tiers: Tiers,
     ) -> None:
         self._max_waiting = config.engine.scheduler.max_waiting
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._limits = limits
         self._port = port
         self._desk = desk
@@ -206,13 +206,13 @@ class DecodeRole:
     def next_batch(self) -> ScheduleBatch | None:
         if self._launch_waits_s > 0:
             return None
-        batch = self._scheduler.next_batch()
-        if self._scheduler.on_trial is not self._told_trial:
-            self._tell_trial(self._scheduler.on_trial)
+        batch = self.scheduler.next_batch()
+        if self.scheduler.on_trial is not self._told_trial:
+            self._tell_trial(self.scheduler.on_trial)
         return batch
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        outcome = self._scheduler.finish(batch, result)
+        outcome = self.scheduler.finish(batch, result)
         self._outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
         for origin, logprobs in outcome.logprobs:
             self._live.tell_logprobs(origin, logprobs)
@@ -240,14 +240,14 @@ class DecodeRole:
 
     @property
     def _launch_waits_s(self) -> float:
-        return self._handoffs.launch_waits_s(time.monotonic(), ahead=self._scheduler.computes)
+        return self._handoffs.launch_waits_s(time.monotonic(), ahead=self.scheduler.computes)
 
     def check(self) -> None:
         """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
         joining = [transfer.destination.holding.flat() for transfer in self._handoffs.transfer]
         reads = [*self._destinations.reads.values(), *self._sharing.reads()]
         lent = [*self._departures.lent(), *self._sharing.lent()]
-        self._scheduler.check_idle(
+        self.scheduler.check_idle(
             {Holder.REQUEST: joining, Holder.READ: reads, Holder.PUBLICATION: lent}
         )
 
@@ -293,7 +293,7 @@ class DecodeRole:
 
     def queues(self) -> dict[str, int]:
         return {
-            **self._scheduler.queues(),
+            **self.scheduler.queues(),
             **self._preparations.queues(),
             "paused": len(self._dispatcher.held_back),
             "unpaired": len(self._dispatcher.unpaired),
@@ -304,7 +304,7 @@ class DecodeRole:
         }
 
     def waiting_by_class(self) -> Mapping[PriorityClass, int]:
-        return self._scheduler.waiting_by_class() + self._handoffs.prealloc.by_class()
+        return self.scheduler.waiting_by_class() + self._handoffs.prealloc.by_class()
 
     def handoffs(self) -> list[dict[str, object]]:
         return open_handoffs(
@@ -313,38 +313,19 @@ class DecodeRole:
 
     def counters(self) -> dict[str, int]:
         own = self._counts.totals()
-        return {**self._scheduler.counters(), **own, **self._sharing.counters()}
+        return {**self.scheduler.counters(), **own, **self._sharing.counters()}
 
     def distributions(self) -> Mapping[str, Counted]:
-        return {**self._counts.distributions(), **self._scheduler.distributions()}
-
-    @property
-    def num_host_pages_used(self) -> int:
-        return self._scheduler.num_host_pages_used
+        return {**self._counts.distributions(), **self.scheduler.distributions()}
 
     def backlogs(self) -> dict[str, Backlog]:
         return {"prompts": self._prompts.backlog, "pages": self._handoffs.backlog}
-
-    def flush_cache(self) -> int:
-        return self._scheduler.flush_cache()
 
     def abort(self, request_id: str) -> int:
         doomed = [request for request in self._live if request.request_id == request_id]
         for request in doomed:
             self._abort(request, Finish(FinishReason.ABORT, "aborted by an operator"))
         return len(doomed)
-
-    @property
-    def paused(self) -> bool:
-        return self._scheduler.paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self._scheduler.paused = paused
-
-    @property
-    def at_rest(self) -> bool:
-        return self._scheduler.at_rest
 
     def abort_all(self) -> int:
         doomed = tuple(self._live)
@@ -358,11 +339,8 @@ class DecodeRole:
             self._dispatcher.place_again(lost)
         if len(self._departures):
             return False
-        self._scheduler.start_over()
+        self.scheduler.start_over()
         return not self._sharing.fetches.busy
-
-    def forget_cached(self) -> None:
-        self._scheduler.forget_cached()
 
     def renew(self) -> None:
         for request in self._live:
@@ -483,7 +461,7 @@ class DecodeRole:
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
         num_elsewhere += len(self._dispatcher.held_back)
         num_elsewhere += len(self._preparations) + len(self._dispatcher.fetching)
-        return num_elsewhere + self._scheduler.num_waiting
+        return num_elsewhere + self.scheduler.num_waiting
 
     def _may_wait_s(self, message: SubmitRequest, num_tokens: int) -> float:
         """For its turn; without end, of an answer that goes on: its client has part of it."""
@@ -497,7 +475,7 @@ class DecodeRole:
 
     def _expire(self, now: float) -> None:
         queued_s = self._prompts.queued_s
-        late = self._preparations.expire(now, queued_s) + self._scheduler.expire(now, queued_s)
+        late = self._preparations.expire(now, queued_s) + self.scheduler.expire(now, queued_s)
         for finished in late:
             self._counts.dropped(finished.finish)
             self._ended(finished)
@@ -507,12 +485,12 @@ class DecodeRole:
         if waited or self._handoffs.give_up(request, finish.error):
             self._live.end(request, finish)
             return
-        finished = self._scheduler.abort(request, finish)
+        finished = self.scheduler.abort(request, finish)
         if finished is not None:
             self._ended(finished)
 
     def _moved_away(self, request: Request) -> None:
-        self._scheduler.give_away(request)
+        self.scheduler.give_away(request)
         self._ended(Finished(request, moved()))
 
     def _ended(self, finished: Finished) -> None:

@@ -41,4 +41,4 @@ def serve(
         sharing=parts.sharing,
         tiers=engine.tiers,
     )
-    parts.run(role, role.scheduler, engine, start)
+    parts.run(role, engine, start)

@@ -242,15 +242,8 @@ class PrefillRole:
     def distributions(self) -> Mapping[str, Counted]:
         return {}
 
-    @property
-    def num_host_pages_used(self) -> int:
-        return self.scheduler.num_host_pages_used
-
     def backlogs(self) -> dict[str, Backlog]:
         return {"prompts": self._prompts.backlog}
-
-    def flush_cache(self) -> int:
-        return self.scheduler.flush_cache()
 
     def abort(self, request_id: str) -> int:
         """Gives up every hand-off, and every prompt to be pooled, of this client request."""
@@ -264,18 +257,6 @@ class PrefillRole:
             self._fail(serial, "aborted by an operator", retryable=False)
         return len(doomed) + self._pooled.abort(request_id)
 
-    @property
-    def paused(self) -> bool:
-        return self.scheduler.paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self.scheduler.paused = paused
-
-    @property
-    def at_rest(self) -> bool:
-        return self.scheduler.at_rest
-
     def abort_all(self) -> int:
         """Of hand-offs their readers are told to do without: whether requests end is theirs."""
         self._give_up_all()
@@ -286,9 +267,6 @@ class PrefillRole:
         self._give_up_all()
         self.scheduler.start_over()
         return not (self._lent or self._sharing.fetches.busy)
-
-    def forget_cached(self) -> None:
-        self.scheduler.forget_cached()
 
     def renew(self) -> None:
         self._pooled.renew()

@@ -15,7 +15,6 @@ from common.engine.memory.cache_events import CacheEvents
 from common.engine.models.vision.meter import SeeingMeter
 from common.engine.occupation import Occupation
 from common.engine.run.profiler import Profiler
-from common.engine.schedule.scheduler import Scheduler
 from common.engine.tiers.meter import TierMeter
 from common.node.desk import Desk, RoleOver
 from common.node.engine_process import EngineStart
@@ -133,9 +132,7 @@ class EngineParts:
         """To the transfer thread, of hand-offs of requests."""
         return self.weights
 
-    def run(
-        self, role: DrivenRole, scheduler: Scheduler, engine: Engine, start: EngineStart[C]
-    ) -> None:
+    def run(self, role: DrivenRole, engine: Engine, start: EngineStart[C]) -> None:
         """Until the front lets this process go (PeerGone) or has another role for it (RoleOver).
 
         After a fault nothing is closed: the front is to hear of it at once, and what would be
@@ -145,7 +142,7 @@ class EngineParts:
         self.transfer.start()
         introduce(engine, config, start.channel)
         try:
-            drive(role, engine, config, scheduler, self.clock)
+            drive(role, engine, config, self.clock)
         except (PeerGone, RoleOver):
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()

@@ -18,6 +18,9 @@ from common.node.messages import EngineReady
 class DrivenRole(Role, Standing, Protocol):
     """A role, for the loop and for whoever finds it standing."""
 
+    @property
+    def scheduler(self) -> Scheduler: ...
+
 
 def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
     """Tells the front that requests may come."""
@@ -33,9 +36,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
     )
 
 
-def drive(
-    role: DrivenRole, engine: Engine, config: EngineConfig, scheduler: Scheduler, clock: StepClock
-) -> None:
+def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClock) -> None:
     """Turns the loop until the front lets this process go (PeerGone) or has another role for it
     (RoleOver), or a part fails. If it stands still for too long, the process ends."""
     loop = EventLoop(
@@ -55,7 +56,7 @@ def drive(
     watchdog = Watchdog(
         clock,
         limit_s=config.scheduler.watchdog_s,
-        has_work=lambda: scheduler.awaits_steps,
+        has_work=lambda: role.scheduler.awaits_steps,
         on_stuck=end,
     )
     watchdog.start()

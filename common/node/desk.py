@@ -1,6 +1,6 @@
 """What an engine tells its front besides tokens: answers of `Node`, a sign of life, its end.
 
-The role is asked through the small Inside protocol; the desk knows no queue by name.
+The role is asked through a small protocol (inside.py); the desk knows no queue by name.
 """
 
 import logging
@@ -14,6 +14,7 @@ from common.distribution import Counted
 from common.errors import ConfigError, ServingError, WrongState
 from common.logs import kv
 from common.node.cache_reports import CacheReports, CacheSource
+from common.node.inside import Inside
 from common.node.messages import (
     Answer,
     Ask,
@@ -25,11 +26,8 @@ from common.node.messages import (
     WatchCache,
 )
 from common.node.operations import Operations
-from common.node.weight_calls import Renewable
-from common.priority import CLASSES, PriorityClass
-from common.queueing.drain import Backlog
+from common.priority import CLASSES
 from common.requests.adapter import AdapterId
-from common.requests.flight import Flights
 from common.requests.weights import WeightsId
 
 log = logging.getLogger(__name__)
@@ -83,32 +81,6 @@ class AdapterShelf(Protocol):
     def poll(self) -> None:
         """Takes up what has been loaded."""
         ...
-
-
-class Inside(Renewable, Protocol):
-    """A role, as the desk sees it."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def queues(self) -> dict[str, int]: ...
-
-    def waiting_by_class(self) -> Mapping[PriorityClass, int]: ...
-
-    def counters(self) -> dict[str, int]: ...
-
-    def distributions(self) -> Mapping[str, Counted]: ...
-
-    @property
-    def num_host_pages_used(self) -> int: ...
-
-    def backlogs(self) -> dict[str, Backlog]: ...
-
-    def flush_cache(self) -> int: ...
-
-    def abort(self, request_id: str) -> int: ...
-
-    def explain(self, request_id: str) -> Flights: ...
 
 
 def _prepares_nothing(role: str) -> None:
@@ -222,7 +194,7 @@ class Desk:
         if now < self._report_at:
             return
         self._report_at = now + REPORT_INTERVAL_S
-        gauges = {"host_pages": float(inside.num_host_pages_used)}
+        gauges = {"host_pages": float(inside.scheduler.num_host_pages_used)}
         gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
         waiting = inside.waiting_by_class()
         gauges |= {f"waiting_{name}": float(waiting.get(name, 0)) for name in CLASSES}
@@ -254,7 +226,7 @@ class Desk:
     def _state(self, inside: Inside) -> str:
         if self.draining:
             return "draining"
-        return "paused" if inside.paused else "ready"
+        return "paused" if inside.scheduler.paused else "ready"
 
     def _own_totals(self) -> dict[str, float]:
         return {
@@ -313,7 +285,7 @@ class Desk:
                     yield Answer(ask.number, error=str(error))
             case "flush_cache":
                 try:
-                    yield Answer(ask.number, integer=inside.flush_cache())
+                    yield Answer(ask.number, integer=inside.scheduler.flush_cache())
                 except WrongState as error:
                     yield Answer(ask.number, error=str(error))
             case "abort":

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from common.errors import ServingError
 from common.memory_tags import MEMORY_TAGS, WEIGHTS
+from common.node.inside import Inside
 from common.node.messages import Answer, Ask
-from common.node.weight_calls import Renewable
 
 
 class Memory(Protocol):
@@ -28,15 +28,6 @@ class Memory(Protocol):
     def give_back(self, tag: str) -> Future[Any]: ...
 
     def take_again(self, tag: str) -> Future[Any]: ...
-
-
-class Restful(Renewable, Protocol):
-    """A role."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests are here."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +68,7 @@ class MemoryCalls:
     def gauges(self) -> dict[str, float]:
         return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
 
-    def release(self, ask: Ask, role: Restful) -> Iterator[Answer]:
+    def release(self, ask: Ask, role: Inside) -> Iterator[Answer]:
         """`done` gives the answer, or this does. argument: tags, with commas."""
         if (reason := self._why_not(role)) is not None:
             yield Answer(ask.number, error=reason)
@@ -87,21 +78,21 @@ class MemoryCalls:
         except ServingError as error:
             yield Answer(ask.number, error=str(error))
             return
-        self._paused_here |= not role.paused
-        role.paused = True
+        self._paused_here |= not role.scheduler.paused
+        role.scheduler.paused = True
         self._wanted = ask
 
-    def resume(self, ask: Ask, role: Restful) -> Iterator[Answer]:
+    def resume(self, ask: Ask, role: Inside) -> Iterator[Answer]:
         """The same. What is not away is no error."""
         if self._wanted is not None or self._under_way is not None:
             yield Answer(ask.number, error=self.why_paused)
         else:
             yield from self._go_on(ask, tuple(tag for tag in _tags(ask) if tag in self._away), role)
 
-    def done(self, role: Restful) -> Iterator[Answer]:
+    def done(self, role: Inside) -> Iterator[Answer]:
         """What has come of the questions; to be called in each turn."""
-        if self._wanted is not None and role.at_rest and role.let_go():
-            role.forget_cached()
+        if self._wanted is not None and role.scheduler.at_rest and role.let_go():
+            role.scheduler.forget_cached()
             if self._memory.unused:  # nor does another node read what it was lent
                 ask, self._wanted = self._wanted, None
                 here = tuple(tag for tag in _tags(ask) if tag not in self._away)
@@ -117,14 +108,14 @@ class MemoryCalls:
             self._away ^= {done.tag}
             yield from self._go_on(done.ask, done.left, role)
 
-    def _why_not(self, role: Restful) -> str | None:
+    def _why_not(self, role: Inside) -> str | None:
         if self._wanted is not None or self._under_way is not None:
             return self.why_paused
-        if role.busy and not role.paused:
+        if role.busy and not role.scheduler.paused:
             return "requests are here: pause the node first"
         return None
 
-    def _go_on(self, ask: Ask, tags: tuple[str, ...], role: Restful) -> Iterator[Answer]:
+    def _go_on(self, ask: Ask, tags: tuple[str, ...], role: Inside) -> Iterator[Answer]:
         """With the first of these, or to the answer."""
         if tags:
             begin = self._memory.give_back if _gives(ask) else self._memory.take_again
@@ -134,7 +125,7 @@ class MemoryCalls:
                 yield Answer(ask.number, error=str(error))
             return
         if self._paused_here and not self._away:
-            self._paused_here = role.paused = False
+            self._paused_here = role.scheduler.paused = False
         yield Answer(ask.number)
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from common.node.memory_calls import Memory, MemoryCalls, Restful
+from common.node.inside import Inside
+from common.node.memory_calls import Memory, MemoryCalls
 from common.node.messages import Answer, Ask
 from common.node.pauses import Pauses
 from common.node.profile_calls import ProfileCalls, Profiling
@@ -32,7 +33,7 @@ class Operations:
     def gauges(self) -> dict[str, float]:
         return self._memory.gauges()
 
-    def take(self, ask: Ask, role: Restful) -> Iterator[Answer]:
+    def take(self, ask: Ask, role: Inside) -> Iterator[Answer]:
         """What is answered at once; `done` has the other answers."""
         match ask.what:
             case "pause":
@@ -63,7 +64,7 @@ class Operations:
             case unknown:
                 yield Answer(ask.number, error=f"unknown question {unknown!r}")
 
-    def done(self, role: Restful) -> Iterator[Answer]:
+    def done(self, role: Inside) -> Iterator[Answer]:
         """To be called in each turn."""
         yield from self._pauses.reached(role)
         yield from self._weights.done(role)

@@ -8,32 +8,12 @@ there, with its deadlines. Knows no request. The loop turns on, so the engine gi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
+from common.node.inside import Inside
 from common.node.messages import Answer, Ask
 from common.pause_mode import PAUSE_MODES, PauseMode
 
 PAUSED = "aborted: generation was paused"  # what is told of requests that a pause ends
-
-
-class Pausable(Protocol):
-    """A role."""
-
-    paused: bool  # no forward is chosen while it is set
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether it is paused, and nothing that was launched is under way."""
-        ...
-
-    def abort_all(self) -> int:
-        """Ends all requests that are here; returns how many."""
-        ...
-
-    def let_go(self) -> bool:
-        """Takes from all requests what they have of KV; called at rest, until it returns True: only
-        the prefix cache has any then."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +34,26 @@ class Pauses:
     def counters(self) -> dict[str, int]:
         return {f"pauses/{mode}": number for mode, number in self._counts.items()}
 
-    def begin(self, ask: Ask, role: Pausable) -> None:
+    def begin(self, ask: Ask, role: Inside) -> None:
         """`reached` gives the answer. Whoever is paused already may be paused in another mode."""
-        mode, fresh = PauseMode(ask.argument), not role.paused
+        mode, fresh = PauseMode(ask.argument), not role.scheduler.paused
         self._counts[mode.value] += 1
-        role.paused = True
+        role.scheduler.paused = True
         num_aborted = role.abort_all() if mode is PauseMode.ABORT else 0
         keeps = mode is PauseMode.IN_PLACE
         self._awaited.append(_Awaited(ask.number, fresh, num_aborted, keeps))
 
-    def resume(self, ask: Ask, role: Pausable) -> Iterator[Answer]:
+    def resume(self, ask: Ask, role: Inside) -> Iterator[Answer]:
         """The answer, and those of pauses that are not reached any more."""
-        was_paused, role.paused = role.paused, False
+        was_paused, role.scheduler.paused = role.scheduler.paused, False
         yield Answer(ask.number, integer=int(was_paused))
         for each in self._awaited:
             yield Answer(each.number, error="it was continued before it was paused")
         self._awaited.clear()
 
-    def reached(self, role: Pausable) -> Iterator[Answer]:
+    def reached(self, role: Inside) -> Iterator[Answer]:
         """Those of pauses that are reached; to be called in each turn."""
-        if not self._awaited or not role.at_rest:
+        if not self._awaited or not role.scheduler.at_rest:
             return
         empty = all(each.keeps for each in self._awaited) or role.let_go()
         for each in [each for each in self._awaited if each.keeps or empty]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import ServingError
+from common.node.inside import Inside
 from common.node.messages import Answer, Ask
-from common.node.pauses import Pausable
 from common.requests.weights import UNNAMED, WeightsId
 
 
@@ -39,22 +39,6 @@ class Lenders(Protocol):
 
     def poll(self) -> None:
         """Does what is due; to be called in each turn."""
-        ...
-
-
-class Renewable(Pausable, Protocol):
-    """A role."""
-
-    def forget_cached(self) -> None:
-        """Empties the prefix cache, after `let_go`."""
-        ...
-
-    def renew(self) -> None:
-        """There are other weights: what waits is computed with these."""
-        ...
-
-    def pair_as(self, weights: WeightsId) -> None:
-        """The pairs of this node end: from now on it pairs with those that have these."""
         ...
 
 
@@ -106,16 +90,16 @@ class WeightCalls:
         else:
             self._preparing.append(_Asked(ask.number, UNNAMED, future))
 
-    def put(self, ask: Ask, role: Renewable) -> Iterator[Answer]:
+    def put(self, ask: Ask, role: Inside) -> Iterator[Answer]:
         """The same. argument: their id, in hexadecimal."""
-        if not role.paused:
+        if not role.scheduler.paused:
             yield Answer(ask.number, error="this node is not paused")
         elif self.why_busy:
             yield Answer(ask.number, error="its weights are being changed already")
         else:
             self._wanted = ask
 
-    def take(self, ask: Ask, role: Renewable) -> Iterator[Answer]:
+    def take(self, ask: Ask, role: Inside) -> Iterator[Answer]:
         """The same, of another node's. argument: their id, and its address."""
         weights, _ = _lent(ask)
         if weights == self._weights.id and self._weights.whole and not self.why_busy:
@@ -123,15 +107,15 @@ class WeightCalls:
         else:
             yield from self.put(ask, role)
 
-    def done(self, role: Renewable) -> Iterator[Answer]:
+    def done(self, role: Inside) -> Iterator[Answer]:
         """What has come of the questions; to be called in each turn."""
         self._lenders.poll()
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
             yield _answer(asked)
-        if self._wanted is not None and role.at_rest and role.let_go():
+        if self._wanted is not None and role.scheduler.at_rest and role.let_go():
             ask, self._wanted = self._wanted, None
-            role.forget_cached()
+            role.scheduler.forget_cached()
             if ask.what == "take_weights":
                 self._read(ask, role)
             else:
@@ -152,7 +136,7 @@ class WeightCalls:
         if not self.why_busy:
             self._pair_as(self._weights.id, role)
 
-    def _read(self, ask: Ask, role: Renewable) -> None:
+    def _read(self, ask: Ask, role: Inside) -> None:
         """Who has them pairs with its like: until they are here, or are not to be had, this node
         says that it is one. It computes nothing, and has no KV."""
         weights, address = _lent(ask)
@@ -165,7 +149,7 @@ class WeightCalls:
         except ServingError as error:
             yield Answer(number, error=str(error))
 
-    def _pair_as(self, weights: WeightsId, role: Renewable) -> None:
+    def _pair_as(self, weights: WeightsId, role: Inside) -> None:
         if weights != self._paired_as:
             self._paired_as = weights
             role.pair_as(weights)

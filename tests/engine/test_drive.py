@@ -12,6 +12,7 @@ from common.engine.drive import drive
 from common.engine.loop import last_words
 from common.engine.loop.clock import StepClock
 from common.engine.rows.batch import BatchResult, ScheduleBatch
+from common.engine.schedule.scheduler import Scheduler
 from common.requests.flight import Flight
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import Rig
@@ -26,7 +27,8 @@ class _Found(Exception):
 class _StandsStill:
     """A role that does nothing until the process would have been ended."""
 
-    def __init__(self, ended: threading.Event) -> None:
+    def __init__(self, ended: threading.Event, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self._ended = ended
         self._until = time.monotonic() + DEADLINE_S
 
@@ -70,5 +72,5 @@ def test_an_engine_that_stands_still_with_work_waiting_is_ended(
     scheduler = engine.scheduler(config, lambda request, pages: None)
     scheduler.add(Rig().request([1, 2, 3]))
     with pytest.raises(_Found):
-        drive(_StandsStill(ended), engine, config, scheduler, clock)
+        drive(_StandsStill(ended, scheduler), engine, config, clock)
     engine.close()

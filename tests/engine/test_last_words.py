@@ -15,6 +15,8 @@ from common.requests.flight import Event, Flight
 
 
 class Stuck:
+    scheduler = SimpleNamespace(awaits_steps=False)
+
     def poll(self):
         threading.Event().wait()
 
@@ -36,7 +38,7 @@ class Stuck:
 logs.setup("engine", "info", "text")
 config = EngineConfig(model="m", scheduler=SchedulerConfig(watchdog_s=0.2))
 engine = SimpleNamespace(runner=None, stream=None)
-drive(Stuck(), engine, config, SimpleNamespace(awaits_steps=False), StepClock())
+drive(Stuck(), engine, config, StepClock())
 """
 
 

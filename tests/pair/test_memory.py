@@ -99,7 +99,7 @@ def test_who_is_paused_meanwhile_stays_so(rig):
     released(rig, node)
     assert not told(rig, node, "pause", "retract").fresh
     taken_again(rig, node)
-    assert node.role.paused
+    assert node.role.scheduler.paused
     resumed(rig, node)
 
 
@@ -127,7 +127,7 @@ def test_a_node_whose_weights_are_not_to_be_had_sleeps_on(rig, shelf, greedy):
         assert "cannot be read again" in told(rig, node, "resume_memory", ALL).error
         shutil.copy(shelf / "new" / "model.safetensors", stored)
         assert "other ones are now" in told(rig, node, "resume_memory", ALL).error
-        assert node.role.paused
+        assert node.role.scheduler.paused
     finally:
         shutil.move(aside, stored)
     taken_again(rig, node)

@@ -109,7 +109,7 @@ def test_requests_whose_kv_is_in_host_memory_are_paused_too(known, mode):
         rig.until(lambda: node.queue("retracted"), "one is off the device")
         paused(rig, mode)
         assert computes_nothing(rig)
-        assert mode == "in_place" or node.role.num_host_pages_used == 0
+        assert mode == "in_place" or node.role.scheduler.num_host_pages_used == 0
         resumed(rig)
         rig.run()
         for one in asked:

@@ -176,7 +176,7 @@ def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
         rig.wires.hold_back(Done)
         asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 96)])
         rig.until(lambda: owner.pages("publication") == 6, "it is lent")
-        owner.role.flush_cache()
+        owner.role.scheduler.flush_cache()
         assert owner.pages("publication") == 6
         rig.wires.let_go()
         answered(rig, known, asked)

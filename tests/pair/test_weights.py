@@ -159,7 +159,7 @@ def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(r
     rig.tell(node, "continue")
     rig.until(lambda: len(node.router.answers) == before + 2, "two answers")
     refused, changed = node.router.answers[before:]
-    assert refused.error == "its weights are being changed" and node.role.paused
+    assert refused.error == "its weights are being changed" and node.role.scheduler.paused
     assert not changed.error and node.desk.weights == weights
     resumed(rig, node)
     rig.run()

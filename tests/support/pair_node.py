@@ -333,7 +333,7 @@ class Node:
         assert held["free"] + held["cache"] == engine.pages.num_pages
         assert engine.pages.num_evictable == held["cache"]
         assert engine.table.num_free == engine.table.num_slots
-        assert self.role.num_host_pages_used == 0
+        assert self.role.scheduler.num_host_pages_used == 0
         assert not any(self.role.queues().values())
         self.role.idle()
 

@@ -339,7 +339,7 @@ class PairRig:
         """Empties the prefix caches of nodes at rest."""
         self.until_free()
         for node in nodes:
-            node.role.flush_cache()
+            node.role.scheduler.flush_cache()
 
     # Life -----------------------------------------------------------------------------------------
 
