@@ -16,8 +16,6 @@ import math
 import time
 from collections.abc import Mapping
 
-import numpy as np
-
 from common.config import DecodeConfig
 from common.distribution import Counted
 from common.engine.adapters.adapters import Adapters
@@ -30,15 +28,10 @@ from common.engine.preparation.preparations import Preparations
 from common.engine.preparation.tier_line import TierLine
 from common.engine.rows.batch import BatchResult, ScheduleBatch
 from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import (
-    Finish,
-    FinishReason,
-    Request,
-    moved,
-)
+from common.engine.rows.request import Finish, FinishReason, Request, moved
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.engine.tiers.tiers import Tiers
-from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
+from common.errors import ServingError
 from common.node.desk import Desk
 from common.node.messages import (
     CancelSubmitted,
@@ -49,13 +42,10 @@ from common.node.messages import (
 )
 from common.node.outbox import Outbox
 from common.node.pauses import PAUSED
-from common.node.stamps import RequestStamps
 from common.page_tables import PageTables
 from common.priority import PriorityClass
-from common.queueing.drain import Backlog, Drain, may_wait_s
-from common.requests.adapter import within
+from common.queueing.drain import Backlog, Drain
 from common.requests.flight import Flight, Flights
-from common.requests.prefix_at import MAX_HINTS, PrefixAt
 from common.requests.weights import WeightsId
 from decode_node import canary
 from decode_node.answer_pace import AnswerPace
@@ -64,9 +54,11 @@ from decode_node.counts import DecodeCounts
 from decode_node.departures import Departures
 from decode_node.destinations import Destinations
 from decode_node.dispatcher import Dispatcher
+from decode_node.door import Door
 from decode_node.handoffs import Handoffs, LostHandoff
 from decode_node.live import LiveRequests
 from decode_node.open_handoffs import open_handoffs
+from decode_node.prefix_holders import PrefixHolders
 from kvtransfer.ports import (
     ComputesWith,
     FirstToken,
@@ -82,11 +74,6 @@ from kvtransfer.ports import (
     ReadsEnded,
 )
 from sharing.prefixes import PrefixSharing
-
-# As many requests and tokens may wait here before one is refused whose client has tokens already:
-# all that another node had, when that one dies.
-REPLAYS_TIMES = 2
-WORTH_NAMING_TOKENS = 64  # of a prompt, that this node has: for less nobody reads here
 
 
 class DecodeRole:
@@ -111,16 +98,12 @@ class DecodeRole:
         sharing: PrefixSharing,
         tiers: Tiers,
     ) -> None:
-        self._max_waiting = config.engine.scheduler.max_waiting
         self.scheduler = scheduler
-        self._limits = limits
         self._port = port
         self._desk = desk
         self._outbox = outbox
-        self._cache = cache
         self._sharing = sharing
         self._tiers = tiers
-        self._shares = config.sharing.enabled
         # Of all requests here: what fits into the pool, and what may wait for it.
         most_tokens = config.engine.scheduler.max_waiting_tokens + tables.max_tokens(
             pages.num_pages
@@ -129,6 +112,16 @@ class DecodeRole:
         self._live = LiveRequests(outbox, self._counts, adapters, most_tokens)
         self._prompts = Drain()  # to be computed here
         self._answers = AnswerPace()
+        self._door = Door(
+            max_waiting=config.engine.scheduler.max_waiting,
+            limits=limits,
+            desk=desk,
+            live=self._live,
+            adapters=adapters,
+            holders=PrefixHolders(cache, tiers, shares=config.sharing.enabled),
+            prompts=self._prompts,
+            answers=self._answers,
+        )
         self._destinations = Destinations(
             scheduler=scheduler,
             pages=pages,
@@ -176,14 +169,12 @@ class DecodeRole:
             counts=self._counts,
         )
         outbox.listen(canary.STREAM, self._canary.take)
-        self._adapters = adapters
         self._preparations: Preparations[SubmitRequest] = Preparations(
             GuideLine(guides),
             AdapterLine(adapters),
             TierLine(tiers, lambda: scheduler.room().num_pages),
         )
         self._told_trial: Request | None = None
-        self._next_key = 1
 
     # Role ---------------------------------------------------------------------------------------
 
@@ -373,72 +364,12 @@ class DecodeRole:
                         self._abort(request, cancelled)
 
     def _submit(self, message: SubmitRequest) -> None:
-        now = time.monotonic()
-        token_ids = np.frombuffer(message.token_ids, np.int32)
-        request = Request(
-            key=self._next_key,
-            origin=(message.stream, message.request),
-            request_id=message.request_id,
-            token_ids=token_ids,
-            num_prompt=len(token_ids) - message.num_generated,
-            sampling=message.sampling,
-            deadline=now + message.budget_s,
-            arrived=now,
-            start_by=now + self._may_wait_s(message, len(token_ids)),
-            priority=message.priority,
-            routing_key=message.routing_key,
-            shared_in=within(message.namespace, message.adapter),
-            adapter=message.adapter,
-            prediction=np.frombuffer(message.prediction, np.int32) if message.prediction else None,
-            images=message.images,
-        )
-        request.compute_with(self._desk.weights)
-        request.suspect_of(message.engine_deaths)
-        self._next_key += 1
-        stamps = RequestStamps(
-            message.request_id,
-            request.num_prompt,
-            message.trace,
-            message.received or now,
-            now,
-            num_generated=message.num_generated,
-        )
-        self._live.begin(request, stamps)
+        request = self._door.meet(message)
         try:
-            if self._live.get(request.origin) is not None:
-                raise InvalidRequest(f"request {message.request} is live on this stream already")
-            if self._desk.draining:
-                raise NodeUnavailable("this decode node is draining")
-            times = REPLAYS_TIMES if message.num_generated else 1
-            if self._num_waiting >= times * self._max_waiting:
-                raise Overloaded(f"{self._num_waiting} requests wait here already")
-            self._limits.check(token_ids, message.images)
-            self._limits.check_sampling(message.sampling, message.images)
-            if request.prediction is not None:
-                self._limits.check_prediction(request.prediction)
-            self._adapters.hold(request)
-            self._live.let_in(
-                request,
-                times=times,
-                ticket=message.ticket,
-                prefix_at=self._prefix_at(request, message),
-            )
+            self._door.take(request, message, self._num_waiting)
             self._preparations.put(request, message)
         except ServingError as error:
             self._live.refuse(request, error)
-
-    def _prefix_at(self, request: Request, message: SubmitRequest) -> tuple[PrefixAt, ...]:
-        """Who holds some of it: others by what the router knows, and this node by its own books."""
-        if not self._shares or message.move_from is not None:
-            return ()
-        if not message.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
-            return message.prefix_at
-        wanted = request.token_ids, request.namespace
-        way = self._tiers.way(*wanted)
-        num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
-        own = PrefixAt(message.own_address, num_tokens)
-        worth_naming = num_tokens >= WORTH_NAMING_TOKENS
-        return (own, *message.prefix_at)[:MAX_HINTS] if worth_naming else message.prefix_at
 
     def _place_prepared(self, now: float) -> None:
         for request, message, refusal in self._preparations.take(now):
@@ -462,14 +393,6 @@ class DecodeRole:
         num_elsewhere += len(self._dispatcher.held_back)
         num_elsewhere += len(self._preparations) + len(self._dispatcher.fetching)
         return num_elsewhere + self.scheduler.num_waiting
-
-    def _may_wait_s(self, message: SubmitRequest, num_tokens: int) -> float:
-        """For its turn; without end, of an answer that goes on: its client has part of it."""
-        if message.num_generated:
-            return math.inf
-        work_s = num_tokens * self._prompts.unit_s
-        work_s += self._answers.seconds(message.sampling.max_tokens)
-        return may_wait_s(message.queue_s, message.budget_s, work_s)
 
     # Ends ---------------------------------------------------------------------------------------
 

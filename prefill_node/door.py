@@ -2,11 +2,16 @@
 are answered."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
+from common.engine.adapters.adapters import Adapters
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.limits import RequestLimits
+from common.engine.rows.request import Request
+from common.engine.schedule.scheduler import Scheduler
 from common.errors import (
     AdapterNotLoaded,
     InvalidRequest,
@@ -68,44 +73,42 @@ class Door:
     """Engine thread only.
 
     Args:
-        tokens: of all that have no pages yet; bounded.
+        max_waiting: prompts.
         prompts: that have been granted and are not computed yet.
-        paused: whether this node computes nothing for now.
+        tokens: of all that have no pages yet; bounded.
     """
 
     def __init__(
         self,
-        limits: RequestLimits,
-        tokens: HeldTokens,
-        prompts: Drain,
-        desk: Desk,
         *,
         max_waiting: int,
-        paused: Callable[[], bool],
+        limits: RequestLimits,
+        scheduler: Scheduler,
+        desk: Desk,
+        adapters: Adapters,
+        prompts: Drain,
+        tokens: HeldTokens,
     ) -> None:
-        self._limits = limits
-        self._tokens = tokens
-        self._prompts = prompts
-        self._desk = desk
         self._max_waiting = max_waiting
-        self._paused = paused
+        self._limits = limits
+        self._scheduler = scheduler
+        self._desk = desk
+        self._adapters = adapters
+        self._prompts = prompts
+        self._tokens = tokens
 
-    def take(self, event: Opened, num_waiting: int, now: float) -> float:
-        """Holds the tokens of a hand-off that may come in.
+    def take(self, event: Opened, num_waiting: int, now: float) -> Request:
+        """Holds the tokens and the adapter of a hand-off that may come in.
 
         Args:
             num_waiting: prompts that wait here already.
-
-        Returns:
-            When its first forward must begin; never, of an answer that goes on: a client has part
-            of it.
 
         Raises:
             ServingError: it may not; see refusal_of.
         """
         if self._desk.draining:
             raise Draining("this prefill node is draining")
-        if self._paused():
+        if self._scheduler.paused:
             raise Paused("this prefill node is paused")
         if event.weights != self._desk.weights:
             raise OtherWeights("this prefill node has other weights")
@@ -115,16 +118,43 @@ class Door:
             raise Overloaded(f"{num_waiting} prompts wait here already")
         self._limits.check(event.token_ids, event.images)
         self._limits.check_sampling(event.sampling, event.images)
-        start_by = math.inf if event.num_generated else self._start_by(event, now)
+        request = _request_of(event, self._start_by(event, now), now)
         self._tokens.take(event.serial, len(event.token_ids))
-        return start_by
+        self._adapters.hold(request)
+        return request
 
     def _start_by(self, event: Opened, now: float) -> float:
-        """
+        """When its first forward must begin; never, of an answer that goes on: a client has part
+        of it.
+
         Raises:
             QueueTooLong: what waits here already takes longer.
         """
+        if event.num_generated:
+            return math.inf
         work_s = len(event.token_ids) * self._prompts.unit_s
         left_s = may_wait_s(event.queue_s, event.budget_s, work_s)
         self._prompts.check(Place(now + left_s, len(event.token_ids), event.priority), now)
         return now + left_s
+
+
+def _request_of(event: Opened, start_by: float, now: float) -> Request:
+    request = Request(
+        key=event.serial,
+        origin=(0, 0),
+        request_id=event.request_id,
+        token_ids=event.token_ids,
+        num_prompt=len(event.token_ids) - event.num_generated,
+        # The first token is all this node samples.
+        sampling=msgspec.structs.replace(event.sampling, max_tokens=event.num_generated + 1),
+        deadline=now + event.budget_s,
+        arrived=now,
+        start_by=start_by,
+        priority=event.priority,
+        routing_key=event.routing_key,
+        namespace=event.namespace,
+        adapter=event.adapter,
+        images=event.images,
+    )
+    request.suspect_of(event.engine_deaths)
+    return request

@@ -25,8 +25,10 @@ from tests.support.programs import ROOT
 
 NODES = ("prefill", "decode")
 # Where a node of that role makes up the names of its queues.
+SCHEDULER = "common/engine/schedule/scheduler.py"
 QUEUE_SOURCES = {
-    role: (f"{role}_node/role.py", "common/engine/schedule/scheduler.py") for role in NODES
+    "prefill": ("prefill_node/role.py", "prefill_node/handoffs.py", SCHEDULER),
+    "decode": ("decode_node/role.py", SCHEDULER),
 }
 
 

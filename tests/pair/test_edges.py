@@ -197,7 +197,7 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
         rig.until(lambda: decode.router.drained, "the node has drained")
 
 
-# Seen failing without the count of tokens in PrefillRole: both are taken.
+# Seen failing without the count of tokens at the prefill node's door: both are taken.
 def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
     prompts = PROMPT[:48], PROMPT[16:64]
     with PairRig(known.loaded, scheduler={"max_waiting_tokens": 60}) as rig:

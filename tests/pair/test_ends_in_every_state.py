@@ -79,7 +79,7 @@ def test_a_request_whose_time_is_up_in_this_state_gives_all_back(known, state):
 @pytest.mark.parametrize("state", AT_THE_OWNER, ids=str)
 def test_a_hand_off_that_its_owner_aborts_in_this_state_is_prefilled_here(known, state):
     """Seen failing, where it is published or being read, with the inflight queue left out of
-    PrefillRole.abort."""
+    Handoffs.abort."""
     with state.rig(known.loaded) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         asked = state.reach(

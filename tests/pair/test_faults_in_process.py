@@ -137,8 +137,8 @@ def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
 
 
 def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
-    """Seen failing with the PUBLICATION hold of PrefillRole._admitted removed: the second prompt
-    was computed into the pages of the first, and then the rest of these was read."""
+    """Seen failing with the PUBLICATION hold of the owner's Handoffs.admitted removed: the second
+    prompt was computed into the pages of the first, and then the rest of these was read."""
     with PairRig(known.loaded, prefill=[Size(prefix_cache=False)], chunk_tokens=WHOLE) as rig:
         (prefill,) = rig.prefill
         first = _frozen_read(rig)

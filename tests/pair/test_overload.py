@@ -137,7 +137,7 @@ def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
         rig.wires.heal()
 
 
-# Seen failing without the look at `num_generated` in PrefillRole.
+# Seen failing without the look at `num_generated` at the prefill node's door.
 @pytest.mark.parametrize("num_generated", [0, 2])
 def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
     known, num_generated

@@ -1,0 +1,36 @@
+"""Who holds some of a prompt, for whoever computes it: this node by its own books, and others by
+what the router knows."""
+
+from common.engine.memory.radix import RadixCache
+from common.engine.rows.request import Request
+from common.engine.tiers.tiers import Tiers
+from common.node.messages import SubmitRequest
+from common.requests.prefix_at import MAX_HINTS, PrefixAt
+
+WORTH_NAMING_TOKENS = 64  # of a prompt, that this node has: for less nobody reads here
+
+
+class PrefixHolders:
+    """Engine thread only.
+
+    Args:
+        shares: whether nodes read prefixes of each other; else there is nothing to be told.
+    """
+
+    def __init__(self, cache: RadixCache, tiers: Tiers, *, shares: bool) -> None:
+        self._cache = cache
+        self._tiers = tiers
+        self._shares = shares
+
+    def of(self, request: Request, message: SubmitRequest) -> tuple[PrefixAt, ...]:
+        """Whoever has most of it by this node's own books, then those that the router names."""
+        if not self._shares:
+            return ()
+        if not message.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
+            return message.prefix_at
+        wanted = request.token_ids, request.namespace
+        way = self._tiers.way(*wanted)
+        num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
+        if num_tokens < WORTH_NAMING_TOKENS:
+            return message.prefix_at
+        return (PrefixAt(message.own_address, num_tokens), *message.prefix_at)[:MAX_HINTS]

@@ -1,0 +1,307 @@
+"""The hand-offs of a prefill node: bootstrap queue -> scheduler -> inflight queue.
+
+    Opened            Granted                    last chunk done         HandoffDropped
+      -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> gone
+
+A hand-off may be dropped in any queue: its reader cancelled, its stream ended, its budget ran out.
+Its pages are held for publication from admission until then, whatever becomes of the request.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.engine.adapters.adapters import Adapters
+from common.engine.memory.pages import Holder, PageAllocator
+from common.engine.preparation.preparations import Preparations
+from common.engine.rows.held_tokens import HeldTokens
+from common.engine.rows.holding import Holding
+from common.engine.rows.request import Finish, FinishReason, Ints, Request
+from common.engine.schedule.scheduler import ChunkDone, Scheduler
+from common.errors import ServingError
+from common.logs.throttle import Throttle, ThrottledLog
+from common.node.desk import Desk
+from common.page_tables import PageTables
+from common.queueing.drain import Drain
+from common.queueing.waiting_line import Place
+from common.requests.flight import Flight, Flights
+from kvtransfer.ports import Admit, FailHandoff, Granted, HandoffDropped, NodePort, Opened, Publish
+from prefill_node.door import COUNTS, Door, refusal_of
+from prefill_node.records import HandoffRecords
+from sharing.prefixes import PrefixSharing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Prefilling:
+    """A granted hand-off whose prompt waits for its pages or is being computed."""
+
+    serial: int
+    request: Request
+    prefix_tokens: int  # the reader has them
+    published: int  # token ranges up to here are out
+    holding: Holding  # of the whole prompt; empty until admission
+
+
+class Handoffs:
+    """Engine thread only, but for what the watchdog reads once that stands still: `told`, and
+    `flights`.
+
+    Args:
+        prompts: granted, and not computed yet.
+        tokens: of those that have no pages yet.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        *,
+        scheduler: Scheduler,
+        pages: PageAllocator,
+        tables: PageTables,
+        port: NodePort,
+        desk: Desk,
+        adapters: Adapters,
+        preparations: Preparations[None],
+        sharing: PrefixSharing,
+        prompts: Drain,
+        tokens: HeldTokens,
+    ) -> None:
+        self._door = door
+        self._scheduler = scheduler
+        self._pages = pages
+        self._tables = tables
+        self._port = port
+        self._adapters = adapters
+        self._preparations = preparations
+        self._sharing = sharing
+        self._prompts = prompts
+        self._tokens = tokens
+        # By the serial of the hand-off, which is its request's key too.
+        self._bootstrap: dict[int, Request] = {}
+        self._prefilling: dict[int, Prefilling] = {}
+        self._inflight: dict[int, Prefilling] = {}
+        self._lent: dict[int, Ints] = {}  # pages held for publication
+        self._records = HandoffRecords(ThrottledLog(log, Throttle(most=100)), desk.notify)
+        outcomes = ("handoffs_held", "handoffs_lost", "handoffs_failed", "refused/dropped")
+        self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
+
+    # What is told of them -----------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._bootstrap or self._prefilling or self._inflight or self._lent)
+
+    @property
+    def lent(self) -> Sequence[Ints]:
+        """Pages held for publication, of each hand-off."""
+        return tuple(self._lent.values())
+
+    def queues(self) -> dict[str, int]:
+        return {"bootstrap": len(self._bootstrap), "inflight": len(self._inflight)}
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    def told(self) -> list[dict[str, object]]:
+        """Fields of a line each: the queue, the request, and since when it is open."""
+        now = time.monotonic()
+        open_here = {
+            "bootstrap": tuple(self._bootstrap.values()),
+            "prefilling": tuple(each.request for each in tuple(self._prefilling.values())),
+            "inflight": tuple(each.request for each in tuple(self._inflight.values())),
+        }
+        return [
+            {
+                "queue": queue,
+                "request_id": request.request_id,
+                "serial": request.key,
+                "tokens": len(request.token_ids),
+                "open_s": now - request.arrived,
+            }
+            for queue, requests in open_here.items()
+            for request in requests
+        ]
+
+    def explain(self, request_id: str) -> Flights:
+        return self._records.explain(request_id)
+
+    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+        return self._records.flights(num_ended)
+
+    # What is said of one ------------------------------------------------------------------------
+
+    def open(self, event: Opened) -> None:
+        now = time.monotonic()
+        self._records.open(event, now)
+        num_waiting = len(self._bootstrap) + len(self._preparations) + self._scheduler.num_waiting
+        try:
+            request = self._door.take(event, num_waiting, now)
+        except ServingError as refusal:
+            return self._refuse(event.serial, refusal)
+        self._bootstrap[event.serial] = request
+        if event.prefix_at:
+            room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
+            self._sharing.fetch(request, event.prefix_at, room=room, queued_s=queued_s)
+
+    def grant(self, event: Granted) -> None:
+        request = self._bootstrap.pop(event.serial, None)
+        if request is None:
+            return  # failed here before the grant arrived; HandoffDropped is under way
+        stamps = self._records[event.serial]
+        stamps.granted, stamps.prefix_tokens = time.monotonic(), event.prefix_tokens
+        self._prefilling[event.serial] = Prefilling(
+            serial=event.serial,
+            request=request,
+            prefix_tokens=event.prefix_tokens,
+            published=event.prefix_tokens,
+            holding=Holding.none(self._tables.num_tables),
+        )
+        place = Place(request.due, len(request.token_ids), request.priority)
+        self._prompts.join(event.serial, place, time.monotonic())
+        try:
+            self._preparations.put(request, None)
+        except ServingError as refusal:
+            self._refuse(request.key, refusal)
+
+    def prepared(self, request: Request, refusal: ServingError | None) -> None:
+        """refusal: why it cannot be."""
+        try:
+            if refusal is not None:
+                raise refusal
+            self._scheduler.add(request)
+        except ServingError as error:
+            self._refuse(request.key, error)
+
+    def admitted(self, request: Request, holding: Holding) -> None:
+        """The scheduler has reserved the whole prompt and locked what this node has of it."""
+        handoff = self._prefilling[request.key]
+        handoff.holding = holding
+        num_tokens = len(request.token_ids)
+        lent = holding.take(self._tables.handed_over(num_tokens, handoff.prefix_tokens))
+        self._tokens.drop(handoff.serial)
+        self._sharing.admitted(request)
+        stamps = self._records[handoff.serial]
+        stamps.admitted, stamps.cached_tokens = request.admitted, request.cached_tokens
+        stamps.bringing = request.bringing
+        self._pages.hold(lent, Holder.PUBLICATION)
+        self._lent[handoff.serial] = lent
+        self._port.post(
+            Admit(
+                handoff.serial,
+                compute_tokens=num_tokens - request.cached_tokens,
+                queued_tokens=self._scheduler.queued_tokens(),
+            )
+        )
+        # Whole pages: where tokens generated before are cached too, this counts the prompt alone.
+        self._publish(handoff, self._whole_pages(request.cached_tokens))
+
+    def computed(self, chunk: ChunkDone) -> None:
+        handoff = self._prefilling.get(chunk.request.key)
+        if handoff is None:
+            return
+        self._records[handoff.serial].num_chunks += 1
+        num_left = len(chunk.request.token_ids) - chunk.end
+        self._prompts.serve(handoff.serial, num_left)
+        self._sharing.ways.computed(handoff.serial, num_left)
+        if chunk.first_token is None:
+            self._publish(handoff, self._whole_pages(chunk.end))
+            return
+        del self._prefilling[handoff.serial]
+        self._inflight[handoff.serial] = handoff
+        self._adapters.release(handoff.serial)
+        self._records[handoff.serial].done = time.monotonic()
+        self._publish(handoff, chunk.end, chunk)
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        """Its request has, in the scheduler or before it came there."""
+        if request.key in self._prefilling:  # else it ended with its first token, or was dropped
+            self._counts["refused/dropped"] += bool(finish.retry_after_s)
+            self._fail(
+                request.key,
+                finish.error or finish.reason.name.lower(),
+                retryable=False,
+                retry_after_s=finish.retry_after_s,
+            )
+
+    def dropped(self, event: HandoffDropped) -> None:
+        self._counts["handoffs_held" if event.held else "handoffs_lost"] += 1
+        self._records.close(event)
+        self._forget(event.serial, Finish(FinishReason.ABORT, event.reason))
+        lent = self._lent.pop(event.serial, None)
+        if lent is not None:
+            self._pages.drop(lent, Holder.PUBLICATION)
+
+    # What operators have done to them -----------------------------------------------------------
+
+    def abort(self, request_id: str) -> int:
+        """Gives up every one of this client request; returns how many."""
+        requests = {
+            **self._bootstrap,
+            **{serial: handoff.request for serial, handoff in self._prefilling.items()},
+            **{serial: handoff.request for serial, handoff in self._inflight.items()},
+        }
+        doomed = [serial for serial, each in requests.items() if each.request_id == request_id]
+        for serial in doomed:
+            self._fail(serial, "aborted by an operator", retryable=False)
+        return len(doomed)
+
+    def give_up_all(self, why: str) -> None:
+        """But those that are computed: their pages are read to the end."""
+        for serial in (*self._bootstrap, *self._prefilling):
+            self._fail(serial, why, retryable=True)
+
+    # --------------------------------------------------------------------------------------------
+
+    def _publish(self, handoff: Prefilling, end: int, last_chunk: ChunkDone | None = None) -> None:
+        """Publishes [handoff.published, end), page aligned unless it is the last range. The reader
+        may have a longer prefix than that already: then only the last, empty range tells."""
+        start, last = handoff.published, last_chunk is not None
+        if end <= start and not last:
+            return
+        num_tokens = len(handoff.request.token_ids)
+        spans = self._tables.spans(num_tokens, handoff.prefix_tokens, start, end, last=last)
+        self._port.post(
+            Publish(
+                handoff.serial,
+                start=start,
+                end=end,
+                pages=handoff.holding.take(spans),
+                last=last,
+                first_token=last_chunk.first_token if last_chunk else None,
+                times=self._records[handoff.serial].times() if last else None,
+                logprobs=last_chunk.logprobs if last_chunk else None,
+                prompt_logprobs=last_chunk.prompt_logprobs if last_chunk else None,
+            )
+        )
+        handoff.published = end
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        return num_tokens // self._tables.page_size * self._tables.page_size
+
+    def _refuse(self, serial: int, error: ServingError) -> None:
+        refusal = refusal_of(error)
+        self._counts[refusal.count] += 1
+        self._fail(serial, str(error), retryable=refusal.retryable, retry_after_s=error.late_s)
+
+    def _fail(
+        self, serial: int, reason: str, *, retryable: bool, retry_after_s: float = 0.0
+    ) -> None:
+        self._counts["handoffs_failed"] += 1
+        self._forget(serial, Finish(FinishReason.ABORT, reason))
+        self._port.post(FailHandoff(serial, reason, retryable, retry_after_s))
+
+    def _forget(self, serial: int, finish: Finish) -> None:
+        """Takes a hand-off out of its queue; its compute stops at the chunk's edge."""
+        self._tokens.drop(serial)
+        self._prompts.leave(serial)
+        self._sharing.forget(serial)
+        self._bootstrap.pop(serial, None)
+        self._inflight.pop(serial, None)
+        handoff = self._prefilling.pop(serial, None)
+        if handoff is not None:
+            self._preparations.remove(handoff.request)
+            self._scheduler.abort(handoff.request, finish)
+        self._adapters.release(serial)
