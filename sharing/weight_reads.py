@@ -8,22 +8,19 @@ is what was wanted, nothing has changed.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.models.one_file import ReceivedFile
 from common.engine.rows.batch import Ints
-from common.engine.sizing import free_bytes
-from common.errors import ConfigError, Overloaded, ServingError, WrongState
+from common.errors import Overloaded, ServingError, WrongState
 from common.requests.sampling import SamplingParams
 from common.requests.weights import WeightsId
 from kvtransfer.messages import HandoffId, Kind
@@ -39,6 +36,8 @@ from kvtransfer.ports import (
     ReadsEnded,
 )
 from sharing.loans import SHARE
+from sharing.pieces import Pieces, Window
+from sharing.weight_copies import WeightCopies
 
 # The counters of this node's other hand-offs never come so far, or begin behind.
 FIRST_NUMBER, PAST_NUMBER = 1 << 62, 1 << 63
@@ -49,7 +48,6 @@ AGAIN_S = 0.1  # until what was lost is asked for again
 STILL_S = 60.0  # without anything that comes: it is given up
 TAKE_S = 540.0  # all of it
 _NO_SAMPLING = SamplingParams(max_tokens=1, seed=0)
-_HOST = torch.device("cpu")
 
 
 class ReceivingWeights(Protocol):
@@ -60,19 +58,11 @@ class ReceivingWeights(Protocol):
     def prepare_received(self, received: ReceivedFile, named: str) -> Future[WeightsId]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Pieces [first, past)."""
-
-    first: int
-    past: int
-
-
 @dataclass(slots=True, eq=False)
 class _Read:
     """A window that is under way, and its pages until nothing lands there and nothing is copied."""
 
-    window: _Window
+    window: Window
     pages: Ints
     copying: Future[int | None] | None = None
     lands: bool = True
@@ -84,13 +74,10 @@ class _Taking:
     weights: WeightsId
     address: str
     file: ReceivedFile
+    pieces: Pieces
     began: float
     moved_at: float
     future: Future[WeightsId] = field(default_factory=Future)
-    num_bytes: int | None = None  # of all of it, once it is known
-    asked_to: int = 0  # pieces
-    again: deque[_Window] = field(default_factory=deque)
-    again_at: float = 0.0
     preparing: Future[WeightsId] | None = None
 
 
@@ -123,12 +110,12 @@ class WeightReads:
         self._instance = instance
         self._cache = cache
         self._pages = pages
-        self._pool = pool
-        self._page_bytes = pool.shape[1]
+        self._page_bytes = page_bytes = pool.shape[1]
+        most = min(WINDOW_PAGES, WINDOW_BYTES // page_bytes, pages.num_pages // SHARE)
+        self._window_pages = max(most, 1)
         self._port = port
-        self._tell = tell
         self._clock = clock
-        self._worker = ThreadPoolExecutor(1, "weight reads")
+        self._copies = WeightCopies(pool, tell)
         self._owners: dict[str, OwnerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._taking: _Taking | None = None
@@ -154,9 +141,9 @@ class WeightReads:
         if self.busy:
             future.set_exception(Overloaded("weights are being read already"))
             return future
-        now = self._clock()
+        now, pieces = self._clock(), Pieces(self._page_bytes, self._window_pages)
         try:
-            taking = _Taking(weights, address, self._weights.receive(), now, now, future)
+            taking = _Taking(weights, address, self._weights.receive(), pieces, now, now, future)
         except ServingError as error:
             future.set_exception(error)
         else:
@@ -186,14 +173,14 @@ class WeightReads:
                 taking, WrongState(f"{taking.address}: its weights end before they are whole")
             )
             return
-        past = read.window.first + event.num_tokens
+        first, past = read.window.first, read.window.first + event.num_tokens
         if past < read.window.past:
-            taking.again.append(_Window(past, read.window.past))
+            taking.pieces.lost(Window(past, read.window.past))
         taking.moved_at = self._clock()
         self.num_bytes += event.num_tokens * self._page_bytes
         pages = read.pages[: event.num_tokens]
-        read.copying = self._worker.submit(self._copy, taking, read.window.first, pages)
-        read.copying.add_done_callback(lambda _: self._tell())
+        known = taking.pieces.num_bytes
+        read.copying = self._copies.copy(taking.file, first, pages, known, taking.address)
 
     def lost(self, event: Lost) -> None:
         read, taking = self._reads[event.id], self._taking
@@ -201,8 +188,7 @@ class WeightReads:
         if taking is None:
             return
         if event.retryable:
-            taking.again.append(read.window)
-            taking.again_at = self._clock() + AGAIN_S
+            taking.pieces.lost(read.window, self._clock() + AGAIN_S)
         else:
             self._end(taking, WrongState(f"{taking.address}: {event.reason}"))
 
@@ -225,18 +211,16 @@ class WeightReads:
             self._go_on(self._taking)
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._copies.close()
         if self._taking is not None and self._taking.preparing is None:
             self._taking.file.close()
 
     def _copied(self, taking: _Taking, copying: "Future[int | None]") -> None:
         error = copying.exception()
         if error is None:
-            taking.num_bytes = copying.result()
-            if taking.num_bytes is not None:
-                past = -(-taking.num_bytes // self._page_bytes)
-                clipped = [_Window(each.first, min(each.past, past)) for each in taking.again]
-                taking.again = deque(each for each in clipped if each.first < each.past)
+            num_bytes = copying.result()
+            if num_bytes is not None:
+                taking.pieces.ends_at(num_bytes)
         elif isinstance(error, ServingError):
             self._end(taking, error)
         else:
@@ -251,27 +235,21 @@ class WeightReads:
             paired = taking.address in self._owners
             reason = "its weights do not come" if paired else "it does not pair with this node"
             self._end(taking, WrongState(f"{taking.address}: {reason}; the logs of both say why"))
-        elif self._is_here(taking):
+        elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
             self._prepare(taking)
         elif taking.address in self._owners:
             self._ask(taking, self._owners[taking.address], now)
 
-    def _is_here(self, taking: _Taking) -> bool:
-        under_way = any(not read.over for read in self._reads.values())
-        whole = taking.num_bytes is not None and taking.asked_to * self._page_bytes >= (
-            taking.num_bytes
-        )
-        return whole and not under_way and not taking.again
-
     def _ask(self, taking: _Taking, owner: OwnerUp, now: float) -> None:
         """For windows, as many as may be under way; of what is behind the header once that is
         here."""
-        most = WINDOWS if taking.num_bytes is not None else 1
-        while len(self._reads) < most and (window := self._next_window(taking, now)) is not None:
+        pieces = taking.pieces
+        most = WINDOWS if pieces.num_bytes is not None else 1
+        while len(self._reads) < most and (window := pieces.next(now)) is not None:
             num_pages = window.past - window.first
             pages = self._cache.allocate(num_pages, Holder.READ)
             if pages is None:
-                taking.again.appendleft(window)
+                pieces.not_asked(window)
                 return
             handoff_id = HandoffId(self._instance, self._next_number, 1)
             self._next_number += 1
@@ -290,18 +268,6 @@ class WeightReads:
                 )
             )
             self._port.post(GrantHandoff(handoff_id, 0, pages))
-
-    def _next_window(self, taking: _Taking, now: float) -> _Window | None:
-        if taking.again:
-            return taking.again.popleft() if now >= taking.again_at else None
-        size = min(WINDOW_PAGES, WINDOW_BYTES // self._page_bytes, self._pages.num_pages // SHARE)
-        first, past = taking.asked_to, taking.asked_to + max(size, 1)
-        if taking.num_bytes is not None:
-            past = min(past, -(-taking.num_bytes // self._page_bytes))
-        if past <= first:
-            return None
-        taking.asked_to = past
-        return _Window(first, past)
 
     def _prepare(self, taking: _Taking) -> None:
         try:
@@ -328,7 +294,7 @@ class WeightReads:
             if not read.over and read.copying is None:
                 read.over = True
                 self._port.post(CancelHandoff(handoff_id, str(error)))
-        self._worker.submit(taking.file.close)  # behind what is being copied there
+        self._copies.drop(taking.file)
         self._fail(taking, error)
 
     def _fail(self, taking: _Taking, error: BaseException) -> None:
@@ -339,39 +305,3 @@ class WeightReads:
         self._taking = None
         self.outcomes[outcome] += 1
         self.seconds += self._clock() - taking.began
-
-    # On the worker ------------------------------------------------------------------------------
-
-    def _copy(self, taking: _Taking, first: int, pages: Ints) -> int | None:
-        """The pieces from that one on, which are in these pages. Returns how many bytes all of it
-        has, once that can be known.
-
-        Raises:
-            WrongState: there is no room for it, or it is no file of weights.
-        """
-        file, known, start = taking.file, taking.num_bytes, first * self._page_bytes
-        rows = self._pool[torch.from_numpy(pages).long()].to(_HOST)
-        data = rows.numpy().data.cast("B")
-        try:
-            file.write(start, data if known is None else data[: known - start])
-            if known is not None:
-                return known
-            expected = file.expected_bytes()
-            if expected is not None:
-                _check_room(expected)
-                file.set_bytes(expected)
-            return expected
-        except ConfigError as error:
-            reason = str(error).replace(f"{file.directory}/", "")
-            raise WrongState(f"{taking.address}: {reason}") from error
-        except OSError as error:
-            raise WrongState(f"weights: there is no place for them here: {error}") from error
-
-
-def _check_room(wanted: int) -> None:
-    left = free_bytes(_HOST, 1.0)
-    if wanted > left:
-        raise WrongState(
-            f"weights: {wanted / 2**30:.2f} GiB are wanted beside the present ones, "
-            f"{left / 2**30:.2f} GiB are left"
-        )
