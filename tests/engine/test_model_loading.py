@@ -337,6 +337,6 @@ def test_experts_in_one_tensor_are_those_one_by_one(tmp_path):
     models = [load(path, CPU, torch.float32, speculation=mtp) for path in (one_by_one, stacked)]
     x, weights = torch.randn(5, 64), torch.rand(5, 3)
     ids = torch.randint(8, (5, 3), dtype=torch.int32)
-    for layers in zip(*([*m.layers, m.drafter.layer] for m in models), strict=True):
+    for layers in zip(*([*m.layers, m.drafter.layer.body] for m in models), strict=True):
         first, second = (layer.ffn.experts.apply(x, weights, ids) for layer in layers)
         assert torch.equal(first, second)

@@ -12,6 +12,7 @@ from common.engine.models.blocks.attention import Attention
 from common.engine.models.blocks.protocol import Site
 from common.engine.models.checkpoint import Checkpoint, content
 from common.engine.models.drafting import (
+    BodySpec,
     DraftLayer,
     DraftLayerSpec,
     DraftSpec,
@@ -105,14 +106,16 @@ def _attention(config: Fields) -> Attention:
     return common.attention(config, common.even_head_dim(config), qkv_bias=bias, output_bias=bias)
 
 
+def _body(config: Fields, mixer: Attention, prefix: str) -> BodySpec:
+    ffn = common.dense(config, bias=config.flag("mlp_bias", False))
+    return BodySpec(mixer, ffn, common.norm(config), prefix)
+
+
 def _first(config: Fields, checkpoint: Checkpoint) -> DraftSpec:
     """EAGLE, and EAGLE-2, which differs in how many drafts there are."""
     return DraftSpec(
-        mixer=_attention(config),
-        ffn=common.dense(config, bias=config.flag("mlp_bias", False)),
-        norm=common.norm(config),
+        body=_body(config, _attention(config), "layers.0."),
         prefix="",
-        layer_prefix="layers.0.",
         join=_JOIN,
         join_bias=f"{_JOIN}.bias" in checkpoint.tensors,
         inner_norms=InnerNorms(),
@@ -128,11 +131,12 @@ def _third(config: Fields, model: ModelSpec, checkpoint: Checkpoint) -> Eagle3Sp
     if not all(0 <= tap < count for tap in taps):
         raise told.wrong(_TAPS, f"layers of the model's {count}")
     return Eagle3Spec(
-        mixer=replace(_attention(config), of_two=True),
-        ffn=common.dense(config, bias=config.flag("mlp_bias", False)),
-        norm=common.norm(config),
+        body=_body(
+            config,
+            replace(_attention(config), of_two=True),
+            "midlayer." if _MIDDLE in checkpoint.tensors else "layers.0.",
+        ),
         taps=taps,
-        layer_prefix="midlayer." if _MIDDLE in checkpoint.tensors else "layers.0.",
         vocabulary=model.vocabulary_size,
         known=config.integer("draft_vocab_size", model.vocabulary_size),
         mapped="d2t" in checkpoint.tensors,

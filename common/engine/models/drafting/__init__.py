@@ -2,8 +2,17 @@
 and how they are run over its pages."""
 
 from common.engine.models.drafting.block import DraftSpec, InnerNorms
+from common.engine.models.drafting.body import BodySpec
 from common.engine.models.drafting.eagle3 import Eagle3Spec
 from common.engine.models.drafting.head import DraftHead
 from common.engine.models.drafting.protocol import DraftLayer, DraftLayerSpec
 
-__all__ = ["DraftHead", "DraftLayer", "DraftLayerSpec", "DraftSpec", "Eagle3Spec", "InnerNorms"]
+__all__ = [
+    "BodySpec",
+    "DraftHead",
+    "DraftLayer",
+    "DraftLayerSpec",
+    "DraftSpec",
+    "Eagle3Spec",
+    "InnerNorms",
+]

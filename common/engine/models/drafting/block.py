@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from common.engine.memory.states import DraftState
-from common.engine.models.blocks.norm import Norm, RmsNorm
-from common.engine.models.blocks.protocol import (
-    Ffn,
-    FfnSpec,
-    KeepingMixer,
-    KeepingMixerSpec,
-    Kept,
-    Site,
-    Step,
-)
+from common.engine.models.blocks.norm import RmsNorm
+from common.engine.models.blocks.protocol import Kept, Site, Step
+from common.engine.models.drafting.body import Body, BodySpec
 from common.engine.models.linear import Linear
 
 
@@ -41,40 +34,35 @@ class InnerNorms:
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
     """
-    prefix: of the names of its tensors; layer_prefix: of those of the decoder layer, behind it.
+    prefix: of the names of its tensors.
     join: the module that makes one vector of two; join_bias: it has one.
-    input_norm: the decoder layer begins with one.
+    input_norm: the body begins with one.
     """
 
-    mixer: KeepingMixerSpec
-    ffn: FfnSpec
-    norm: Norm
+    body: BodySpec
     prefix: str
-    layer_prefix: str
     join: str
     join_bias: bool
     inner_norms: InnerNorms
     input_norm: bool
 
     def keeps(self, hidden_size: int) -> DraftState:
-        return DraftState(self.mixer.keeps, hidden_size)
+        return self.body.keeps(hidden_size)
 
     def build(self, site: Site) -> "DraftBlock":
-        hidden, here = site.hidden_size, site.within(self.prefix)
-        layer, inner = here.within(self.layer_prefix), self.inner_norms
+        hidden, here, inner = site.hidden_size, site.within(self.prefix), self.inner_norms
+        within = here.within(self.body.prefix)
 
         def norm(at: Site, name: str | None) -> RmsNorm | None:
-            return None if name is None else self.norm.build(at.source, name, hidden)
+            return None if name is None else self.body.built_norm(at, name)
 
         last = norm(here, inner.head)
         block = DraftBlock(
             token_norm=norm(here, inner.token),
             vector_norm=norm(here, inner.vector),
             join=here.source.linear({self.join: hidden}, 2 * hidden, bias=self.join_bias),
-            mixer_norm=norm(layer, "input_layernorm" if self.input_norm else None),
-            mixer=self.mixer.build(layer),
-            ffn_norm=self.norm.build(layer.source, "post_attention_layernorm", hidden),
-            ffn=self.ffn.build(layer),
+            body_norm=norm(within, "input_layernorm" if self.input_norm else None),
+            body=self.body.build(within),
             norm=last if inner.recurring else None,
             head_norm=None if inner.recurring else last,
         )
@@ -92,10 +80,8 @@ class DraftBlock:
     token_norm: RmsNorm | None
     vector_norm: RmsNorm | None
     join: Linear  # token, vector -> hidden
-    mixer_norm: RmsNorm | None
-    mixer: KeepingMixer
-    ffn_norm: RmsNorm
-    ffn: Ffn
+    body_norm: RmsNorm | None
+    body: Body
     norm: RmsNorm | None
     head_norm: RmsNorm | None
 
@@ -108,15 +94,12 @@ class DraftBlock:
 
     def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
         x = self._joined(vectors, embeddings, step)
-        # Nothing is before a text's first token: what the layer makes of zeros.
-        x = x.masked_fill((step.batch.positions == 0)[:, None], 0)
-        self.mixer.keep(_normed(x, self.mixer_norm), step, kept)
+        self.body.keep(_normed(x, self.body_norm), step, kept)
 
     def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
         x = self._joined(vectors, embeddings, step)
-        mixed = self.mixer.forward(_normed(x, self.mixer_norm), step, kept)
-        normed, residual = self.ffn_norm.forward(mixed, x)
-        return _normed(residual + self.ffn.forward(normed, step), self.norm)
+        made = self.body.forward(_normed(x, self.body_norm), x, step, kept)
+        return _normed(made, self.norm)
 
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
         return logits(_normed(vectors, self.head_norm))

@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from common.engine.memory.states import DraftState
-from common.engine.models.blocks.norm import Norm, RmsNorm
-from common.engine.models.blocks.protocol import (
-    Ffn,
-    FfnSpec,
-    KeepingMixer,
-    KeepingMixerSpec,
-    Kept,
-    Site,
-    Step,
-)
+from common.engine.models.blocks.norm import RmsNorm
+from common.engine.models.blocks.protocol import Kept, Site, Step
+from common.engine.models.drafting.body import Body, BodySpec
 from common.engine.models.linear import Linear
 from kernels.sampling.bitmask import FORBIDDEN
 
@@ -28,19 +21,15 @@ from kernels.sampling.bitmask import FORBIDDEN
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec:
     """
-    mixer: of two vectors side by side.
+    body: its mixer is of two vectors side by side.
     taps: see DraftLayer.
-    layer_prefix: of the names of the decoder layer's tensors.
     vocabulary: of the model; known: so many tokens of it the head knows, which are its first ones
         unless they are mapped.
     normed_residual: what goes past attention is the normed vector.
     """
 
-    mixer: KeepingMixerSpec
-    ffn: FfnSpec
-    norm: Norm
+    body: BodySpec
     taps: tuple[int, ...]
-    layer_prefix: str
     vocabulary: int
     known: int
     mapped: bool
@@ -48,11 +37,11 @@ class Eagle3Spec:
     prefix: str = ""
 
     def keeps(self, hidden_size: int) -> DraftState:
-        return DraftState(self.mixer.keeps, hidden_size)
+        return self.body.keeps(hidden_size)
 
     def build(self, site: Site) -> "Eagle3Layer":
         hidden, source = site.hidden_size, site.source
-        layer = site.within(self.layer_prefix)
+        within, norm = site.within(self.body.prefix), self.body.built_norm
         tokens = None
         if self.mapped:
             shifts = source.integers("d2t", (self.known,))
@@ -60,12 +49,10 @@ class Eagle3Spec:
         built = Eagle3Layer(
             spec=self,
             join=source.linear({"fc": hidden}, len(self.taps) * hidden),
-            token_norm=self.norm.build(layer.source, "input_layernorm", hidden),
-            vector_norm=self.norm.build(layer.source, "hidden_norm", hidden),
-            mixer=self.mixer.build(layer),
-            ffn_norm=self.norm.build(layer.source, "post_attention_layernorm", hidden),
-            ffn=self.ffn.build(layer),
-            norm=self.norm.build(source, "norm", hidden),
+            token_norm=norm(within, "input_layernorm"),
+            vector_norm=norm(within, "hidden_norm"),
+            body=self.body.build(within),
+            norm=norm(site, "norm"),
             head=source.linear({"lm_head": self.known}, hidden),
             tokens=tokens,
         )
@@ -81,9 +68,7 @@ class Eagle3Layer:
     join: Linear  # what was tapped -> hidden
     token_norm: RmsNorm
     vector_norm: RmsNorm
-    mixer: KeepingMixer
-    ffn_norm: RmsNorm
-    ffn: Ffn
+    body: Body
     norm: RmsNorm
     head: Linear  # hidden -> known
     tokens: Tensor | None  # int64 [known], the model's numbers of them
@@ -97,14 +82,11 @@ class Eagle3Layer:
 
     def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
         x, _ = self._joined(vectors, embeddings)
-        # Nothing is before a text's first token: what the layer makes of zeros.
-        x = x.masked_fill((step.batch.positions == 0)[:, None], 0)
-        self.mixer.keep(x, step, kept)
+        self.body.keep(x, step, kept)
 
     def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
         x, past = self._joined(vectors, embeddings)
-        normed, residual = self.ffn_norm.forward(self.mixer.forward(x, step, kept), past)
-        return residual + self.ffn.forward(normed, step)
+        return self.body.forward(x, past, step, kept)
 
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
         known = self.head.apply(self.norm.forward(vectors)[0])

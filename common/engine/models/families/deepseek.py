@@ -7,7 +7,7 @@ from common.engine.models.blocks.latent import LatentAttention
 from common.engine.models.blocks.layer import LayerSpec
 from common.engine.models.blocks.norm import Norm
 from common.engine.models.decoder import DecoderSpec
-from common.engine.models.drafting import DraftSpec, InnerNorms
+from common.engine.models.drafting import BodySpec, DraftSpec, InnerNorms
 from common.engine.models.families import common, moe
 from common.engine.models.fields import Fields
 from common.engine.models.rope import parse_rope, score_scale
@@ -36,11 +36,8 @@ def deepseek_v3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 def _first_behind(spec: DecoderSpec, experts: Experts, mixer: LatentAttention) -> DraftSpec:
     """Embedding and head are the model's own, though they are stored once more."""
     return DraftSpec(
-        mixer=mixer,
-        ffn=experts,
-        norm=spec.norm,
+        body=BodySpec(mixer, experts, spec.norm, prefix=""),
         prefix=f"model.layers.{len(spec.layers)}.",
-        layer_prefix="",
         join="eh_proj",
         join_bias=False,
         inner_norms=_INNER_NORMS,

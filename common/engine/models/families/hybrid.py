@@ -9,7 +9,7 @@ from common.engine.models.blocks.delta_net import DeltaNet, Projection
 from common.engine.models.blocks.norm import Norm
 from common.engine.models.blocks.protocol import FfnSpec
 from common.engine.models.decoder import DecoderSpec
-from common.engine.models.drafting import DraftSpec, InnerNorms
+from common.engine.models.drafting import BodySpec, DraftSpec, InnerNorms
 from common.engine.models.families import common
 from common.engine.models.fields import Fields
 
@@ -26,11 +26,8 @@ def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
         ffn: of that layer.
     """
     offered = DraftSpec(
-        mixer=_attention(config),
-        ffn=ffn,
-        norm=spec.norm,
+        body=BodySpec(_attention(config), ffn, spec.norm, prefix="layers.0."),
         prefix=_DRAFTS,
-        layer_prefix="layers.0.",
         join="fc",
         join_bias=False,
         inner_norms=_INNER_NORMS,
