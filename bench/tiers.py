@@ -31,7 +31,7 @@ import grpc.aio
 
 from bench.support import record
 from bench.support.models import QWEN3_450M
-from common.node.desk import REPORT_INTERVAL_S
+from common.node.desk.desk import REPORT_INTERVAL_S
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, free_ports
 from tests.support.scrapes import scraped, total

@@ -21,7 +21,7 @@ import torch
 
 from bench.support import record
 from bench.support.models import QWEN3_450M, QWEN3_SMALL
-from common.node.desk import REPORT_INTERVAL_S
+from common.node.desk.desk import REPORT_INTERVAL_S
 from protos.node_pb2 import PrepareWeightsRequest, PutWeightsRequest, TakeWeightsRequest
 from protos.router_pb2 import ContinueRequest, PauseRequest
 from tests.support.checkpoints import make_checkpoint

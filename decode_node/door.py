@@ -11,7 +11,7 @@ from common.engine.adapters.adapters import Adapters
 from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Request
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded
-from common.node.desk import Desk
+from common.node.desk.desk import Desk
 from common.node.messages import SubmitRequest
 from common.node.stamps import RequestStamps
 from common.queueing.drain import Drain, may_wait_s

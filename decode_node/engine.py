@@ -5,8 +5,8 @@ from collections.abc import Callable
 from common.config import DecodeConfig
 from common.engine.build import Engine
 from common.errors import ConfigError
+from common.node.desk.outbox import Outbox
 from common.node.engine_process import EngineStart
-from common.node.outbox import Outbox
 from decode_node.role import DecodeRole
 from sharing.engine_parts import EngineParts
 

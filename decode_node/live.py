@@ -12,10 +12,10 @@ from common.engine.adapters.adapters import Adapters
 from common.engine.rows.held_tokens import HeldTokens
 from common.engine.rows.request import Finish, FinishReason, Request
 from common.errors import InvalidRequest, ServingError
+from common.node.desk.outbox import Outbox
 from common.node.flight_recorder import FlightRecorder
 from common.node.flights import of_request
 from common.node.messages import Ended
-from common.node.outbox import Outbox
 from common.node.stamps import RequestStamps
 from common.requests.flight import Flight, Flights
 from common.requests.logprobs import Logprobs, join, split

@@ -5,7 +5,7 @@ from functools import partial
 
 from common.config import DecodeConfig
 from common.errors import ServingError
-from common.node.parts import Front, NodeParts, RoleProgram
+from common.node.front.parts import Front, NodeParts, RoleProgram
 from decode_node.serve import ServeService
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedOwners

@@ -32,7 +32,9 @@ from common.engine.rows.request import Finish, FinishReason, Request, moved
 from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
 from common.engine.tiers.tiers import Tiers
 from common.errors import ServingError
-from common.node.desk import Desk
+from common.node.desk.desk import Desk
+from common.node.desk.outbox import Outbox
+from common.node.desk.pauses import PAUSED
 from common.node.messages import (
     CancelSubmitted,
     FrontMessage,
@@ -40,8 +42,6 @@ from common.node.messages import (
     StreamEnded,
     SubmitRequest,
 )
-from common.node.outbox import Outbox
-from common.node.pauses import PAUSED
 from common.page_tables import PageTables
 from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain

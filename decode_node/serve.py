@@ -30,9 +30,11 @@ from common.errors import (
 from common.identity.guard import Guard
 from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics, Refusal
-from common.node import spans
-from common.node.engine_link import EngineLink
-from common.node.lanes import Lane
+from common.node.front import spans
+from common.node.front.engine_link import EngineLink
+from common.node.front.lanes import Lane
+from common.node.front.streams import Outgoing
+from common.node.front.supervision import Supervision
 from common.node.messages import (
     CancelSubmitted,
     MoveFrom,
@@ -42,8 +44,6 @@ from common.node.messages import (
     StreamEnded,
     SubmitRequest,
 )
-from common.node.streams import Outgoing
-from common.node.supervision import Supervision
 from common.queueing.drain import Backlog
 from common.requests import images
 from common.requests.adapter import check_adapter

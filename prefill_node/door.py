@@ -20,7 +20,7 @@ from common.errors import (
     QueueTooLong,
     ServingError,
 )
-from common.node.desk import Desk
+from common.node.desk.desk import Desk
 from common.queueing.drain import Drain, may_wait_s
 from common.queueing.waiting_line import Place
 from kvtransfer.messages import Kind

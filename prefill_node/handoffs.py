@@ -21,7 +21,7 @@ from common.engine.rows.request import Finish, FinishReason, Ints, Request
 from common.engine.schedule.scheduler import ChunkDone, Scheduler
 from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
-from common.node.desk import Desk
+from common.node.desk.desk import Desk
 from common.page_tables import PageTables
 from common.queueing.drain import Drain
 from common.queueing.waiting_line import Place

@@ -27,7 +27,7 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import Guard
-from common.node.engine_link import EngineLink
+from common.node.front.engine_link import EngineLink
 from common.node.messages import CancelPooling, Pooled, PoolPrompts
 from common.requests import pooling
 from common.requests.namespace import check_namespace

@@ -5,8 +5,8 @@ from functools import partial
 
 from common.config import PrefillConfig
 from common.errors import ServingError, WrongState
-from common.node import spans
-from common.node.parts import Front, NodeParts, RoleProgram
+from common.node.front import spans
+from common.node.front.parts import Front, NodeParts, RoleProgram
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedOwners
 from kvtransfer.pairs.service import PairService

@@ -25,9 +25,9 @@ from common.engine.rows.limits import RequestLimits
 from common.engine.rows.request import Request
 from common.engine.schedule.scheduler import Finished, Scheduler
 from common.engine.tiers.tiers import Tiers
-from common.node.desk import Desk
+from common.node.desk.desk import Desk
+from common.node.desk.pauses import PAUSED
 from common.node.messages import CancelPooling, FrontMessage, PoolPrompts
-from common.node.pauses import PAUSED
 from common.page_tables import PageTables
 from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain

@@ -12,7 +12,7 @@ import decode_node.engine
 import prefill_node.engine
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.engine.build import Engine, build
-from common.node.desk import RoleOver
+from common.node.desk.desk import RoleOver
 from common.node.engine_process import Begin, EngineStart, run_engine
 from common.node.ipc import PeerGone
 from common.node.messages import Start

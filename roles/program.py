@@ -17,8 +17,8 @@ from common import settings
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.errors import ConfigError, WrongState
 from common.metrics import Role
-from common.node.front import run_node
-from common.node.parts import RoleProgram
+from common.node.front.front import run_node
+from common.node.front.parts import RoleProgram
 
 CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 PROGRAMS: Mapping[str, Callable[[Any], RoleProgram]] = {

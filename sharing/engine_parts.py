@@ -16,10 +16,10 @@ from common.engine.models.vision.meter import SeeingMeter
 from common.engine.occupation import Occupation
 from common.engine.run.profiler import Profiler
 from common.engine.tiers.meter import TierMeter
-from common.node.desk import Desk, RoleOver
+from common.node.desk.desk import Desk, RoleOver
+from common.node.desk.operations import Operations
 from common.node.engine_process import EngineStart
 from common.node.ipc import FrameSocket, PeerGone
-from common.node.operations import Operations
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput

@@ -136,7 +136,7 @@ class WeightReads:
         return (read.pages for read in self._reads.values())
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """See Lenders, in common/node/weight_calls.py."""
+        """See Lenders, in common/node/desk/weight_calls.py."""
         future: Future[WeightsId] = Future()
         if self.busy:
             future.set_exception(Overloaded("weights are being read already"))

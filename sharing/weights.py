@@ -81,7 +81,7 @@ class WeightSharing:
         return {}
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """See Lenders, in common/node/weight_calls.py."""
+        """See Lenders, in common/node/desk/weight_calls.py."""
         return self._reads.read(weights, address)
 
     def poll(self) -> None:

@@ -33,10 +33,10 @@ from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import Scheduler
 from common.engine.tiers.tiers import no_tiers
 from common.errors import WrongState
-from common.node.desk import Desk
+from common.node.desk.desk import Desk
+from common.node.desk.operations import Operations
+from common.node.desk.outbox import Outbox
 from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest
-from common.node.operations import Operations
-from common.node.outbox import Outbox
 from common.page_tables import PageTables
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId

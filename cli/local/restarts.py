@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.node.process import exit_sentence
+from common.node.front.process import exit_sentence
 from common.process.children import Child
 
 

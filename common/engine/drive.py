@@ -11,7 +11,7 @@ from common.engine.loop.last_words import Standing
 from common.engine.loop.loop import EventLoop, Role
 from common.engine.loop.watchdog import Watchdog
 from common.engine.schedule.scheduler import Scheduler
-from common.node.desk import Channel
+from common.node.desk.desk import Channel
 from common.node.messages import EngineReady
 
 

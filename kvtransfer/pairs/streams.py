@@ -25,9 +25,9 @@ from common.errors import (
 )
 from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import NodeMetrics
+from common.node.front.lanes import Lane
+from common.node.front.streams import Outgoing
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
-from common.node.lanes import Lane
-from common.node.streams import Outgoing
 from kvtransfer.front_messages import (
     EngineBeat,
     LocalHello,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from common.node.front.lanes import Lane
 from common.node.ipc import Backlogged, FrameConnection, PeerGone, socket_pair
-from common.node.lanes import Lane
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):

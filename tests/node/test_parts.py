@@ -7,10 +7,10 @@ import pytest
 
 from common.errors import NodeUnavailable, Overloaded, ProtocolViolation, ServingError
 from common.logs import kv
-from common.node.ending import Ending
+from common.node.front.ending import Ending
+from common.node.front.streams import Outgoing
+from common.node.front.supervision import Supervision
 from common.node.messages import EngineReady, Moving
-from common.node.streams import Outgoing
-from common.node.supervision import Supervision
 from common.rpc import last_words as words
 from protos import decode_pb2
 

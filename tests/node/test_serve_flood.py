@@ -11,10 +11,10 @@ import pytest
 
 from common import rpc, serve_protocol
 from common.metrics import NodeMetrics
-from common.node.engine_link import EngineLink
+from common.node.front.engine_link import EngineLink
+from common.node.front.supervision import Supervision
 from common.node.ipc import FrameConnection, socket_pair
 from common.node.messages import CancelSubmitted, EngineReady, FrontMessage, Start
-from common.node.supervision import Supervision
 from decode_node.serve import ServeService
 from protos import decode_pb2, decode_pb2_grpc
 from tests.node.router_end import submit

@@ -12,8 +12,8 @@ import pytest
 
 from common.engine.memory.cache_events import CacheChange
 from common.errors import Overloaded
-from common.node.cache_feed import CacheFeed
-from common.node.cache_reports import CacheReports
+from common.node.desk.cache_reports import CacheReports
+from common.node.front.cache_feed import CacheFeed
 from common.node.messages import CacheChanged, WatchCache
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names

@@ -4,7 +4,7 @@ its end."""
 import runpy
 import threading
 
-from common.node import front
+from common.node.front import front
 
 front._END_S = 1.0
 threading.Thread(target=threading.Event().wait).start()

@@ -52,7 +52,9 @@ from common.engine.tiers.page_files import PageFiles
 from common.engine.tiers.page_records import version_of
 from common.engine.tiers.tiers import Tiers
 from common.engine.update import WeightsUpdate
-from common.node.desk import Desk
+from common.node.desk.desk import Desk
+from common.node.desk.operations import Operations
+from common.node.desk.outbox import Outbox
 from common.node.ipc import FrameSocket
 from common.node.messages import (
     Answer,
@@ -64,8 +66,6 @@ from common.node.messages import (
     Pooled,
     StepTokens,
 )
-from common.node.operations import Operations
-from common.node.outbox import Outbox
 from common.requests.guide import Guide
 from common.requests.images import Image
 from common.requests.logprobs import TokenLogprobs

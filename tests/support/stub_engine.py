@@ -19,7 +19,7 @@ from common.engine.memory.pages import Holder, PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.holding import Holding
 from common.errors import ConfigError
-from common.node.cache_reports import CacheReports
+from common.node.desk.cache_reports import CacheReports
 from common.node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from common.node.ipc import FrameSocket, PeerGone
 from common.node.messages import (

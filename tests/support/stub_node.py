@@ -6,8 +6,8 @@ import sys
 import time
 
 from common.config import DecodeConfig
-from common.node.front import run_node
-from common.node.parts import Front, NodeParts, RoleProgram
+from common.node.front.front import run_node
+from common.node.front.parts import Front, NodeParts, RoleProgram
 from decode_node.serve import ServeService
 from kvtransfer.pairs.streams import PairStreams
 

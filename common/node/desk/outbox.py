@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.node.desk import Channel
+from common.node.desk.desk import Channel
 from common.node.messages import Ended, StepTokens
 from common.requests.logprobs import Logprobs
 from common.requests.prediction import Predicted

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from common.errors import ServingError
 from common.memory_tags import MEMORY_TAGS, WEIGHTS
-from common.node.inside import Inside
+from common.node.desk.inside import Inside
 from common.node.messages import Answer, Ask
 
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded, ServingError
-from common.node.engine_link import EngineLink
+from common.node.front.engine_link import EngineLink
+from common.node.front.streams import Outgoing
 from common.node.messages import CacheChanged, WatchCache
-from common.node.streams import Outgoing
 from protos import node_pb2
 
 MAX_WATCHERS = 64

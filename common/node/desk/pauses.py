@@ -9,7 +9,7 @@ there, with its deadlines. Knows no request. The loop turns on, so the engine gi
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.node.inside import Inside
+from common.node.desk.inside import Inside
 from common.node.messages import Answer, Ask
 from common.pause_mode import PAUSE_MODES, PauseMode
 

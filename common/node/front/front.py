@@ -19,11 +19,11 @@ from common import logs, rpc
 from common.errors import ConfigError, EngineDied, NodeUnavailable, WrongState
 from common.logs import kv
 from common.metrics import NodeMetrics, served
-from common.node.ending import Ending, Verdict
-from common.node.engine_link import EngineLink, Notice
-from common.node.parts import RoleProgram
-from common.node.process import EngineProcess, exit_sentence
-from common.node.tenure import Post, Tenure
+from common.node.front.ending import Ending, Verdict
+from common.node.front.engine_link import EngineLink, Notice
+from common.node.front.parts import RoleProgram
+from common.node.front.process import EngineProcess, exit_sentence
+from common.node.front.tenure import Post, Tenure
 from common.process import allocator, descriptors
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import msgspec
 from common.config import NodeConfig, check_adapter_name
 from common.errors import InvalidRequest, NodeUnavailable, cut
 from common.memory_tags import memory_tags
-from common.node.cache_feed import CacheFeed
-from common.node.engine_link import EngineLink
-from common.node.supervision import Supervision
+from common.node.front.cache_feed import CacheFeed
+from common.node.front.engine_link import EngineLink
+from common.node.front.supervision import Supervision
 from common.pause_mode import pause_mode
 from common.queueing.drain import Backlog
 from common.requests.flight import Flights, to_proto

@@ -26,9 +26,13 @@ from common.identity.program import guard_of, identity_of
 from common.logs import kv
 from common.metrics import NodeMetrics, Role
 from common.metrics.trust import TrustMetrics
-from common.node.cache_feed import CacheFeed
-from common.node.ending import Ending
-from common.node.engine_link import EngineLink, Notice
+from common.node.front.cache_feed import CacheFeed
+from common.node.front.ending import Ending
+from common.node.front.engine_link import EngineLink, Notice
+from common.node.front.parts import Front, NodeParts, RoleProgram
+from common.node.front.role_switch import RoleSwitch
+from common.node.front.service import NodeService
+from common.node.front.supervision import SERVES, Supervision
 from common.node.messages import (
     Ask,
     CacheChanged,
@@ -42,10 +46,6 @@ from common.node.messages import (
     Start,
     StepTokens,
 )
-from common.node.parts import Front, NodeParts, RoleProgram
-from common.node.role_switch import RoleSwitch
-from common.node.service import NodeService
-from common.node.supervision import SERVES, Supervision
 from common.tracing import export
 from protos import node_pb2_grpc
 

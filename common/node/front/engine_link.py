@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from common.errors import DeadlineExceeded, NodeUnavailable, Overloaded, WrongState
+from common.node.front.lanes import Lane
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
-from common.node.lanes import Lane
 from common.node.messages import (
     Answer,
     Ask,

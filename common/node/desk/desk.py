@@ -13,8 +13,9 @@ from typing import Protocol
 from common.distribution import Counted
 from common.errors import ConfigError, ServingError, WrongState
 from common.logs import kv
-from common.node.cache_reports import CacheReports, CacheSource
-from common.node.inside import Inside
+from common.node.desk.cache_reports import CacheReports, CacheSource
+from common.node.desk.inside import Inside
+from common.node.desk.operations import Operations
 from common.node.messages import (
     Answer,
     Ask,
@@ -25,7 +26,6 @@ from common.node.messages import (
     Start,
     WatchCache,
 )
-from common.node.operations import Operations
 from common.priority import CLASSES
 from common.requests.adapter import AdapterId
 from common.requests.weights import WeightsId

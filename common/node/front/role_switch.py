@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from common.errors import DeadlineExceeded, NodeUnavailable, ServingError, WrongState
 from common.logs import kv
-from common.node.engine_link import EngineLink
-from common.node.parts import RoleProgram
+from common.node.front.engine_link import EngineLink
+from common.node.front.parts import RoleProgram
 
 log = logging.getLogger(__name__)
 

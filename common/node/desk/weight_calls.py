@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import ServingError
-from common.node.inside import Inside
+from common.node.desk.inside import Inside
 from common.node.messages import Answer, Ask
 from common.requests.weights import UNNAMED, WeightsId
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from common.node.inside import Inside
-from common.node.memory_calls import Memory, MemoryCalls
+from common.node.desk.inside import Inside
+from common.node.desk.memory_calls import Memory, MemoryCalls
+from common.node.desk.pauses import Pauses
+from common.node.desk.profile_calls import ProfileCalls, Profiling
+from common.node.desk.weight_calls import Lenders, WeightCalls, Weights
 from common.node.messages import Answer, Ask
-from common.node.pauses import Pauses
-from common.node.profile_calls import ProfileCalls, Profiling
-from common.node.weight_calls import Lenders, WeightCalls, Weights
 from common.requests.weights import WeightsId
 
 
