@@ -53,10 +53,6 @@ class Guard:
         self._operator = Client("the cluster's operator", Usage(KeyLimits()), operator=True)
         self._log = ThrottledLog(log, Throttle())
 
-    @property
-    def asks_clients(self) -> bool:
-        return self._keyring is not None
-
     def client(self, authorization: str, address: str) -> Client:
         """Who asks what clients may ask.
 

@@ -204,7 +204,7 @@ class Survey:
             self._not_answered(known, f"it says {description.ByteSize()} bytes of itself")
             return unreachable
         known.silence = ""
-        misfit = self._misfit(known, description)
+        misfit = self._misfit(description)
         if misfit and known.state != "unhealthy":
             log.warning("%s and gets no requests %s", misfit, kv(node=known.address))
         if misfit or description.role != known.role:
@@ -217,7 +217,7 @@ class Survey:
             known.silence = reason
             log.warning("a node does not answer %s", kv(node=known.address, because=reason))
 
-    def _misfit(self, known: _Known, description: node_pb2.DescribeResponse) -> str:
+    def _misfit(self, description: node_pb2.DescribeResponse) -> str:
         """What keeps requests from a node that is well; "" if nothing does."""
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
             return "a node has another tokenizer"
