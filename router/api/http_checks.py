@@ -9,13 +9,13 @@ from aiohttp import web
 
 from common.errors import RateLimited, ServingError
 from common.metrics import RouterMetrics
-from router.api import adapters, engines
 from router.api.dialect import problems
 from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Check, Request
 from router.api.http.shared import Peer
 from router.api.key_connections import KeyConnections
+from router.api.operators import adapters, engines
 from router.clients.client import Client
 from router.clients.cors import Cors, Headers
 from router.clients.guard import Guard

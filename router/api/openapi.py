@@ -9,10 +9,8 @@ from typing import Any
 
 import msgspec
 
-from router.api.adapters import LoadFields, UnloadFields
 from router.api.anthropic.count_tokens import Counted
 from router.api.anthropic.fields import CountedFields, MessagesFields
-from router.api.engines import COMMANDS
 from router.api.native.generate import Generated, NativeFields
 from router.api.native.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 from router.api.openai.chat import ChatFields
@@ -21,6 +19,8 @@ from router.api.openai.chat_voice import ChunkChoice
 from router.api.openai.completions import Choice, CompletionFields
 from router.api.openai.replies import Usage
 from router.api.openai.responses import ResponseFields
+from router.api.operators.adapters import LoadFields, UnloadFields
+from router.api.operators.engines import COMMANDS
 from router.api.pooling.embeddings import EmbeddingFields, EmbeddingList
 from router.api.pooling.rerank import Reranked, RerankFields
 from router.api.pooling.scores import ScoreFields, ScoreList

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from common.errors import InvalidRequest, Overloaded
 from common.tracing.context import HEADER
 from protos import router_pb2, router_pb2_grpc, sampling_pb2
-from router.api.cluster_report import ClusterReport
-from router.api.explain import Explainer
 from router.api.grpc_voice import GrpcVoice
-from router.api.moves import Mover
-from router.api.plans import Plans
+from router.api.operators.cluster_report import ClusterReport
+from router.api.operators.explain import Explainer
+from router.api.operators.moves import Mover
+from router.api.operators.plans import Plans
 from router.clients.client import Client
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls

@@ -24,19 +24,19 @@ from common.metrics.trust import TrustMetrics
 from common.process import allocator
 from common.tracing import export
 from protos import router_pb2, router_pb2_grpc
-from router.api import metrics_endpoint, requests_endpoint
-from router.api.adapters import Adapters
 from router.api.callers import Callers
-from router.api.cluster_report import ClusterEndpoint, ClusterReport
 from router.api.dialect.model_names import ModelNames
-from router.api.engines import Engines
-from router.api.explain import Explainer, OwnEvents
 from router.api.http.server import HttpServer
-from router.api.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
-from router.api.moves import Mover, OwnMoves
-from router.api.plans import OwnPlans, Plans
-from router.api.requests_endpoint import OwnRequests, RequestsEndpoint
-from router.api.router_state import OwnState, WholeState
+from router.api.operators import metrics_endpoint, requests_endpoint
+from router.api.operators.adapters import Adapters
+from router.api.operators.cluster_report import ClusterEndpoint, ClusterReport
+from router.api.operators.engines import Engines
+from router.api.operators.explain import Explainer, OwnEvents
+from router.api.operators.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
+from router.api.operators.moves import Mover, OwnMoves
+from router.api.operators.plans import OwnPlans, Plans
+from router.api.operators.requests_endpoint import OwnRequests, RequestsEndpoint
+from router.api.operators.router_state import OwnState, WholeState
 from router.api.service import RouterService
 from router.clients.assembly import make_clients
 from router.cluster.adapter_calls import AdapterCalls

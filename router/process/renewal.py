@@ -8,7 +8,7 @@ from typing import Protocol
 
 from common.logs import kv
 from protos.router_pb2 import RouterState
-from router.api.router_state import STATE
+from router.api.operators.router_state import STATE
 from router.siblings.asking import Siblings
 from router.siblings.ends import IN_TURN, PATH
 from router.siblings.telling import Tell

@@ -14,7 +14,7 @@ from prometheus_client.process_collector import ProcessCollector
 from common.metrics.program import Families
 from common.metrics.router import DECLARED, PROCESSES
 from common.metrics.several import Several
-from router.api.metrics_endpoint import PATH
+from router.api.operators.metrics_endpoint import PATH
 from router.siblings.asking import LONGEST_S, Siblings
 from router.siblings.telling import Tell
 

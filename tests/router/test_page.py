@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
-from router.api.cluster_report import ClusterEndpoint, plain
+from router.api.operators.cluster_report import ClusterEndpoint, plain
 from router.api.page import files
 from tests.router.openai_rig import api_for
 from tests.router.rig import router_for

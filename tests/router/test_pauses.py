@@ -12,7 +12,7 @@ from common.config import ClientsConfig
 from common.errors import NodeUnavailable
 from protos import router_pb2
 from protos.decode_pb2 import FINISH_REASON_STOP
-from router.api.engines import COMMANDS
+from router.api.operators.engines import COMMANDS
 from router.cluster import cluster
 from router.policy import PlacementKey
 from tests.router.openai_rig import api_for

@@ -8,7 +8,7 @@ from grpc import StatusCode
 
 from common.errors import InvalidRequest
 from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
-from router.api.plans import MOST_EVENTS, NUM_KEPT, OwnPlans, together
+from router.api.operators.plans import MOST_EVENTS, NUM_KEPT, OwnPlans, together
 from tests.router.rig import failure, router_for
 from tests.support.http_client import get
 

@@ -13,10 +13,10 @@ from protos import router_pb2, router_pb2_grpc
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling
 from router.api.callers import Callers
-from router.api.cluster_report import ClusterReport
-from router.api.explain import Explainer
-from router.api.moves import Mover
-from router.api.plans import Plans
+from router.api.operators.cluster_report import ClusterReport
+from router.api.operators.explain import Explainer
+from router.api.operators.moves import Mover
+from router.api.operators.plans import Plans
 from router.api.service import RouterService
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls

@@ -9,7 +9,7 @@ from grpc import StatusCode
 
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 from protos.router_pb2 import MoveRequest, MoveResponse
-from router.api.moves import Moved, Mover, OwnMoves
+from router.api.operators.moves import Moved, Mover, OwnMoves
 from router.cluster.cluster import Cluster
 from router.siblings.asking import Siblings, Told
 from tests.router.rig import Client, collect, failure

@@ -16,8 +16,8 @@ from google.protobuf.message import Message
 from protos import router_pb2
 from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.plans import Plans
-from router.api.router_state import WholeState
+from router.api.operators.plans import Plans
+from router.api.operators.router_state import WholeState
 from router.cluster.survey import NodeReport, Survey
 
 REUSE_S = 0.25

@@ -14,12 +14,12 @@ import msgspec
 from aiohttp import web
 
 from common.errors import NodeUnavailable, NotKnown
-from router.api.cluster_report import plain
 from router.api.dialect.problems import Refusal
-from router.api.explain import Explainer
 from router.api.http.answers import whole
 from router.api.http.request import Request
-from router.api.request_json import details, summary
+from router.api.operators.cluster_report import plain
+from router.api.operators.explain import Explainer
+from router.api.operators.request_json import details, summary
 from router.requests.timelines import Timelines
 from router.siblings.asking import Siblings
 
