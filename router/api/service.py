@@ -271,7 +271,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
         def listener() -> Listener:
             """Once there is a prompt."""
-            return Listener(self._model.speech.parser(prompt.rendered_end, offered, reasons=True))
+            return Listener(self._model.speech.parser(prompt.rendering.end, offered, reasons=True))
 
         return GrpcVoice(listener)
 

@@ -20,10 +20,11 @@ import msgspec
 from common.errors import InvalidRequest, RequestAborted
 from router.clients.client import Client
 from router.requests.answer import LastPiece, Piece
-from router.requests.wanted import SharedPrompt, Wanted
+from router.requests.wanted import Rendering, SharedPrompt, Wanted
 
 MAX_KEY_CHARACTERS = 256
 MAX_BYTES = 64 << 20  # of all answers, as far as they are counted
+_ANSWER_BYTES = 4000  # of one without a piece
 _PIECE_BYTES = 400  # besides its text and tokens
 _TOKEN_BYTES = 36
 
@@ -139,12 +140,15 @@ class KeptAnswers:
             sampling = msgspec.structs.replace(wanted.sampling, seed=retry.seed(name[2]))
             wanted = msgspec.structs.replace(wanted, sampling=sampling)
         answer = _Answer(
-            retry, wanted.prompt, lambda answer, num_bytes: self._grown(name, answer, num_bytes)
+            retry,
+            wanted.prompt.rendering,
+            lambda answer, num_bytes: self._grown(name, answer, num_bytes),
         )
         self._answers[name] = answer
         work = self._generator.generate(wanted, client, answer.write, traceparent, answer.offer)
         answer.task = asyncio.create_task(work)
         answer.task.add_done_callback(lambda task: self._over(name, answer, task))
+        self._grown(name, answer, _ANSWER_BYTES)
         return answer
 
     def _grown(self, name: Name, answer: "_Answer", num_bytes: int) -> None:
@@ -187,10 +191,10 @@ class _Answer:
     task: "asyncio.Task[None]"
 
     def __init__(
-        self, retry: Retry, prompt: SharedPrompt, grown: "Callable[[_Answer, int], None]"
+        self, retry: Retry, rendering: Rendering, grown: "Callable[[_Answer, int], None]"
     ) -> None:
         self.retry = retry
-        self._prompt = prompt
+        self._rendering = rendering  # and no more of a prompt, which may be large
         self.num_bytes = 0  # as counted among those that are kept
         self._grown = grown
         self._request_id = retry.request_id
@@ -246,12 +250,11 @@ class _Answer:
         self._next_follower += 1
         follower, place = self._next_follower, 0
         self._places[follower] = place
+        prompt.rendering = self._rendering
         if not self.task.done():
             self.call_off()
         try:
             while True:
-                prompt.token_ids = self._prompt.token_ids
-                prompt.rendered_end = self._prompt.rendered_end
                 while place < self._num_dropped + len(self._pieces):
                     await write(self._request_id, self._pieces[place - self._num_dropped])
                     self._places[follower] = place = place + 1

@@ -73,6 +73,7 @@ class Prompts:
                     async with prompt.turn:
                         if prompt.token_ids is None:
                             prompt.token_ids = await self._shared(prompt)
+                            prompt.rendering.num_tokens = len(prompt.token_ids)
                 return prompt.token_ids
             case _:
                 token_ids = await self.encode(prompt)
@@ -90,7 +91,7 @@ class Prompts:
         if self._markers is None or not self.may_think(prompt.prompt):
             return None
         opens, closes = self._markers
-        match self._speech.thinks(prompt.rendered_end):
+        match self._speech.thinks(prompt.rendering.end):
             case Thinks.NOT:
                 return None
             case Thinks.PERHAPS:
@@ -101,7 +102,7 @@ class Prompts:
     def guide(self, prompt: SharedPrompt, guide: Guide) -> Guide:
         """That of an answer to it, once there are token ids, of which the content has this form."""
         channels = self._speech.channels
-        if channels is None or not harmony.is_open(prompt.rendered_end):
+        if channels is None or not harmony.is_open(prompt.rendering.end):
             return guide
         form = as_form(guide)
         return guide if form is None else tag(channels.final(form))
@@ -159,7 +160,7 @@ class Prompts:
         match shared.prompt:
             case Messages() as messages:
                 text = self._render(messages)
-                shared.rendered_end = text[-_END_CHARACTERS:]
+                shared.rendering.end = text[-_END_CHARACTERS:]
                 token_ids, shared.images = await self._conversation(messages, text)
                 if not shared.images:
                     check_prompt(token_ids, self._limits, messages.field)

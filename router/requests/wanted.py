@@ -99,13 +99,20 @@ class Nothing(msgspec.Struct, frozen=True):
 Prompt: TypeAlias = Text | TextPair | Messages | TokenIds | Prediction | Nothing
 
 
+class Rendering(msgspec.Struct):
+    """What has come of a prompt, for who tells its answer. Empty before it has token ids."""
+
+    num_tokens: int = 0
+    end: str = ""  # of a conversation: what the answer follows
+
+
 class SharedPrompt(msgspec.Struct):
     """A prompt, perhaps of several answers, made into tokens by whichever comes to it first."""
 
     prompt: Prompt
     token_ids: Sequence[int] | None = None  # None: not yet
     images: Sequence[Image] = ()  # of them, once there are token ids
-    rendered_end: str = ""  # of a conversation, once there are token ids: what the answer follows
+    rendering: Rendering = msgspec.field(default_factory=Rendering)
     turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
 

@@ -1,6 +1,8 @@
 """Clients that come back with the same idempotency key, over HTTP and gRPC."""
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from router.clients.usage import Usage
 from router.requests.answer import LastPiece, Piece
 from router.requests.answer import Usage as AnswerUsage
 from router.requests.kept_answers import KeptAnswers, Retry
-from router.requests.wanted import SharedPrompt, Text, Together, Wanted
+from router.requests.wanted import Rendering, SharedPrompt, Text, Together, Wanted
 from tests.router.openai_rig import COMPLETIONS, Api, api_for, ids
 from tests.router.rig import WAIT_S, collect, eventually, failure, router_for
 from tests.support.http_client import post
@@ -195,16 +197,16 @@ async def test_what_the_prompt_became_is_known_to_who_comes_back() -> None:
     scripted = Scripted()
     kept = KeptAnswers(scripted, keep_s=LONG_S)
     first, again = _wanted(), _wanted()
-    first.prompt.token_ids, first.prompt.rendered_end = [1], "<think>"
+    first.prompt.rendering = Rendering(1, "<think>")
     seen: list[str] = []
 
     async def write(request_id: str, piece: Piece | LastPiece) -> None:
-        seen.append(again.prompt.rendered_end)
+        seen.append(again.prompt.rendering)
 
     scripted.said.put_nowait(_last("a"))
     await kept.generate(first, ME, write, retry=_retry(kept))
     await kept.generate(again, ME, write, retry=_retry(kept))
-    assert seen == ["", "<think>"] and again.prompt.token_ids == [1]
+    assert seen == [Rendering(), Rendering(1, "<think>")]
 
 
 async def test_nobody_meets_the_answer_of_another_client() -> None:
@@ -243,7 +245,7 @@ async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten() 
 
 async def test_what_is_kept_is_bounded_by_bytes_oldest_first() -> None:
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=LONG_S, max_bytes=20_000)
+    kept = KeptAnswers(scripted, keep_s=LONG_S, max_bytes=40_000)
     for number in range(50):
         scripted.said.put_nowait(_last("x" * 1000))
         client = Client(f"client {number}", Usage(KeyLimits()))
@@ -278,3 +280,25 @@ async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_no
     assert len(kept) == 0
     scripted.said.put_nowait(_last("anew"))
     assert await _follow(kept) == "anew"
+
+
+async def test_of_a_prompt_nothing_is_kept_but_how_long_it_was() -> None:
+    """Prompts are larger than answers, and not counted. Seen failing where a kept answer has it."""
+
+    class Tokens(list[int]):
+        """Which a weak reference can name."""
+
+    scripted = Scripted()
+    kept = KeptAnswers(scripted, keep_s=LONG_S)
+    wanted = _wanted()
+    wanted.prompt.token_ids = Tokens([1])
+    tokens = weakref.ref(wanted.prompt.token_ids)
+    scripted.said.put_nowait(_last("a"))
+
+    async def write(request_id: str, piece: Piece | LastPiece) -> None:
+        pass
+
+    await kept.generate(wanted, ME, write, retry=_retry(kept))
+    del wanted
+    await eventually(lambda: gc.collect() >= 0 and tokens() is None)
+    assert len(kept) == 1

@@ -119,7 +119,7 @@ class _Message:
             "stop_sequence": None,
             # What was cached is counted beside the rest.
             "usage": {
-                "input_tokens": len(self._prompt.token_ids or ()) - cached,
+                "input_tokens": self._prompt.rendering.num_tokens - cached,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached,
                 "output_tokens": last.usage.completion_tokens if last else 0,

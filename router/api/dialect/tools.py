@@ -130,9 +130,9 @@ def listening(
 
     def listener() -> Listener:
         if offer.must:
-            parser = speech.parser_of_calls(prompt.rendered_end, offer.callable, reasons=reasons)
+            parser = speech.parser_of_calls(prompt.rendering.end, offer.callable, reasons=reasons)
         else:
-            parser = speech.parser(prompt.rendered_end, offer.callable, reasons=reasons)
+            parser = speech.parser(prompt.rendering.end, offer.callable, reasons=reasons)
         return Listener(parser, parallel=offer.parallel)
 
     return listener

@@ -200,7 +200,7 @@ class _Answer:
         return Generated(text, self._token_ids, self._meta_info(), self._index)
 
     def _meta_info(self) -> MetaInfo:
-        num_prompt, num = len(self._wanted.prompt.token_ids or ()), len(self._token_ids)
+        num_prompt, num = self._wanted.prompt.rendering.num_tokens, len(self._token_ids)
         if self._end is None:
             return MetaInfo(self._id, None, num_prompt, num)
         reason = self._end.finish_reason
