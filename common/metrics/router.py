@@ -112,7 +112,8 @@ NODES = Declared(
 STREAMS_LOST = Declared(
     "baton_decode_streams_lost",
     "counter",
-    "Streams to decode nodes that ended by themselves; every request on them was hit.",
+    "Streams to decode nodes that ended by themselves, all but those of nodes that had drained; "
+    "every request on them was hit.",
 )
 REPLAYS = Declared("baton_replays", "counter", "Requests that went on at another decode node.")
 MOVES = Declared(

@@ -89,6 +89,7 @@ class DecodeClient:
         self._peers = tuple(peers), tuple(others)
         self.guests: set[Guest] = set()  # those of its requests that may be moved
         self.draining = asyncio.Event()  # set while it `drains`
+        self.ended_in_order = False  # its last stream: it drained, and had nothing left
         self._on_move = on_move
         self._on_pulse = on_pulse
         self._patience = patience or Patience()
@@ -130,7 +131,7 @@ class DecodeClient:
                 rpc.raise_if_cancelled()
                 if self.status is not None:
                     self._found.clear()  # it was said before, of the stream that is lost
-                    log.warning("decode node lost %s", kv(node=self.address, because=over.reason))
+                    self._tell_of(over)
                 elif over.refused and over.reason != told:
                     log.warning(
                         "decode node refused %s", kv(node=self.address, because=over.reason)
@@ -146,6 +147,15 @@ class DecodeClient:
             else:
                 await self._wait(backoff_s * share)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def _tell_of(self, over: _Over) -> None:
+        """What is planned and costs nobody anything is nothing to look into."""
+        self.ended_in_order = self.drains and not self._live
+        if self.ended_in_order:
+            log.info("decode node has ended %s", kv(node=self.address, because=over.reason))
+        else:
+            fields = kv(node=self.address, requests=len(self._live), because=over.reason)
+            log.warning("decode node lost %s", fields)
 
     def found(self, instance: int) -> None:
         """The node says of itself that it is ready. The first time that this instance does, the
@@ -411,9 +421,10 @@ class DecodeClient:
         return self.status is not None and self.status.state == "draining"
 
     def _note_drain(self) -> None:
-        if self.drains:
+        if self.drains and not self.draining.is_set():
+            log.info("decode node drains %s", kv(node=self.address, requests=len(self._live)))
             self.draining.set()
-        else:
+        elif not self.drains:
             self.draining.clear()
 
     def _whose(self, number: int, over: _Over) -> Doing:

@@ -54,7 +54,8 @@ class Membership:
             pooling: learns which prefill nodes are members.
             budget_s: the longest that a request can still need a node that has left.
             patience: with decode nodes whose engine does not move.
-            on_stream_lost: called when the stream of a decode node that has not left ends.
+            on_stream_lost: called when the stream of a decode node that has not left ends, and it
+                had not drained.
         """
         self._discovery = discovery
         self._survey = survey
@@ -171,7 +172,7 @@ class Membership:
             return
         if client.status is None:
             self._survey.forget(client.address)
-            if self._shapes.get(client):
+            if self._shapes.get(client) and not client.ended_in_order:
                 self._on_stream_lost()
         # A Status that only counts pages anew is no reason to ask every node.
         shape = _shape(client.status)

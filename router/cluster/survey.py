@@ -66,6 +66,7 @@ class _Known:
         self.instance = 0  # that has said so
         self.num_lives = 1  # one more whenever it was gone
         self.silence = ""  # why it did not answer; "" if it did
+        self.leaving = False  # it drained when it answered last
 
 
 class Survey:
@@ -204,6 +205,7 @@ class Survey:
             self._not_answered(known, f"it says {description.ByteSize()} bytes of itself")
             return unreachable
         known.silence = ""
+        known.leaving = description.state == "draining"
         misfit = self._misfit(description)
         if misfit and known.state != "unhealthy":
             log.warning("%s and gets no requests %s", misfit, kv(node=known.address))
@@ -215,7 +217,8 @@ class Survey:
     def _not_answered(self, known: _Known, reason: str) -> None:
         if reason != known.silence:
             known.silence = reason
-            log.warning("a node does not answer %s", kv(node=known.address, because=reason))
+            level = logging.INFO if known.leaving else logging.WARNING
+            log.log(level, "a node does not answer %s", kv(node=known.address, because=reason))
 
     def _misfit(self, description: node_pb2.DescribeResponse) -> str:
         """What keeps requests from a node that is well; "" if nothing does."""

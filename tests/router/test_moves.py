@@ -1,17 +1,21 @@
 """Requests of a decode node that drains: what is submitted where, and what their clients see."""
 
 import asyncio
+import logging
 from pathlib import Path
 
+import pytest
 from grpc import StatusCode
 
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
-from tests.router.rig import Client, collect
+from tests.router.rig import Client, collect, eventually
 from tests.router.test_replay import PROMPT, ask, two_nodes
+from tests.support.http_client import get
 from tests.support.stub_decode_node import StubDecodeNode
 
 UNAVAILABLE = StatusCode.UNAVAILABLE.value[0]
+LOST = "baton_decode_streams_lost_total"
 
 
 async def _leaves(client: Client, d0: StubDecodeNode, d1: StubDecodeNode, max_tokens: int = 9):
@@ -148,3 +152,28 @@ async def test_a_request_without_a_token_waits_until_it_has_one(model: Path) -> 
         second = await d1.submitted()
         assert second.num_generated == 1 and second.HasField("move_from")
         call.cancel()
+
+
+async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is planned is no stream lost, of which an alert is made. Seen failing where all are."""
+    async with two_nodes(model) as (_, router, d0, d1):
+
+        def told(words: str) -> list[int]:
+            """How seriously."""
+            return [each.levelno for each in caplog.records if words in each.getMessage()]
+
+        async def num_lost() -> str:
+            lines = (await get(router.http_port, "/metrics")).body.decode().splitlines()
+            return next(line for line in lines if line.startswith(LOST)).split()[1]
+
+        caplog.set_level(logging.INFO, "router.cluster")
+        d0.change_status(state="draining")
+        await eventually(lambda: told(f"decode node drains node={d0.address} requests=0"))
+        await d0.die()
+        await eventually(lambda: told(f"decode node has ended node={d0.address}"))
+        assert await num_lost() == "0.0" and not told("decode node lost")
+        await d1.die()
+        await eventually(lambda: told(f"decode node lost node={d1.address}") == [logging.WARNING])
+        assert await num_lost() == "1.0"
