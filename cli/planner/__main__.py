@@ -30,6 +30,7 @@ from cli.planner.decide import (
     Remove,
     Rules,
     Switch,
+    Wait,
     decide,
     pressures,
 )
@@ -131,7 +132,7 @@ class Planner:
         self._account = Account(fleet, router, acts=act)
         self._clock = clock
         self._history: deque[Look] = deque()
-        self._told: Decision = Nothing("")
+        self._told = ""
 
     async def look(self) -> Decision:
         """Looks once, and does what follows from that, if anything is to be done."""
@@ -151,13 +152,13 @@ class Planner:
         return decision
 
     def _tell(self, decision: Decision) -> None:
-        """Whenever it is something else: reasons have figures, which are others each time."""
-        if _what(decision) != _what(self._told):
+        """Whenever it is something else."""
+        if _news(decision) != self._told:
             log.info("%s %s", _what(decision), kv(because=decision.because))
             self._account.note(_what(decision), decision.because)
-            if not isinstance(decision, Nothing):
-                self._metrics.decided(_KINDS[type(decision)])
-        self._told = decision
+            if (kind := _KINDS.get(type(decision))) is not None:
+                self._metrics.decided(kind)
+        self._told = _news(decision)
 
     async def _carry_out(self, decision: Decision) -> None:
         """What is for others to do is left to them."""
@@ -195,7 +196,7 @@ class Planner:
             log.info("switched %s", kv(node=decision.address, to=decision.role, seconds=took_s))
             self._account.note(f"{decision.address} becomes a {decision.role} node", "")
         self._history.clear()  # and what follows is decided of what is seen from now on
-        self._told = Nothing("")
+        self._told = ""
 
 
 def _what(decision: Decision) -> str:
@@ -210,6 +211,17 @@ def _what(decision: Decision) -> str:
             return f"{role} node {address} is not needed"
         case Nothing():
             return "nothing is to be done"
+        case Wait():
+            return "waiting"
+
+
+def _news(decision: Decision) -> str:
+    """What makes it another one: most reasons have figures, which are others each time."""
+    match decision:
+        case Wait(because):
+            return because
+        case _:
+            return _what(decision)
 
 
 def _wanted(look: Look, decision: Decision) -> dict[str, int]:

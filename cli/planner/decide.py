@@ -18,6 +18,7 @@ from cli.planner.looks import ROLES, Look, NodeFigures
 from cli.planner.pressure import Limits, of_decode, pressure
 
 _MOST = 2.0
+_GONE = ("unreachable", "unhealthy")  # for as long as counts: others do without such a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
+    """What there is, is right."""
+
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """It cannot be told yet."""
+
     because: str
 
 
@@ -77,7 +87,7 @@ class Remove:
     because: str
 
 
-Decision: TypeAlias = Nothing | Switch | Move | Add | Remove
+Decision: TypeAlias = Nothing | Wait | Switch | Move | Add | Remove
 
 
 def decide(history: Sequence[Look], rules: Rules) -> Decision:
@@ -87,15 +97,16 @@ def decide(history: Sequence[Look], rules: Rules) -> Decision:
     """
     looks = _of_one_roster(history)
     if not looks:
-        return Nothing("nothing has been seen yet")
-    unready = [node for node in looks[-1].nodes if node.state != "ready"]
-    if unready:
-        return Nothing(f"{unready[0].role} {unready[0].address} is {unready[0].state}")
+        return Wait("nothing has been seen yet")
+    changing = [node for node in looks[-1].nodes if node.state not in ("ready", *_GONE)]
+    if changing:
+        return Wait(f"{changing[0].role} {changing[0].address} is {changing[0].state}")
     age_s = looks[-1].at - looks[0].at
     if age_s >= rules.sustained_s and (move := _move(looks, rules)) is not None:
         return move
-    if age_s < max(rules.settle_s, rules.sustained_s):
-        return Nothing(f"these nodes are what they are for {age_s:.0f} s")
+    settled_s = max(rules.settle_s, rules.sustained_s)
+    if age_s < settled_s:
+        return Wait(f"these nodes are known for less than {settled_s:g} s")
     recent = _Window(looks, rules.sustained_s, rules)
     pressed = [role for role in ROLES if recent.mean(role) >= 1.0]
     for role in sorted(pressed, key=recent.mean, reverse=True):
