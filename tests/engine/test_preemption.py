@@ -5,6 +5,7 @@ import time
 import pytest
 
 from common.config import SchedulerConfig
+from common.engine.memory.pages import Holder
 from common.engine.rows.request import FinishReason, Request
 from common.engine.schedule.preemption import MAX_PREEMPTIONS
 from common.priority import STEP_S
@@ -251,3 +252,20 @@ def test_whoever_takes_a_place_may_leave_before_it_has_it(overlap):
         rig.run()
         assert rig.tokens[low.key] == rig.expected(low)[0]
         rig.assert_at_rest()
+
+
+# Seen failing with who is away counted as there: the device was idle until STEP_S had passed.
+@OVERLAP
+def test_who_may_come_before_those_away_has_the_device_if_it_merely_fits(overlap):
+    rig = _rig(overlap=overlap, new_token_ratio=1.0, min_new_token_ratio=1.0)
+    low = rig.add([1] * 70, 20)
+    _until_begun(rig, low)
+    urgent = rig.add([9] * 60, 10, priority=BY)
+    _until_begun(rig, urgent)
+    elsewhere = rig.scheduler.allocate(1, Holder.READ)  # of its growth, next lacks some
+    next_one = rig.add([5] * 60, 36, priority=BY)
+    _until_begun(rig, next_one)
+    assert urgent.key in rig.finished and rig.scheduler.num_retracted == 1
+    rig.pages.drop(elsewhere, Holder.READ)
+    rig.run()
+    _assert_all_as_expected(rig)

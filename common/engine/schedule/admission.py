@@ -155,7 +155,7 @@ class Admission:
             floor: nobody who is less urgent is let in.
             kept_slots: not to be taken.
             barrier: nobody whose place is behind this is let in.
-            alone: nothing is running, so that a request which merely fits must be let in.
+            alone: nothing is on the device, so that a request which merely fits must be let in.
             suspect: False: of requests that may share a forward; True: of one that may not.
         """
         chunk_tokens = self._chunk_tokens

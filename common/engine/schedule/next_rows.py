@@ -125,7 +125,7 @@ class NextRows:
             floor=self._preemption.floor,
             kept_slots=kept.slots,
             barrier=kept.barrier,
-            alone=not self._residents,
+            alone=self._residents.all_away,
             suspect=suspect,
         )
 

@@ -58,6 +58,11 @@ class Residents:
     def num_on_device(self) -> int:
         return len(self._requests) - len(self._retracted)
 
+    @property
+    def all_away(self) -> bool:
+        """Whether none of them has pages on the device, or is about to have its own back."""
+        return len(self._requests) == self._retracted.num_away
+
     def take(self, slot: int, request: Request) -> None:
         """It has this slot; of each chunk anew."""
         self._requests[slot] = request

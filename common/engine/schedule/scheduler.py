@@ -453,7 +453,7 @@ class Scheduler:
             self._residents.put_back(request)
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
         self._retraction.bring_back(
-            device_empty=not self._residents.num_on_device,
+            device_empty=self._residents.all_away,
             num_places=self._admission.num_places - self.kept.slots,
             bar=self._preemption.bar(most_urgent),
         )
