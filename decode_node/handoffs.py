@@ -148,7 +148,15 @@ class Handoffs:
         told.open(stamps)
         prompt = b"" if room_tokens else _name_of(request)
         attempt = Attempt(
-            handoff_id, request, candidates, num_pages, now, stamps, prompt, room_tokens
+            handoff_id,
+            request,
+            owner.owner,
+            candidates,
+            num_pages,
+            now,
+            stamps,
+            prompt,
+            room_tokens,
         )
         if attempt.moves:
             attempt.until = now + MOVE_WAIT_S
@@ -333,6 +341,7 @@ class Handoffs:
         transfer.held = True
         attempt, destination = transfer.attempt, transfer.destination
         stamps, now, num_read = attempt.stamps, time.monotonic(), len(destination.fresh)
+        attempt.request.given_by.append(attempt.owner)
         if attempt.moves:
             self._note_arrival(now)
             self._counts.moved_here()

@@ -29,6 +29,7 @@ class Attempt:
 
     id: HandoffId
     request: Request
+    owner: int  # its instance
     candidates: tuple[str, ...]  # owners that have not failed it, in order of preference
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()

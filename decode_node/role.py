@@ -222,6 +222,8 @@ class DecodeRole:
         self._prompts.tick(now)
         self._sharing.ways.tick(now)
         for finished in outcome.finished:
+            if finished.spoilt is not None:
+                self._sharing.spoilt.found(finished.spoilt)
             self._note_length(finished, now)
             self._ended(finished)
         self._outbox.flush()

@@ -117,6 +117,14 @@ class Cancel(Message, frozen=True, tag=True):
     reason: str
 
 
+class Forget(Message, frozen=True, tag=True):
+    """KV of these that the owner gave made logits that are no numbers: nobody is to find it there.
+    Of no hand-off: what was given is off the books. Nothing is answered."""
+
+    token_ids: tuple[int, ...]
+    namespace: Namespace = SHARED
+
+
 class Failed(Message, frozen=True, tag=True):
     id: HandoffId
     reason: str
@@ -130,6 +138,8 @@ class Beat(Message, frozen=True, tag=True):
     connecting: bool = False  # from a reader whose link is not up: an owner over RDMA must poll
 
 
-FromReader: TypeAlias = Open | Grant | Done | Cancel | Beat
+FromReader: TypeAlias = Open | Grant | Done | Cancel | Forget | Beat
 FromOwner: TypeAlias = Admitted | Ready | Released | Failed | Beat
-AnyMessage: TypeAlias = Open | Grant | Admitted | Ready | Done | Released | Cancel | Failed | Beat
+AnyMessage: TypeAlias = (
+    Open | Grant | Admitted | Ready | Done | Released | Cancel | Forget | Failed | Beat
+)

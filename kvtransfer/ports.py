@@ -76,6 +76,15 @@ class CancelHandoff(msgspec.Struct, frozen=True):
     reason: str
 
 
+class AskToForget(msgspec.Struct, frozen=True):
+    """KV of these tokens that `owner` gave made logits that are no numbers. It is told, if it is
+    paired still."""
+
+    owner: int
+    token_ids: Ints
+    namespace: Namespace
+
+
 # Events to a reader's engine -------------------------------------------------------------------
 
 
@@ -216,6 +225,14 @@ class HandoffDropped(msgspec.Struct, frozen=True):
     reason: str
 
 
+class AskedToForget(msgspec.Struct, frozen=True):
+    """A reader says that KV of these tokens which this node gave made logits that are no numbers.
+    It may be wrong."""
+
+    token_ids: Ints
+    namespace: Namespace
+
+
 # Commands of either's engine --------------------------------------------------------------------
 
 
@@ -225,12 +242,12 @@ class ComputesWith(msgspec.Struct, frozen=True):
     weights: WeightsId
 
 
-ReaderCommand: TypeAlias = OpenHandoff | GrantHandoff | CancelHandoff
+ReaderCommand: TypeAlias = OpenHandoff | GrantHandoff | CancelHandoff | AskToForget
 ReaderEvent: TypeAlias = (
     OwnerUp | OwnerDown | HandoffAdmitted | FirstToken | Held | Lost | ReadsEnded
 )
 OwnerCommand: TypeAlias = Admit | Publish | FailHandoff
-OwnerEvent: TypeAlias = Opened | Granted | HandoffDropped
+OwnerEvent: TypeAlias = Opened | Granted | HandoffDropped | AskedToForget
 NodeCommand: TypeAlias = ReaderCommand | OwnerCommand | ComputesWith
 NodeEvent: TypeAlias = ReaderEvent | OwnerEvent
 

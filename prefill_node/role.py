@@ -158,6 +158,8 @@ class PrefillRole:
         self._prompts.tick(now)
         self._sharing.ways.tick(now)
         for finished in outcome.finished:
+            if finished.spoilt is not None:
+                self._sharing.spoilt.found(finished.spoilt)
             self._ended(finished)
 
     def idle(self) -> None:

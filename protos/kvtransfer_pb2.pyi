@@ -23,20 +23,22 @@ HANDOFF_KIND_PREFIX: HandoffKind
 HANDOFF_KIND_WEIGHTS: HandoffKind
 
 class FromReader(_message.Message):
-    __slots__ = ("hello", "open", "grant", "done", "cancel", "beat")
+    __slots__ = ("hello", "open", "grant", "done", "cancel", "beat", "forget")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     grant: Grant
     done: Done
     cancel: Cancel
     beat: Beat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    forget: Forget
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class FromOwner(_message.Message):
     __slots__ = ("hello", "admitted", "ready", "released", "failed", "beat", "last_words")
@@ -230,6 +232,14 @@ class Cancel(_message.Message):
     id: HandoffId
     reason: str
     def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("token_ids", "namespace")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    namespace: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("id", "reason", "retryable", "retry_after_s")

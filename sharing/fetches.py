@@ -13,6 +13,7 @@ time of its own, by which it is over on both sides.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,6 +55,14 @@ class _Fetch:
     fresh: Ints  # pages for what may come, held until no byte can land in them
     began: float
     waiting: set[int] = field(default_factory=set)  # keys of who wants it
+
+
+class Fetched(NamedTuple):
+    num_tokens: int
+    owner: int  # its instance
+
+
+NOTHING = Fetched(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ class Fetches:
         self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
         self._waits: dict[int, HandoffId] = {}  # by key
         self._over: list[int] = []  # keys, to be taken
-        self._fetched: dict[int, int] = {}  # tokens, by key
+        self._fetched: dict[int, Fetched] = {}  # by key
         self._counts = dict.fromkeys(("held", "lost", "dearer", "no_room", "unpaired"), 0)
 
     def __contains__(self, handoff_id: HandoffId) -> bool:
@@ -200,9 +209,9 @@ class Fetches:
         over, self._over = self._over, []
         return over
 
-    def fetched_tokens(self, key: int) -> int:
-        """That were read for it."""
-        return self._fetched.get(key, 0)
+    def fetched(self, key: int) -> Fetched:
+        """What was read for it."""
+        return self._fetched.get(key, NOTHING)
 
     def forget(self, key: int) -> None:
         """It wants nothing any more. What is under way goes on, for the tree."""
@@ -328,7 +337,7 @@ class Fetches:
         holding = Holding.laid_out(tables, here, fetch.fresh[:num_pages], end)
         self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)
         for key in fetch.waiting:
-            self._fetched[key] = end - prefix
+            self._fetched[key] = Fetched(end - prefix, fetch.owner.owner)
 
     def lost(self, event: Lost) -> None:
         self._ended(event.id, "lost")

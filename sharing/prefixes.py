@@ -14,10 +14,11 @@ from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
 from common.requests.prefix_at import PrefixAt
 from kvtransfer.messages import Kind
-from kvtransfer.ports import NodeEvent, NodePort
+from kvtransfer.ports import AskedToForget, NodeEvent, NodePort
 from sharing.ends import take
 from sharing.fetches import Fetches
 from sharing.loans import Loans
+from sharing.spoilt import SpoiltPrefixes
 from sharing.ways import Ways
 from sharing.weights import WeightSharing
 
@@ -63,6 +64,7 @@ class PrefixSharing:
             port=port,
         )
         self.ways = Ways()
+        self.spoilt = SpoiltPrefixes(cache, port)
 
     @property
     def busy(self) -> bool:
@@ -78,7 +80,8 @@ class PrefixSharing:
         return chain(self.fetches.reads(), self._weights.reads())
 
     def counters(self) -> dict[str, int]:
-        return {**self.loans.counters(), **self.fetches.counters(), **self.ways.counters()}
+        parts = self.loans, self.fetches, self.ways, self.spoilt
+        return {name: number for part in parts for name, number in part.counters().items()}
 
     def fetch(
         self, request: Request, hints: tuple[PrefixAt, ...], *, room: int, queued_s: float
@@ -107,8 +110,10 @@ class PrefixSharing:
 
     def admitted(self, request: Request) -> None:
         """Its turn has come, with what the tree has of it."""
-        fetched = self.fetches.fetched_tokens(request.key)
-        self.ways.admitted(request, fetched, time.monotonic())
+        fetched = self.fetches.fetched(request.key)
+        if fetched.num_tokens:
+            request.given_by.append(fetched.owner)
+        self.ways.admitted(request, fetched.num_tokens, time.monotonic())
 
     def forget(self, key: int) -> None:
         """The request has ended, wherever it was."""
@@ -118,4 +123,9 @@ class PrefixSharing:
     def take(self, event: NodeEvent) -> bool:
         """Takes what the transfer thread says of a prefix. False: it is of another hand-off, or of
         interest to others too."""
-        return take(event, Kind.PREFIX, self.fetches, self.loans)
+        match event:
+            case AskedToForget():
+                self.spoilt.asked(event)
+                return True
+            case _:
+                return take(event, Kind.PREFIX, self.fetches, self.loans)

@@ -374,6 +374,14 @@ LOANS = Declared(
     "it, or too much was lent.",
     {"outcome": ("held", "lost", "refused")},
 )
+FORGOTTEN = Declared(
+    "baton_forgotten_prefixes",
+    "counter",
+    "Prefixes whose KV made logits that are no numbers, and that the caches have forgotten; own: "
+    "in a request of this node. Asked: in one of a node that had read them here. Unheeded: the "
+    "same, asked too often, and not forgotten.",
+    {"cause": ("own", "asked", "unheeded")},
+)
 
 _TIERS = {"tier": ("host", "file")}
 TIER_PAGES = Declared(
@@ -414,7 +422,7 @@ BOTH = (
     *(SELF_CHECKS, PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS, FINISHED, DEADLINES),
     *(RETRACTIONS, RECOMPUTED, PREEMPTED, PAUSES, MEMORY_AWAY, HANDOFFS),
     *(WEIGHT_UPDATES, WEIGHT_BYTES, WEIGHT_READS, WEIGHT_READ_SECONDS),
-    *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, PAIRINGS),
+    *(PROMPT_TOKEN_WAYS, FETCHES, LOANS, FORGOTTEN, PAIRINGS),
     *(READ_BYTES, READ_DESCRIPTORS, READ_SECONDS, READS_REFUSED, READS_IN_FLIGHT),
     *(PAGES_COMPARED, LINKS, SLOWEST),
     *(IMAGES, IMAGE_SECONDS, IMAGE_BYTES),
@@ -459,6 +467,7 @@ _TOTALS = {
     "prompt_token_ways": PROMPT_TOKEN_WAYS,
     "prefix_fetches": FETCHES,
     "prefix_loans": LOANS,
+    "forgotten_prefixes": FORGOTTEN,
     "read_bytes": READ_BYTES,
     "read_descriptors": READ_DESCRIPTORS,
     "reads_refused": READS_REFUSED,

@@ -30,6 +30,7 @@ from kvtransfer.messages import (
     Cancel,
     Done,
     Failed,
+    Forget,
     Grant,
     HandoffId,
     Kind,
@@ -71,6 +72,8 @@ def parse(message: Proto) -> Hello | AnyMessage:
             return Done(id_of(body))
         case pb.Cancel():
             return Cancel(id_of(body), _text("reason", body.reason))
+        case pb.Forget():
+            return _forget(body)
         case pb.Admitted():
             return Admitted(id_of(body), body.compute_tokens, body.queued_tokens)
         case pb.Ready():
@@ -106,6 +109,8 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
             return pb.FromReader(done=pb.Done(id=_id_proto(id)))
         case Cancel(id, reason):
             return pb.FromReader(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
+        case Forget(token_ids, namespace):
+            return pb.FromReader(forget=pb.Forget(token_ids=token_ids, namespace=namespace))
         case Admitted(id, compute_tokens, queued_tokens):
             admitted = pb.Admitted(
                 id=_id_proto(id), compute_tokens=compute_tokens, queued_tokens=queued_tokens
@@ -200,11 +205,7 @@ def _hello_proto(record: Hello) -> pb.Hello:
 
 def _open(body: pb.Open) -> Open:
     num_tokens = len(body.token_ids)
-    _at_most("token_ids", num_tokens, MAX_TOKENS)
-    if not num_tokens:
-        raise ProtocolViolation("an Open without tokens")
-    if max(body.token_ids) > MAX_TOKEN_ID:
-        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
+    _tokens(body)
     if body.num_generated >= num_tokens:
         raise ProtocolViolation(f"{body.num_generated} of {num_tokens} tokens were generated")
     if not 0.0 < body.budget_s <= MAX_BUDGET_S:  # nor is NaN
@@ -267,6 +268,23 @@ def _open_proto(record: Open) -> pb.Open:
         images=images.to_proto(record.images),
         routing_key=record.routing_key,
     )
+
+
+def _forget(body: pb.Forget) -> Forget:
+    _tokens(body)
+    try:
+        namespace = check_namespace(body.namespace)
+    except InvalidRequest as error:
+        raise ProtocolViolation(str(error)) from error
+    return Forget(tuple(body.token_ids), namespace)
+
+
+def _tokens(body: pb.Open | pb.Forget) -> None:
+    _at_most("token_ids", len(body.token_ids), MAX_TOKENS)
+    if not body.token_ids:
+        raise ProtocolViolation(f"{type(body).__name__} without tokens")
+    if max(body.token_ids) > MAX_TOKEN_ID:
+        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
 
 
 def _ready(body: pb.Ready) -> Ready:

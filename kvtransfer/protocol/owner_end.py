@@ -19,6 +19,7 @@ from kvtransfer.messages import (
     Cancel,
     Done,
     Failed,
+    Forget,
     Grant,
     HandoffId,
     Kind,
@@ -28,6 +29,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.ports import (
     Admit,
+    AskedToForget,
     FailHandoff,
     Granted,
     HandoffDropped,
@@ -183,6 +185,8 @@ class OwnerEnd:
                 handoff = self._known(stream, message.id)
                 if handoff is not None:
                     self._drop(handoff, KVPoll.FAILED, f"cancelled: {message.reason}")
+            case Forget(token_ids, namespace):
+                self._actions.append(AskedToForget(np.array(token_ids, np.int32), namespace))
             case _:
                 raise ProtocolViolation(f"{type(message).__name__} is no message of a reader")
 

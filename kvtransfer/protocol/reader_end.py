@@ -19,6 +19,7 @@ from kvtransfer.messages import (
     Cancel,
     Done,
     Failed,
+    Forget,
     Grant,
     HandoffId,
     Open,
@@ -26,6 +27,7 @@ from kvtransfer.messages import (
     Released,
 )
 from kvtransfer.ports import (
+    AskToForget,
     CancelHandoff,
     FirstToken,
     GrantHandoff,
@@ -322,6 +324,11 @@ class ReaderEnd:
                 if attempt is not None:
                     self._tell_cancel(attempt, command.reason)
                     self._leave(attempt, KVPoll.FAILED)
+            case AskToForget(owner, token_ids, namespace):
+                stream = self._stream_to(owner)
+                if stream is not None:
+                    forget = Forget(tuple(token_ids.tolist()), namespace)
+                    self._actions.append(Send(stream, forget))
         return self._taken()
 
     def tick(self, now: float) -> list[ReaderAction]:
@@ -343,9 +350,7 @@ class ReaderEnd:
     def _open(self, command: OpenHandoff, now: float) -> None:
         if command.id in self._attempts:
             raise EngineFault(f"{command.id} was opened twice")
-        stream = next(
-            (n for n, s in self._streams.items() if s.owner == command.owner and s.announced), None
-        )
+        stream = self._stream_to(command.owner)
         if stream is None:
             reason = "the owner is not paired"
             self._actions.append(Lost(command.id, reason, retryable=True, may_return=True))
@@ -375,6 +380,11 @@ class ReaderEnd:
             command.routing_key,
         )
         self._actions.append(Send(stream, message))
+
+    def _stream_to(self, owner: int) -> int | None:
+        """None: it is not paired."""
+        paired = (n for n, s in self._streams.items() if s.owner == owner and s.announced)
+        return next(paired, None)
 
     def _grant(self, command: GrantHandoff) -> None:
         self._links.granted(command.id)

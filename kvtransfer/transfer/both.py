@@ -13,6 +13,7 @@ from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import Hello
 from kvtransfer.ports import (
+    AskToForget,
     CancelHandoff,
     ComputesWith,
     GrantHandoff,
@@ -57,7 +58,7 @@ class BothSides:
 
     def command(self, command: NodeCommand, now: float) -> None:
         match command:
-            case OpenHandoff() | GrantHandoff() | CancelHandoff():
+            case OpenHandoff() | GrantHandoff() | CancelHandoff() | AskToForget():
                 self._reader.command(command, now)
             case ComputesWith(weights):
                 self._reader.compute_with(weights)

@@ -11,7 +11,7 @@ from common.errors import LayoutMismatch
 from common.requests.weights import WeightsId
 from kvtransfer.backends.base import Ints, Owner
 from kvtransfer.front_messages import PairOpened
-from kvtransfer.messages import AnyMessage, Failed, HandoffId, Open, Ready
+from kvtransfer.messages import AnyMessage, Failed, Forget, HandoffId, Open, Ready
 from kvtransfer.pairing import OTHER_WEIGHTS, Hello, compare, lasts
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
@@ -33,8 +33,8 @@ class Publisher:
         owners: by name of their backend, in the order in which readers should try them.
         wake: ends the transfer thread's sleep; called by any thread.
         sums: of the pages that are published.
-        max_untaken_tokens: of one reader's Opens that the engine thread has not taken yet; one
-            too many is answered by Failed, retryable.
+        max_untaken_tokens: of one reader's Opens and Forgets that the engine thread has not taken
+            yet; an Open too many is answered by Failed, retryable, a Forget is dropped.
     """
 
     def __init__(
@@ -89,8 +89,13 @@ class Publisher:
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
-            case Open():
-                self._open(stream, message, now)
+            case Open() if not self._fits(stream, message):
+                reason = "the engine has not taken what this reader has opened before"
+                self._outlet.send(stream, Failed(message.id, reason, retryable=True))
+            case Forget() if not self._fits(stream, message):
+                pass  # it is asked again where what is not forgotten makes no numbers again
+            case Open() | Forget():
+                self._ask(stream, message, now)
             case _:
                 self._carry_out(self._end.received(stream, message, now))
 
@@ -120,17 +125,16 @@ class Publisher:
             self._outlet.answer_hello(reader.stream, hello)
             self._carry_out(self._end.stream_up(reader.stream, reader.instance, now))
 
-    def _open(self, stream: int, message: Open, now: float) -> None:
+    def _fits(self, stream: int, message: Open | Forget) -> bool:
         self._untaken.taken(self._outlet.num_taken)
-        num_tokens = len(message.token_ids)
-        if not self._untaken.fits(stream, num_tokens):
-            reason = "the engine has not taken what this reader has opened before"
-            self._outlet.send(stream, Failed(message.id, reason, retryable=True))
-            return
+        return self._untaken.fits(stream, len(message.token_ids))
+
+    def _ask(self, stream: int, message: Open | Forget, now: float) -> None:
+        """What waits for the engine."""
         told = self._outlet.num_told
         self._carry_out(self._end.received(stream, message, now))
         if self._outlet.num_told > told:
-            self._untaken.add(self._outlet.num_told, stream, num_tokens)
+            self._untaken.add(self._outlet.num_told, stream, len(message.token_ids))
 
     def _turn_away(self, stream: int, reason: str) -> None:
         """A reader that waits to be answered."""

@@ -1,4 +1,5 @@
-"""Opens that the engine thread has not taken yet, by stream: a step may last, and readers go on.
+"""What peers ask that the engine thread has not taken yet, by stream: a step may last, and readers
+go on.
 
 The engine bounds what it has taken. Until then this does, by tokens, so that what is opened and
 cancelled during one step does not pile up. Each stream has its share of what may wait. Knows events
@@ -8,7 +9,7 @@ by their number alone, in the order in which they are taken.
 from collections import Counter, deque
 
 MAX_TOKENS = 16 << 20
-SHORTEST_TOKENS = 1024  # that an Open counts for, however short: it is a record too
+SHORTEST_TOKENS = 1024  # that one counts for, however short: it is a record too
 
 
 class Untaken:

@@ -36,7 +36,7 @@ from kvtransfer.front_messages import (
     PairOpened,
     PairSend,
 )
-from kvtransfer.messages import Beat, Cancel, Done, Failed, Grant, HandoffId, Open, Ready
+from kvtransfer.messages import Beat, Cancel, Done, Failed, Forget, Grant, HandoffId, Open, Ready
 from kvtransfer.pairing import DataPath, Hello, Region
 from kvtransfer.pairs import wire
 from kvtransfer.pairs.dialer import DialTimes, PairDialer
@@ -210,7 +210,7 @@ HELLO = wire.to_proto(READER, as_reader=True)
 async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair):
     pair.connect()
     at_owner, at_reader = await pair.up()
-    upward = [Grant(ID, 16), Done(ID), Cancel(ID, "because"), Beat(3, 1)]
+    upward = [Grant(ID, 16), Done(ID), Cancel(ID, "because"), Forget((1, 2), b"s" * 16), Beat(3, 1)]
     downward = [Ready(ID, 16, 32, (5,), False, None), Ready(ID, 32, 40, (9,), True, 2**31 - 1)]
     for message in upward:
         pair.reader.say(PairSend(at_reader, message))

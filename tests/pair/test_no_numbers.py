@@ -5,12 +5,29 @@ it computed anew."""
 import numpy as np
 from grpc import StatusCode
 
+from common.config import SharingConfig, TransferConfig
 from common.engine.memory.pages import Holder
 from common.engine.rows.request import FinishReason
+from common.requests.prefix_at import PrefixAt
+from kvtransfer.messages import Ready
 from tests.pair.conftest import Known
-from tests.support.pair_rig import PairRig
+from tests.support.pair_node import Asked, Node, Size
+from tests.support.pair_rig import PATIENT, PairRig
 
 MANY = 60  # tokens
+ROOM = Size(num_pages=256)
+# Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
+ALWAYS = SharingConfig(margin=1e9, fetch_s=300.0)
+# Bytes that change once they are published are found out by their checksums else.
+UNCHECKED = TransferConfig(**PATIENT.model_dump() | {"check_every": 0})
+
+
+def spoil(node: Node, holder: Holder) -> None:
+    node.engine.pool.tensor[np.flatnonzero(node.engine.pages.holds(holder))] = 0xFF
+
+
+def ended_at_fault(asked: Asked) -> bool:
+    return asked.ended is not None and asked.ended.error_code == StatusCode.INTERNAL.value[0]
 
 
 def test_a_request_whose_logits_are_no_numbers_ends_alone(known: Known) -> None:
@@ -46,3 +63,64 @@ def test_a_prefill_node_computes_anew_what_made_no_numbers(known: Known) -> None
         rig.run()
         assert again.tokens == known.greedy(again.prompt, MANY)
         assert reader.count("local_prefills") == computed_here
+
+
+# Seen failing without being told: the prefill node goes on from what it had, to the same error.
+def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -> None:
+    with PairRig(known.loaded, transfer=UNCHECKED) as rig:
+        (owner,), (reader,) = rig.prefill, rig.decode
+        rig.wires.hold_back(Ready)
+        spoilt = rig.ask(range(5, 75), MANY)
+        rig.until(lambda: owner.queue("inflight"), "it is computed")
+        spoil(owner, Holder.PUBLICATION)
+        rig.wires.let_go()
+        rig.run()
+        assert ended_at_fault(spoilt)
+        rig.until(lambda: owner.count("forgotten_prefixes/asked") == 1, "its owner is told")
+        again = rig.ask(spoilt.prompt, MANY)
+        rig.run()
+        assert again.tokens == known.greedy(again.prompt, MANY)
+        assert reader.count("forgotten_prefixes/own") == 1
+        assert owner.count("forgotten_prefixes/own") == 0
+
+
+# Seen failing without being told, however often it is asked: the other one lends it again.
+def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
+    sizes = {"prefill": (ROOM, ROOM), "decode": (ROOM,)}
+    with PairRig(known.loaded, shares=ALWAYS, **sizes) as rig:
+        lender, reader = rig.prefill
+        rig.learn_what_computing_takes()
+        rig.ask(range(5, 105), 2, owners=[0])
+        rig.run()
+        rig.flush(rig.decode[0])
+        spoil(lender, Holder.CACHE)
+        hint = PrefixAt("prefill-0:1", 96)
+        rig.ask(range(5, 125), 20, owners=[1], prefix_at=[hint])
+        rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
+        assert reader.count("forgotten_prefixes/own") == 1
+        rig.until(lambda: lender.count("forgotten_prefixes/asked") == 1, "the lender is told")
+        rig.flush(rig.decode[0])  # which may have computed it
+        before = reader.count("prompt_token_ways/computed")
+        again = rig.ask(range(5, 125), 20, owners=[1], prefix_at=[hint])
+        rig.run()
+        assert again.tokens == known.greedy(again.prompt, 20)
+        assert reader.count("prompt_token_ways/computed") == before + 120
+
+
+def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Known) -> None:
+    sizes = {"prefill": (), "decode": (ROOM, ROOM)}
+    with PairRig(known.loaded, moves=True, mode="colocated", **sizes) as rig:
+        source, target = rig.decode
+        asked = rig.ask(range(5, 75), 200)
+        rig.until(lambda: len(asked.tokens) >= 4, "it generates")
+        successor = rig.move(asked, 0, 1)
+        rig.until_granted(0)
+        rig.until(lambda: successor.tokens, "it runs where it has moved to")
+        spoil(target, Holder.REQUEST)  # which cannot tell since when it has been wrong
+        rig.run()
+        assert asked.reason is FinishReason.MOVED
+        assert ended_at_fault(successor)
+        rig.until(lambda: source.count("forgotten_prefixes/asked") == 1, "the source is told")
+        again = rig.ask(asked.prompt, MANY)
+        rig.run()
+        assert again.tokens == known.greedy(again.prompt, MANY)

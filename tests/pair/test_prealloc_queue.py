@@ -35,7 +35,7 @@ def _queue(*num_pages: int, urgent: Collection[int] = ()) -> PreallocQueue:
             priority=int(arrived in urgent),
         )
         stamps = AttemptStamps("owner", "tcp", opened=0.0)
-        queue.put(Attempt(HandoffId(1, arrived, 1), request, (), wanted, 100.0, stamps))
+        queue.put(Attempt(HandoffId(1, arrived, 1), request, 9, (), wanted, 100.0, stamps))
     return queue
 
 

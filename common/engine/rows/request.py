@@ -91,6 +91,7 @@ class Request:
     shared_in: Namespace = SHARED  # the same, whatever the weights
     weights: WeightsId = UNNAMED  # that compute it
     adapter: AdapterId = NO_ADAPTER  # that computes it
+    given_by: list[int] = field(default_factory=list)  # nodes that KV of it was read from
     prediction: Ints | None = None  # tokens that its client expects of the answer
     images: tuple[Image, ...] = ()  # of its prompt, for as long as it may be computed anew
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py

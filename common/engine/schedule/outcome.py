@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.rows.request import Finish, Request
 from common.requests.logprobs import Logprobs
+from common.requests.namespace import Namespace
 from common.requests.prediction import Predicted
 
 
@@ -30,13 +32,23 @@ class ChunkDone:
     pooled: NDArray[np.float32] | None = None
 
 
+class Spoilt(NamedTuple):
+    """KV that made logits that are no numbers. Nobody finds it here any more."""
+
+    token_ids: NDArray[np.int32]
+    namespace: Namespace
+    given_by: Sequence[int]  # nodes that some of it was read from
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """num_generated: tokens of the answer, where its own last one has ended it; else 0."""
+    """num_generated: tokens of the answer, where its own last one has ended it; else 0.
+    spoilt: where its logits have."""
 
     request: Request
     finish: Finish
     num_generated: int = 0
+    spoilt: Spoilt | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from common.engine.rows.holding import Holding
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.admission import Admission
+from common.engine.schedule.outcome import Spoilt
 from common.engine.schedule.quarantine import Quarantine
 from common.engine.schedule.retracted import RetractedRequests
 from common.engine.schedule.running import RunningBatch
@@ -78,11 +79,15 @@ class Residents:
         self._leave(self._let_go(request, learn), request)
         self.num_ended += 1
 
-    def end_at_fault(self, request: Request) -> None:
+    def end_at_fault(self, request: Request) -> Spoilt:
         """As `end`; and nobody finds its KV any more, which makes logits that are no numbers."""
         assert request.slot is not None
-        self._cache.forget(self._table.tokens_of(request.slot), request.namespace)
+        spoilt = Spoilt(
+            self._table.tokens_of(request.slot), request.namespace, tuple(request.given_by)
+        )
+        self._cache.forget(spoilt.token_ids, spoilt.namespace)
         self.end(request)
+        return spoilt
 
     def start_over(self, request: Request) -> None:
         """To the head of the waiting queue, with all its tokens and without its KV, wherever that
@@ -99,6 +104,7 @@ class Residents:
         assert slot is not None
         request.token_ids = self._table.tokens_of(slot)
         request.brought = None
+        request.given_by.clear()
         self._leave(slot, request)
         self._admission.waiting.put_back(request)
 

@@ -113,8 +113,8 @@ class StepResults:
                 if not row.samples:
                     finish = self._rule.decide(request, token, at_limit=False)
                     assert finish is not None
-                    finished.append(Finished(request, finish))
-                    self._residents.end_at_fault(request)
+                    spoilt = self._residents.end_at_fault(request)
+                    finished.append(Finished(request, finish, spoilt=spoilt))
                 continue
             if request not in self._retracted:  # whose pages are gone
                 holding = self._table.holding_of(row.slot)
@@ -216,11 +216,12 @@ class StepResults:
             finish = self._rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
             num_generated = int(known[row]) - request.num_prompt
-            finished.append(Finished(request, finish, num_generated))
+            spoilt = None
             if token == NOT_FINITE:
-                self._residents.end_at_fault(request)
+                spoilt = self._residents.end_at_fault(request)
             else:
                 self._residents.end(request, learn=True)
+            finished.append(Finished(request, finish, num_generated, spoilt))
         return slots[told], tokens[told]
 
 

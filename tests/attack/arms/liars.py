@@ -191,10 +191,14 @@ def _of_a_reader(draw: Random, instance: int) -> list[kvtransfer_pb2.FromReader]
     return [_by_a_reader(draw, instance) for _ in range(draw.randint(1, 60))]
 
 
+KINDS = ("open", "grant", "done", "cancel", "forget", "beat", "any")
+WEIGHTS = (6, 6, 1, 2, 1, 2, 1)
+
+
 def _by_a_reader(draw: Random, instance: int) -> kvtransfer_pb2.FromReader:
     request, attempt = draw.randint(1, 4), draw.randint(1, 2)
     id = kvtransfer_pb2.HandoffId(instance=instance, request=request, attempt=attempt)
-    match draw.choices(("open", "grant", "done", "cancel", "beat", "any"), (6, 6, 1, 2, 2, 1))[0]:
+    match draw.choices(KINDS, WEIGHTS)[0]:
         case "open":
             return _open(draw, instance, request, draw.choice((1, 16, 33, 700)), attempt)
         case "grant":
@@ -204,6 +208,9 @@ def _by_a_reader(draw: Random, instance: int) -> kvtransfer_pb2.FromReader:
             return kvtransfer_pb2.FromReader(done=kvtransfer_pb2.Done(id=id))
         case "cancel":
             return kvtransfer_pb2.FromReader(cancel=kvtransfer_pb2.Cancel(id=id, reason="a lie"))
+        case "forget":
+            tokens = range(draw.choice((1, 16, 700)))
+            return kvtransfer_pb2.FromReader(forget=kvtransfer_pb2.Forget(token_ids=tokens))
         case "beat":
             beat = kvtransfer_pb2.Beat(sequence=draw.getrandbits(64), open_handoffs=7)
             return kvtransfer_pb2.FromReader(beat=beat)
@@ -218,7 +225,7 @@ def _name(
 ) -> None:
     """Makes it speak of a hand-off that there is."""
     kind = message.WhichOneof("message")
-    if kind not in (None, "hello", "beat", "last_words"):
+    if kind not in (None, "hello", "forget", "beat", "last_words"):
         getattr(message, kind).id.CopyFrom(id)
 
 
