@@ -23,35 +23,45 @@ Keyer = Callable[[Any, float], Hashable]
 _WITH_ATTRIBUTES = (ReaderEnd, ReaderLinks, OwnerEnd, Beats, Pace, Deadlines)
 # Moments that change nothing in how an end behaves: the pace learns from them, or they are told.
 _TOLD_ONLY = ("admitted_at", "first_ready", "landed")
-_copiers: dict[type, Copier] = {}
-_keyers: dict[type, Keyer] = {}
 
 
 def fork(value: Any) -> Any:
     """A copy that shares only what never changes."""
-    kind = type(value)
-    copier = _copiers.get(kind)
-    if copier is None:
-        copier = _copiers[kind] = _copier(kind)
-    return copier(value)
+    copier = _COPIERS[type(value)]
+    return value if copier is None else copier(value)
 
 
 def key_of(value: Any, now: float) -> Hashable:
     """Equal for states that behave alike. Times count from `now`."""
-    kind = type(value)
-    keyer = _keyers.get(kind)
-    if keyer is None:
-        keyer = _keyers[kind] = _keyer(kind)
-    return keyer(value, now)
+    keyer = _KEYERS[type(value)]
+    return value if keyer is None else keyer(value, now)
 
 
-def _same(value: Any) -> Any:
-    return value
+# Both are asked of a hundred values for each state: what is taken as it is costs no call.
 
 
-def _copier(kind: type) -> Copier:
+class _Copiers(dict[type, Copier | None]):
+    """By type. None: it never changes."""
+
+    def __missing__(self, kind: type) -> Copier | None:
+        copier = self[kind] = _copier(kind)
+        return copier
+
+
+class _Keyers(dict[type, Keyer | None]):
+    """By type. None: it is its own key."""
+
+    def __missing__(self, kind: type) -> Keyer | None:
+        keyer = self[kind] = _keyer(kind)
+        return keyer
+
+
+_COPIERS, _KEYERS = _Copiers(), _Keyers()
+
+
+def _copier(kind: type) -> Copier | None:
     if kind is dict:
-        return lambda value: {key: fork(item) for key, item in value.items()}
+        return _copy_dict
     if kind is list:
         return lambda value: [fork(item) for item in value]
     if kind in (deque, set):
@@ -59,42 +69,59 @@ def _copier(kind: type) -> Copier:
     if kind in _WITH_ATTRIBUTES:
         return _copy_attributes
     if is_dataclass(kind) and kind is not Read:
-        names = [f.name for f in fields(kind)]
-        return lambda value: _rebuilt(value, names)
-    return _same
+        return _Rebuilt(kind)
+    return None
+
+
+def _copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    twin = value.copy()
+    for key, item in value.items():
+        copier = _COPIERS[type(item)]
+        if copier is not None:
+            twin[key] = copier(item)
+    return twin
 
 
 def _copy_attributes(value: Any) -> Any:
     twin = object.__new__(type(value))
-    twin.__dict__.update({name: fork(item) for name, item in value.__dict__.items()})
+    twin.__dict__.update(_copy_dict(value.__dict__))
     return twin
 
 
-def _rebuilt(value: Any, names: list[str]) -> Any:
-    twin = object.__new__(type(value))
-    for name in names:
-        object.__setattr__(twin, name, fork(getattr(value, name)))
-    return twin
+class _Rebuilt:
+    """Copies a dataclass field by field."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._names = [f.name for f in fields(kind)]
+
+    def __call__(self, value: Any) -> Any:
+        twin = object.__new__(self._kind)
+        for name in self._names:
+            item = getattr(value, name)
+            copier = _COPIERS[type(item)]
+            object.__setattr__(twin, name, item if copier is None else copier(item))
+        return twin
 
 
-def _keyer(kind: type) -> Keyer:
+def _keyer(kind: type) -> Keyer | None:
     if kind is Deadlines:
-        return lambda value, now: frozenset((key, at - now) for key, at in value._due.items())
+        return lambda value, now: frozenset([(key, at - now) for key, at in value._due.items()])
     if kind is dict:
-        return lambda value, now: frozenset((k, key_of(v, now)) for k, v in value.items())
+        return lambda value, now: frozenset([(k, key_of(v, now)) for k, v in value.items()])
     if kind in (list, deque):
-        return lambda value, now: tuple(key_of(item, now) for item in value)
+        return lambda value, now: tuple([key_of(item, now) for item in value])
     if kind is set:
         return lambda value, now: frozenset(value)
     if kind is np.ndarray:
         return lambda value, now: value.tobytes()
     if kind in _WITH_ATTRIBUTES:
-        return lambda value, now: tuple(key_of(item, now) for item in value.__dict__.values())
+        return lambda value, now: tuple([key_of(item, now) for item in value.__dict__.values()])
     if is_dataclass(kind):
         names = [f.name for f in fields(kind) if f.name not in _TOLD_ONLY]
-        return lambda value, now: tuple(key_of(getattr(value, name), now) for name in names)
+        return lambda value, now: tuple([key_of(getattr(value, name), now) for name in names])
     if issubclass(kind, Enum):
         return lambda value, now: value.value
     if issubclass(kind, msgspec.Struct):
         return lambda value, now: repr(value)
-    return lambda value, now: value
+    return None

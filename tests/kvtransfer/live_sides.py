@@ -41,6 +41,7 @@ from kvtransfer.ports import (
     OpenHandoff,
 )
 from sharing.loans import Loans
+from tests.kvtransfer.node import Node
 from tests.kvtransfer.prefix_sides import NO_TIERS
 from tests.kvtransfer.sides import (
     BANK,
@@ -596,13 +597,13 @@ class TargetSide(ReaderSide):
 
 class LiveSimulation(Simulation):
     def __init__(self, live: LivePlan, config: TransferConfig) -> None:
-        super().__init__(live.plan(), config)
-        self.readers = type(self.readers)(TargetSide(live, config, instance=101))
-        self.owners = type(self.owners)(SourceSide(live, config, instance=11))
+        target = Node(101, reader=TargetSide(live, config, 101))
+        source = Node(201, owner=SourceSide(live, config, 201))
+        super().__init__([target, source], only_faults=live.only_faults)
 
     def after(self, world: World, step: Step) -> World:
         after = super().after(world, step)
-        source, target = self.owners.sides[after.owner], self.readers.sides[after.reader]
+        target, source = (node.reader or node.owner for node in self.nodes(after))
         assert isinstance(source, SourceSide) and isinstance(target, TargetSide)
         require(len(target.joined) <= 1, "two movers run")
         require(

@@ -32,6 +32,7 @@ from kvtransfer.ports import (
 )
 from sharing.fetches import Fetches
 from sharing.loans import SHARE, Loans
+from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     FREE,
     PAGE_SIZE,
@@ -356,7 +357,7 @@ class FetcherSide(ReaderSide):
             r,
             _tokens(plan.told * PAGE_SIZE + 1),
             plan.namespaces[r],
-            [PrefixAt("owner", plan.told * PAGE_SIZE)],
+            [PrefixAt("1", plan.told * PAGE_SIZE)],
             room=self.memory.cache.num_available,
             token_s=1e6,
             queued_s=0.0,
@@ -372,7 +373,7 @@ class FetcherSide(ReaderSide):
     def _take(self, event: Any) -> None:
         match event:
             case OwnerUp():
-                self.owners[event.owner] = True
+                self.owners[event.owner] = event.address
                 self.fetches.owner_up(event)
             case OwnerDown():
                 self.owners.pop(event.owner, None)
@@ -389,6 +390,6 @@ class FetcherSide(ReaderSide):
 
 class PrefixSimulation(Simulation):
     def __init__(self, plan: PrefixPlan, config: TransferConfig) -> None:
-        super().__init__(plan.plan(), config)
-        self.readers = type(self.readers)(FetcherSide(plan, config, instance=101))
-        self.owners = type(self.owners)(LenderSide(plan, config, instance=11))
+        reader = Node(101, reader=FetcherSide(plan, config, 101))
+        owner = Node(201, owner=LenderSide(plan, config, 201))
+        super().__init__([reader, owner], only_faults=plan.only_faults)

@@ -1,8 +1,9 @@
-"""Every reachable state of one simulated pair, up to a number of faults."""
+"""Every reachable state of a simulation, up to a number of faults."""
 
 from dataclasses import dataclass
 
 from common.config import TransferConfig
+from tests.kvtransfer.pair import PairSimulation
 from tests.kvtransfer.sides import Broken, Plan, require
 from tests.kvtransfer.world import Simulation, Step
 
@@ -14,8 +15,7 @@ SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer
 class Searched:
     states: int
     ends: int  # of them, states in which only a fault can do anything
-    reader_states: int
-    owner_states: int
+    node_states: tuple[int, ...]
 
 
 def search(plan: Plan, config: TransferConfig, *, faults: int) -> Searched:
@@ -24,7 +24,7 @@ def search(plan: Plan, config: TransferConfig, *, faults: int) -> Searched:
     Raises:
         Broken: with the steps that lead to it; an error of the product's own is one too.
     """
-    return search_in(Simulation(plan, config), faults=faults)
+    return search_in(PairSimulation(plan, config), faults=faults)
 
 
 def search_in(simulation: Simulation, *, faults: int) -> Searched:
@@ -56,9 +56,7 @@ def search_in(simulation: Simulation, *, faults: int) -> Searched:
             if there not in came_from:
                 came_from[there] = (here, step)
                 pending.append(after)
-    return Searched(
-        len(came_from), ends, len(simulation.readers.sides), len(simulation.owners.sides)
-    )
+    return Searched(len(came_from), ends, tuple(len(each.nodes) for each in simulation.states))
 
 
 def _path(came_from: dict[int, tuple[int, Step]], here: int) -> list[str]:

@@ -78,6 +78,7 @@ class Plan:
     owner_pages: int = 0
     windows: tuple[int | None, ...] = (None,)  # of the tables of pages
     state_pages: int = 0
+    owners: int = 1  # nodes that compute prompts
     attempts: int = 2
     budget_s: float = 100.0
     admits: bool = False  # whether the owner sends Admitted
@@ -178,7 +179,7 @@ class ReaderSide(Side[ReaderEnd]):
         self.jobs = [Job("new", r + 1, 1, 0, 0, ()) for r in range(len(plan.prompts))]
         self.cells: list[Any] = [FREE] * (plan.reader_pages or len(plan.prompts) * BANK)
         self.reads: dict[HandoffId, tuple[int, ...]] = {}  # pages held for "read"
-        self.owners: dict[int, bool] = {}  # instances that are up
+        self.owners: dict[int, str] = {}  # addresses of those that are up, by instance
         self.inbox: list[Any] = []
         self.posts: list[Any] = []  # commands that the end has not taken yet
 
@@ -237,16 +238,21 @@ class ReaderSide(Side[ReaderEnd]):
         ids |= {item.id for item in under_way if hasattr(item, "id")}
         return ids | self._end._attempts.keys() | self._end._links._landing.keys()
 
+    def peers(self) -> set[int]:
+        """Instances that it remembers."""
+        return self.owners.keys() | {stream.owner for stream in self._end._streams.values()}
+
     def at_rest(self) -> bool:
-        return not self._end.num_open and not self._end._links._landing and not self.reads
+        done = all(job.state == "ended" for job in self.jobs)
+        return done and not (self._end.num_open or self._end._links._landing or self.reads)
 
     # One input
 
     def react(self, given: Input) -> list[Output]:
         """Changes this side and returns what crosses to the world outside."""
         match given:
-            case ("up", stream, owner):
-                actions = self.end.stream_up(stream, owner, "owner", 1 << 20, self.now)
+            case ("up", stream, owner, address):
+                actions = self.end.stream_up(stream, owner, address, 1 << 20, self.now)
             case ("down", stream):
                 actions = self.end.stream_down(stream, "cut")
             case ("message", stream, message):
@@ -336,7 +342,7 @@ class ReaderSide(Side[ReaderEnd]):
                 self.jobs[r] = job._replace(state="open")
                 tokens = np.arange(self.plan.prompts[r] + job.emitted, dtype=np.int32)
                 return OpenHandoff(
-                    id, max(self.owners), tokens, job.emitted, SAMPLING, self.plan.budget_s, str(r)
+                    id, self._owner(r), tokens, job.emitted, SAMPLING, self.plan.budget_s, str(r)
                 )
             case "grant":
                 pages = self._free(r)[: self._num_pages(r)]
@@ -352,6 +358,12 @@ class ReaderSide(Side[ReaderEnd]):
                 return CancelHandoff(id, "going local, or its first token ended it")
         raise AssertionError(what)
 
+    def _owner(self, r: int) -> int:
+        """Where its next attempt goes: each to another owner, if there is one."""
+        addresses = sorted(set(self.owners.values()))
+        address = addresses[(self.jobs[r].attempt - 1) % len(addresses)]
+        return max(instance for instance, at in self.owners.items() if at == address)
+
     def _restart(self, instance: int) -> None:
         fresh = ReaderSide(self.plan, self.config, instance)
         # The router replays what had not ended, with the tokens it knows.
@@ -366,7 +378,7 @@ class ReaderSide(Side[ReaderEnd]):
     def _take(self, event: Any) -> None:
         match event:
             case OwnerUp():
-                self.owners[event.owner] = True
+                self.owners[event.owner] = event.address
             case OwnerDown():
                 self.owners.pop(event.owner, None)
             case HandoffAdmitted():
@@ -522,6 +534,10 @@ class OwnerSide(Side[OwnerEnd]):
     def streams(self) -> set[int]:
         """Those that the end remembers."""
         return set(self._end._streams)
+
+    def peers(self) -> set[int]:
+        """Instances that it remembers."""
+        return {stream.reader for stream in self._end._streams.values()}
 
     def ids(self) -> set[HandoffId]:
         """Those that anything here remembers."""

@@ -20,6 +20,7 @@ from kvtransfer.ports import (
     OpenHandoff,
     Publish,
 )
+from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     BANK,
     FREE,
@@ -214,6 +215,5 @@ class TakerSide(ReaderSide):
 
 class WeightSimulation(Simulation):
     def __init__(self, plan: WeightPlan, config: TransferConfig) -> None:
-        super().__init__(plan.plan(), config)
-        self.readers = type(self.readers)(TakerSide(plan, config, instance=101))
-        self.owners = type(self.owners)(LenderSide(plan, config, instance=11))
+        reader = Node(101, reader=TakerSide(plan, config, 101))
+        super().__init__([reader, Node(201, owner=LenderSide(plan, config, 201))])

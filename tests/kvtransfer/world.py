@@ -1,14 +1,14 @@
-"""Two sides joined by streams and links that may break: every state is a value, every step a
-function of it. What a side does with an input is computed once and remembered.
+"""Nodes joined by streams and links that may break: every state is a value, every step a function
+of it. What a node does with an input is computed once and remembered.
 """
 
 import itertools
-from collections.abc import Hashable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from common.config import TransferConfig
-from kvtransfer.messages import AnyMessage, HandoffId
-from tests.kvtransfer.sides import TORN, Input, Output, OwnerSide, Plan, ReaderSide
+from kvtransfer.messages import HandoffId
+from tests.kvtransfer.node import Node
+from tests.kvtransfer.sides import TORN, Input, Output
 
 HELLO = "hello"
 Pages = tuple[int, ...]
@@ -18,11 +18,13 @@ class Wire(NamedTuple):
     """One pair stream. What is sent after the cut is lost; what was sent before may still come."""
 
     stream: int
-    owner: int  # instance that answered
-    owner_sees: bool
-    reader_sees: bool
-    cut: bool
-    to_owner: tuple[AnyMessage, ...] = ()
+    reader: int  # its node
+    owner: int
+    instance: int  # of the owner that answered
+    owner_sees: bool = True
+    reader_sees: bool = True
+    cut: bool = False
+    to_owner: tuple[Any, ...] = ()
     to_reader: tuple[Any, ...] = ()
 
 
@@ -34,28 +36,26 @@ class SimRead(NamedTuple):
 
 class SimLink(NamedTuple):
     stream: int
-    owner: int  # instance
+    reader: int  # its node
+    owner: int
+    instance: int  # of the owner
     state: str  # opening | up | closing
     reads: tuple[SimRead, ...] = ()
     begun: tuple[Any, ...] | None = None  # contents when the first read began
 
 
 class World(NamedTuple):
-    reader: int  # number of the side's state
-    owner: int
+    nodes: tuple[int, ...]  # number of each node's state
     wires: tuple[Wire, ...] = ()
     links: tuple[SimLink, ...] = ()
     faults: int = 0  # still to come
 
 
-S = TypeVar("S", ReaderSide, OwnerSide)
+class States:
+    """The states of one node, numbered, and what each does with each input."""
 
-
-class States(Generic[S]):
-    """The states of one side, numbered, and what each does with each input."""
-
-    def __init__(self, first: S) -> None:
-        self.sides: list[S] = [first]
+    def __init__(self, first: Node) -> None:
+        self.nodes: list[Node] = [first]
         self.moves: list[list[Input]] = [first.moves()]
         self.faults: list[list[Input]] = [first.faults()]
         self._numbers: dict[Hashable, int] = {first.key(): 0}
@@ -68,29 +68,29 @@ class States(Generic[S]):
         return known
 
     def _computed(self, number: int, given: Input) -> tuple[int, list[Output]]:
-        side = self.sides[number].fork()
-        outputs = side.react(given)
-        key = side.key()
+        node, outputs = self.nodes[number].after(given)
+        key = node.key()
         if key not in self._numbers:
-            self._numbers[key] = len(self.sides)
-            self.sides.append(side)
-            self.moves.append(side.moves())
-            self.faults.append(side.faults())
+            self._numbers[key] = len(self.nodes)
+            self.nodes.append(node)
+            self.moves.append(node.moves())
+            self.faults.append(node.faults())
         return self._numbers[key], outputs
 
 
 class Draft:
-    """A world in the making: one step may have consequences on both sides."""
+    """A world in the making: one step may have consequences at several nodes."""
 
     def __init__(self, simulation: "Simulation", world: World) -> None:
         self._simulation = simulation
-        self._world = world
+        self._faults = world.faults
+        self.nodes = list(world.nodes)
         self.wires = {wire.stream: wire for wire in world.wires}
         self._links = {link.stream: link for link in world.links}
 
     def world(self) -> World:
         wires = tuple(w for w in self.wires.values() if w.owner_sees or w.reader_sees)
-        return self._world._replace(wires=wires, links=tuple(self._links.values()))
+        return World(tuple(self.nodes), wires, tuple(self._links.values()), self._faults)
 
     def wire(self, stream: int, **changes: Any) -> None:
         self.wires[stream] = self.wires[stream]._replace(**changes)
@@ -98,57 +98,75 @@ class Draft:
     def link(self, stream: int, **changes: Any) -> None:
         self._links[stream] = self._links[stream]._replace(**changes)
 
-    def connect(self) -> None:
-        stream = self._simulation.unused_stream(self._world)
-        owner = self._simulation.owners.sides[self._world.owner].instance
-        self.wires[stream] = Wire(stream, owner, True, True, False, (), (HELLO,))
-        reader = self._simulation.readers.sides[self._world.reader].instance
-        self.owner("up", stream, reader)
+    def node(self, node: int) -> Node:
+        return self._simulation.states[node].nodes[self.nodes[node]]
 
-    def owner(self, *given: Any) -> None:
-        number, outputs = self._simulation.owners.react(self._world.owner, given)
-        self._world = self._world._replace(owner=number)
+    def react(self, node: int, *given: Any) -> None:
+        """A node's state after an input, and what of it crosses to others."""
+        self.nodes[node], outputs = self._simulation.states[node].react(self.nodes[node], given)
         for output in outputs:
             match output:
                 case ("send", stream, message):
-                    wire = self.wires[stream]
-                    if not wire.cut:
-                        self.wire(stream, to_reader=(*wire.to_reader, message))
+                    self._send(node, self.wires[stream], message)
                 case ("end", stream):
-                    self.wire(stream, owner_sees=False, cut=True)
-
-    def reader(self, *given: Any) -> None:
-        number, outputs = self._simulation.readers.react(self._world.reader, given)
-        self._world = self._world._replace(reader=number)
-        for output in outputs:
-            match output:
-                case ("send", stream, message):
-                    wire = self.wires[stream]
-                    if not wire.cut:
-                        self.wire(stream, to_owner=(*wire.to_owner, message))
-                case ("end", stream):
-                    self.wire(stream, reader_sees=False, cut=True)
+                    seen = "reader_sees" if self.wires[stream].reader == node else "owner_sees"
+                    self.wire(stream, cut=True, **{seen: False})
                 case ("open link", stream):
-                    self._links[stream] = SimLink(stream, self.wires[stream].owner, "opening")
+                    wire = self.wires[stream]
+                    link = SimLink(stream, wire.reader, wire.owner, wire.instance, "opening")
+                    self._links[stream] = link
                 case ("close link", stream):
                     self.link(stream, state="closing")
                 case ("read", stream, id, source, destination):
                     reads = self._links[stream].reads
                     self.link(stream, reads=(*reads, SimRead(id, source, destination)))
 
+    def _send(self, node: int, wire: Wire, message: Any) -> None:
+        if wire.cut:
+            return
+        if wire.reader == node:
+            self.wire(wire.stream, to_owner=(*wire.to_owner, message))
+        else:
+            self.wire(wire.stream, to_reader=(*wire.to_reader, message))
+
+    def of_reader(self, stream: int, *given: Any) -> None:
+        """An input of the end that reads through this link."""
+        self.react(self._links[stream].reader, "reader", *given)
+
+    def connect(self, reader: int, owner: int, stream: int) -> None:
+        wire = Wire(stream, reader, owner, self.node(owner).instance, to_reader=(HELLO,))
+        self.wires[stream] = wire
+        self.react(owner, "owner", "up", stream, self.node(reader).instance)
+
+    def owner_gets(self, stream: int) -> None:
+        wire = self.wires[stream]
+        message = wire.to_owner[0]
+        self.wire(stream, to_owner=wire.to_owner[1:])
+        self.react(wire.owner, "owner", "message", stream, message)
+
+    def reader_gets(self, stream: int) -> None:
+        wire = self.wires[stream]
+        message = wire.to_reader[0]
+        self.wire(stream, to_reader=wire.to_reader[1:])
+        if message == HELLO:
+            self.react(wire.reader, "reader", "up", stream, wire.instance, str(wire.owner))
+        else:
+            self.react(wire.reader, "reader", "message", stream, message)
+
     def link_gone(self, stream: int) -> None:
         """The fence: until now the read under way may have written anything."""
-        link = self._links.pop(stream)
+        link = self._links[stream]
         if link.begun is not None:
             read = link.reads[0]
-            self.reader("write", read.id, read.destination, (TORN,) * len(read.destination))
-        self.reader("link closed", stream)
+            self.of_reader(stream, "write", read.id, read.destination, (TORN,) * len(link.begun))
+        del self._links[stream]
+        self.react(link.reader, "reader", "link closed", stream)
 
     def read_begun(self, stream: int) -> None:
         read = self._links[stream].reads[0]
-        contents = self._source(read)
+        contents = self._source(stream)
         self.link(stream, begun=contents)
-        self.reader("write", read.id, read.destination, (TORN,) * len(contents))
+        self.of_reader(stream, "write", read.id, read.destination, (TORN,) * len(contents))
 
     def read_landed(self, stream: int) -> None:
         """What changed while it was read has landed in part."""
@@ -156,51 +174,65 @@ class Draft:
         read = link.reads[0]
         then = link.begun or ()
         landed = tuple(
-            now if now == old else TORN for now, old in zip(self._source(read), then, strict=True)
+            now if now == old else TORN for now, old in zip(self._source(stream), then, strict=True)
         )
-        self.reader("write", read.id, read.destination, landed)
+        self.of_reader(stream, "write", read.id, read.destination, landed)
         self.read_over(stream, "")
 
-    def _source(self, read: SimRead) -> tuple[Any, ...]:
-        return self._simulation.owners.sides[self._world.owner].contents(read.source)
+    def _source(self, stream: int) -> tuple[Any, ...]:
+        link = self._links[stream]
+        return self.node(link.owner).contents(link.reads[0].source)
 
     def read_over(self, stream: int, refused: str) -> None:
-        link = self._links[stream]
-        self.link(stream, reads=link.reads[1:], begun=None)
-        self.reader("read ended", stream, refused)
+        self.link(stream, reads=self._links[stream].reads[1:], begun=None)
+        self.of_reader(stream, "read ended", stream, refused)
 
-    def restart_owner(self) -> None:
-        instance = self._simulation.unused_owner(self._world)
-        for stream in list(self.wires):
-            self.wire(stream, owner_sees=False, cut=True, to_owner=())
-        self.owner("restart", instance)
-
-    def restart_reader(self) -> None:
-        instance = self._simulation.unused_reader(self._world)
-        for stream in list(self.wires):
-            self.wire(stream, reader_sees=False, cut=True, to_reader=())
-        self._links.clear()
-        self.reader("restart", instance)
+    def restart(self, node: int, instance: int) -> None:
+        for stream, wire in list(self.wires.items()):
+            if wire.owner == node:
+                self.wire(stream, owner_sees=False, cut=True, to_owner=())
+            if wire.reader == node:
+                self.wire(stream, reader_sees=False, cut=True, to_reader=())
+        self._links = {s: link for s, link in self._links.items() if link.reader != node}
+        self.react(node, "restart", instance)
 
 
-Step = tuple[Any, ...]  # what happens, to which stream or by which command
+Step = tuple[Any, ...]  # what happens, to which stream or at which node by which command
 
 
 class Simulation:
-    """All that can happen in one pair."""
+    """All that can happen among some nodes.
 
-    def __init__(self, plan: Plan, config: TransferConfig) -> None:
-        self.plan = plan
-        self.readers = States(ReaderSide(plan, config, instance=101))
-        self.owners = States(OwnerSide(plan, config, instance=11))
+    Args:
+        nodes: in their first state, each with an instance of its own. The address of one is its
+            number here.
+        dials: which node reads from which.
+        only_faults: if any, no others happen.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        dials: Sequence[tuple[int, int]] = ((0, 1),),
+        only_faults: tuple[str, ...] = (),
+    ) -> None:
+        self.states = [States(node) for node in nodes]
+        self._dials = tuple(dials)
+        self._only_faults = only_faults
 
     def start(self, faults: int) -> World:
-        return World(0, 0, faults=faults)
+        return World((0,) * len(self.states), faults=faults)
+
+    def nodes(self, world: World) -> list[Node]:
+        return [
+            states.nodes[number] for states, number in zip(self.states, world.nodes, strict=True)
+        ]
 
     def steps(self, world: World) -> list[Step]:
         """Everything but faults that may happen next."""
-        steps: list[Step] = [("reader", *given) for given in self.readers.moves[world.reader]]
-        steps += [("owner", *given) for given in self.owners.moves[world.owner]]
+        steps: list[Step] = []
+        for n, number in enumerate(world.nodes):
+            steps += [("node", n, *given) for given in self.states[n].moves[number]]
         for wire in world.wires:
             if wire.owner_sees and wire.to_owner:
                 steps.append(("owner gets", wire.stream, wire.to_owner[0]))
@@ -212,13 +244,13 @@ class Simulation:
                 steps.append(("reader sees the end", wire.stream))
         for link in world.links:
             steps += self._link_steps(world, link)
-        if not any(wire.reader_sees for wire in world.wires):
-            steps.append(("connect",))
+        dialled = {(wire.reader, wire.owner) for wire in world.wires if wire.reader_sees}
+        steps += [("connect", *dial) for dial in self._dials if dial not in dialled]
         return steps
 
     def _link_steps(self, world: World, link: SimLink) -> Iterator[Step]:
-        owner = self.owners.sides[world.owner]
-        if link.state == "closing" or owner.instance != link.owner:
+        owner = self.states[link.owner].nodes[world.nodes[link.owner]]
+        if link.state == "closing" or owner.instance != link.instance:
             yield "link is closed", link.stream
         elif link.state == "opening":
             yield "link is up", link.stream
@@ -231,16 +263,14 @@ class Simulation:
         """Every fault that may happen here, if one more may."""
         if not world.faults:
             return []
-        faults = list(self._faults(world))
-        only = self.plan.only_faults
-        return [f for f in faults if not only or f[0] in only or f[1] in only]
+        only = self._only_faults
+        return [f for f in self._faults(world) if not only or any(word in only for word in f)]
 
     def _faults(self, world: World) -> Iterator[Step]:
-        for given in self.readers.faults[world.reader]:
-            serial = (self.unused_serial(world),) if given[0] == "cancel" else ()
-            yield "reader", *given, *serial
-        for given in self.owners.faults[world.owner]:
-            yield "owner", *given
+        for n, number in enumerate(world.nodes):
+            for given in self.states[n].faults[number]:
+                serial = (self.unused_serial(world, n),) if "cancel" in given else ()
+                yield "node", n, *given, *serial
         for wire in world.wires:
             if not wire.cut:
                 yield "cut", wire.stream
@@ -249,45 +279,39 @@ class Simulation:
                 yield "link breaks", link.stream
             if link.state == "up" and link.begun is not None:
                 yield "read is late", link.stream
-        if world.wires:
-            yield "owner restarts", ""
-            yield "reader restarts", ""
+        paired = {node for wire in world.wires for node in (wire.owner, wire.reader)}
+        for n in sorted(paired):
+            yield "restart", n
 
     def again(self, world: World) -> list[Step]:
         """Requests that have ended may be submitted once more."""
-        serial = self.unused_serial(world)
-        jobs = enumerate(self.readers.sides[world.reader].jobs)
-        return [("reader", "again", r, serial) for r, job in jobs if job.state == "ended"]
+        return [
+            ("node", n, "reader", "again", r, self.unused_serial(world, n))
+            for n, node in enumerate(self.nodes(world))
+            for r in node.ended()
+        ]
 
     def after(self, world: World, step: Step) -> World:
         """The world after one of its steps. Raises Broken where an invariant breaks."""
         draft = Draft(self, world)
         match step:
-            case ("reader", *given):
-                draft.reader(*given)
-            case ("owner", *given):
-                draft.owner(*given)
-            case ("owner gets", stream, message):
-                draft.wire(stream, to_owner=draft.wires[stream].to_owner[1:])
-                draft.owner("message", stream, message)
-            case ("reader gets", stream, message):
-                wire = draft.wires[stream]
-                draft.wire(stream, to_reader=wire.to_reader[1:])
-                if message == HELLO:
-                    draft.reader("up", stream, wire.owner)
-                else:
-                    draft.reader("message", stream, message)
+            case ("node", n, *given):
+                draft.react(n, *given)
+            case ("owner gets", stream, _):
+                draft.owner_gets(stream)
+            case ("reader gets", stream, _):
+                draft.reader_gets(stream)
             case ("owner sees the end", stream):
                 draft.wire(stream, owner_sees=False)
-                draft.owner("down", stream)
+                draft.react(draft.wires[stream].owner, "owner", "down", stream)
             case ("reader sees the end", stream):
                 draft.wire(stream, reader_sees=False)
-                draft.reader("down", stream)
+                draft.react(draft.wires[stream].reader, "reader", "down", stream)
             case ("cut", stream):
                 draft.wire(stream, cut=True)
             case ("link is up", stream):
                 draft.link(stream, state="up")
-                draft.reader("link up", stream)
+                draft.of_reader(stream, "link up", stream)
             case ("link is closed" | "link breaks", stream):
                 draft.link_gone(stream)
             case ("read begins", stream):
@@ -297,50 +321,42 @@ class Simulation:
             case ("read is refused", stream):
                 draft.read_over(stream, "not published")
             case ("read is late", stream):
-                draft.reader("read late", stream)
-            case ("connect",):
-                draft.connect()
-            case ("owner restarts", _):
-                draft.restart_owner()
-            case ("reader restarts", _):
-                draft.restart_reader()
+                draft.of_reader(stream, "read late", stream)
+            case ("connect", reader, owner):
+                draft.connect(reader, owner, self.unused_stream(world))
+            case ("restart", n):
+                draft.restart(n, self.unused_instance(world, n))
         return draft.world()
 
     def after_fault(self, world: World, fault: Step) -> World:
         return self.after(world._replace(faults=world.faults - 1), fault)
 
     def rests(self, world: World) -> bool:
-        """Every request has ended, and nothing is held or waited for on either side."""
-        reader, owner = self.readers.sides[world.reader], self.owners.sides[world.owner]
-        done = all(job.state == "ended" for job in reader.jobs)
-        wanted = all(link.stream in reader.live_streams() for link in world.links)
-        return done and wanted and reader.at_rest() and owner.at_rest()
+        """Every request has ended, and nothing is held or waited for anywhere."""
+        nodes = self.nodes(world)
+        wanted = all(link.stream in nodes[link.reader].live_streams() for link in world.links)
+        return wanted and all(node.at_rest() for node in nodes)
 
     # Names ------------------------------------------------------------------------------------
     # The nodes never use one twice. Here one is used again when nothing remembers it, which is
     # the same and keeps the number of states finite.
 
     def unused_stream(self, world: World) -> int:
-        reader, owner = self.readers.sides[world.reader], self.owners.sides[world.owner]
-        used = reader.streams() | owner.streams()
-        used |= {wire.stream for wire in world.wires} | {link.stream for link in world.links}
-        return _least(1, used)
+        used = {wire.stream for wire in world.wires} | {link.stream for link in world.links}
+        return _least(1, used.union(*(node.streams() for node in self.nodes(world))))
 
-    def unused_owner(self, world: World) -> int:
-        used = {wire.owner for wire in world.wires} | {link.owner for link in world.links}
-        used |= self.readers.sides[world.reader].owners.keys()
-        return _least(11, used | {self.owners.sides[world.owner].instance})
+    def unused_instance(self, world: World, n: int) -> int:
+        nodes = self.nodes(world)
+        used = {wire.instance for wire in world.wires} | {link.instance for link in world.links}
+        used |= {id.instance for id in self._ids(world)}
+        return _least(self.states[n].nodes[0].instance, used.union(*(x.peers() for x in nodes)))
 
-    def unused_reader(self, world: World) -> int:
-        used = {id.instance for id in self._ids(world)}
-        return _least(101, used | {self.readers.sides[world.reader].instance})
-
-    def unused_serial(self, world: World) -> int:
-        instance = self.readers.sides[world.reader].instance
+    def unused_serial(self, world: World, n: int) -> int:
+        instance = self.nodes(world)[n].instance
         return _least(1, {id.request for id in self._ids(world) if id.instance == instance})
 
     def _ids(self, world: World) -> set[HandoffId]:
-        ids = self.readers.sides[world.reader].ids() | self.owners.sides[world.owner].ids()
+        ids = set[HandoffId]().union(*(node.ids() for node in self.nodes(world)))
         for wire in world.wires:
             for message in (*wire.to_owner, *wire.to_reader):
                 if hasattr(message, "id"):

@@ -1,0 +1,98 @@
+"""A node of the search: an end that reads, one that is read from, or both over one engine."""
+
+import copy
+from collections.abc import Hashable, Sequence
+from typing import Any, Self
+
+from kvtransfer.messages import HandoffId
+from tests.kvtransfer.sides import Input, Output, OwnerSide, ReaderSide
+
+
+class Node:
+    """Its ends know nothing of each other; where their engine is one, a subclass says how.
+
+    An input is the name of an end and what that one is given, or ("restart", instance).
+    """
+
+    def __init__(
+        self, instance: int, *, reader: ReaderSide | None = None, owner: OwnerSide | None = None
+    ) -> None:
+        ends = {"reader": reader, "owner": owner}
+        self.instance = instance
+        self.reader, self.owner = reader, owner
+        self._ends = [name for name, end in ends.items() if end is not None]
+
+    def _end(self, name: str) -> Any:
+        return self.reader if name == "reader" else self.owner
+
+    def _all(self) -> list[Any]:
+        return [self._end(name) for name in self._ends]
+
+    def after(self, given: Input) -> tuple[Self, list[Output]]:
+        """This node after an input, and what crosses to the world outside."""
+        twin = copy.copy(self)
+        match given:
+            case ("restart", instance):
+                twin.instance = instance
+                twin.fork(*self._ends)
+                twin.restart()
+                return twin, []
+            case (name, *input):
+                twin.fork(name)
+                return twin, twin.react(name, tuple(input))
+        raise AssertionError(given)
+
+    def fork(self, *names: str) -> None:
+        """These ends are about to change: they are this node's own from now on."""
+        for name in names:
+            setattr(self, name, self._end(name).fork())
+
+    def react(self, name: str, given: Input) -> list[Output]:
+        outputs: list[Output] = self._end(name).react(given)
+        return outputs
+
+    def restart(self) -> None:
+        for end in self._all():
+            end.react(("restart", self.instance))
+
+    # What is asked of it ------------------------------------------------------------------------
+
+    def key(self) -> Hashable:
+        return tuple(end.key() for end in self._all())
+
+    def moves(self) -> list[Input]:
+        return [(name, *given) for name in self._ends for given in self._end(name).moves()]
+
+    def faults(self) -> list[Input]:
+        return [(name, *given) for name in self._ends for given in self._end(name).faults()]
+
+    def at_rest(self) -> bool:
+        return all(end.at_rest() for end in self._all())
+
+    def ended(self) -> list[int]:
+        """Requests that have."""
+        jobs = self.reader.jobs if self.reader is not None else []
+        return [r for r, job in enumerate(jobs) if job.state == "ended"]
+
+    def contents(self, pages: Sequence[int]) -> tuple[Any, ...]:
+        assert self.owner is not None
+        return self.owner.contents(pages)
+
+    def serves(self, pages: Sequence[int]) -> bool:
+        assert self.owner is not None
+        return self.owner.serves(pages)
+
+    def live_streams(self) -> set[int]:
+        return self.reader.live_streams() if self.reader is not None else set()
+
+    def streams(self) -> set[int]:
+        """Those that its ends remember."""
+        return set[int]().union(*(end.streams() for end in self._all()))
+
+    def ids(self) -> set[HandoffId]:
+        """Those that anything here remembers."""
+        return set[HandoffId]().union(*(end.ids() for end in self._all()))
+
+    def peers(self) -> set[int]:
+        """Instances that anything here remembers, its own among them."""
+        return {self.instance}.union(*(end.peers() for end in self._all()))
