@@ -295,7 +295,9 @@ def reader(load: Load) -> dict[str, Any]:
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(pages, cache, port)
     role = DecodeRole(
-        config=DecodeConfig.model_validate({"engine": {"model": "none"}}),
+        config=DecodeConfig.model_validate(
+            {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
+        ),
         instance=READER,
         scheduler=_scheduler(load, pages, cache, table, lambda request, pages: None),
         pages=pages,
