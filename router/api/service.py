@@ -181,8 +181,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
         """NOT_FOUND where nobody knows it any more."""
-        if not request.name:
-            raise InvalidRequest("name is empty")
         return await self._explainer.explain(request.name)
 
     async def LoadAdapter(

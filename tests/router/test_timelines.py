@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.requests.timeline import TtftPhase
 from protos import decode_pb2 as pb
-from protos.router_pb2 import GenerateRequest
+from protos.router_pb2 import ExplainRequest, GenerateRequest
 from protos.sampling_pb2 import Sampling
 from router.requests.timelines import NUM_KEPT
+from router.requests.validation import MAX_LABEL_CHARACTERS
 from tests.router.rig import (
     WAIT_S,
     byte_level_tokenizer,
@@ -236,6 +238,18 @@ async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(
             assert listed == [str(number) for number in range(NUM_KEPT + 2, 2, -1)]
             assert (await get(r.http_port, "/requests/2")).status == 404
             assert (await get(r.http_port, "/requests/refused")).status == 404
+
+
+async def test_a_name_that_no_request_can_have_is_refused_before_anybody_is_asked(
+    model: Path,
+) -> None:
+    """Names that long break what processes ask each other by."""
+    async with router_for(model, decode=["127.0.0.1:1"]) as (client, r):
+        for name in ("", "x" * (MAX_LABEL_CHARACTERS + 1)):
+            error = await failure(client.stub.Explain(ExplainRequest(name=name)))
+            assert error.code() is StatusCode.INVALID_ARGUMENT
+            for path in (f"/requests/{name}", f"/requests/{name}/events"):
+                assert (await get(r.http_port, path)).status == 404
 
 
 async def test_a_trace_is_passed_on_as_the_client_named_it_or_not_at_all(model: Path) -> None:

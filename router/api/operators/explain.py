@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from common.errors import NodeUnavailable, NotKnown
+from common.errors import InvalidRequest, NodeUnavailable, NotKnown
 from common.requests.flight import event_to_proto
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.inquiry import Inquiry, Said
 from router.requests.events import Told, told
 from router.requests.timelines import Timelines
+from router.requests.validation import MAX_LABEL_CHARACTERS
 from router.siblings.asking import Siblings
 
 _TOLD = "/told"  # as processes ask each other
@@ -55,9 +56,14 @@ class Explainer:
         Args:
             name: an id, or what the client calls it: the newest one that is called so.
         Raises:
+            InvalidRequest: no request can have that name.
             NotKnown: nobody knows it, or no more.
             NodeUnavailable: the same, of those who have answered; a process of this router has not.
         """
+        if not 0 < len(name) <= MAX_LABEL_CHARACTERS:
+            raise InvalidRequest(
+                f"name has {len(name)} characters, 1 to {MAX_LABEL_CHARACTERS} can be"
+            )
         known, num_silent = await self._find(name)
         said = await self._inquiry.ask(known.request_id if known else name)
         if known is None and not any(one.flights.flights for one in said):
@@ -116,7 +122,7 @@ def _sentence(name: str, said: Sequence[Said], num_silent: int) -> str:
         f"{one.role} {one.address} {one.problem or f'its last {one.flights.num_kept}'}"
         for one in said
     )
-    sentence = f"nothing is known of a request {name[:256]!r}, or no more"
+    sentence = f"nothing is known of a request {name!r}, or no more"
     if num_silent:
         sentence += f"; {num_silent} processes of this router have not answered"
     return f"{sentence}; kept are the last that ended: {kept or 'no node is there'}"

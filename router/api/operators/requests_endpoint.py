@@ -21,6 +21,7 @@ from router.api.operators.cluster_report import plain
 from router.api.operators.explain import Explainer
 from router.api.operators.request_json import details, summary
 from router.requests.timelines import Timelines
+from router.requests.validation import MAX_LABEL_CHARACTERS
 from router.siblings.asking import Siblings
 
 PATH = "/requests"
@@ -78,9 +79,10 @@ class RequestsEndpoint:
     async def below(self, request: Request) -> web.Response:
         """A slash that is part of a name is escaped there."""
         name = request.route.removeprefix(f"{PATH}/")
-        if name.endswith(_EVENTS):
-            return await self._explained(unquote(name.removesuffix(_EVENTS)))
-        return await self._one(unquote(name))
+        asked = unquote(name.removesuffix(_EVENTS))
+        if not 0 < len(asked) <= MAX_LABEL_CHARACTERS:  # nobody else is asked
+            return _not_found(asked[:MAX_LABEL_CHARACTERS], 0).response()
+        return await (self._explained if name.endswith(_EVENTS) else self._one)(asked)
 
     async def _explained(self, name: str) -> web.Response:
         try:
@@ -116,7 +118,7 @@ def _best(name: str, found: list[_Content]) -> _Content | None:
 
 
 def _not_found(name: str, num_silent: int) -> Refusal:
-    sentence = f"no request {name[:256]!r} is under way or among the last that ended"
+    sentence = f"no request {name!r} is under way or among the last that ended"
     if num_silent:
         processes = "a process" if num_silent == 1 else f"{num_silent} processes"
         sentence += f", as far as is known: {processes} of this router did not answer"
