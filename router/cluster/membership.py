@@ -174,6 +174,8 @@ class Membership:
             self._survey.forget(client.address)
             if self._shapes.get(client) and not client.ended_in_order:
                 self._on_stream_lost()
+        elif client.drains:
+            self._survey.drains(client.address)
         # A Status that only counts pages anew is no reason to ask every node.
         shape = _shape(client.status)
         if shape != self._shapes.get(client):

@@ -66,7 +66,7 @@ class _Known:
         self.instance = 0  # that has said so
         self.num_lives = 1  # one more whenever it was gone
         self.silence = ""  # why it did not answer; "" if it did
-        self.leaving = False  # it drained when it answered last
+        self.leaving = False  # it drained when it was heard last
 
 
 class Survey:
@@ -140,6 +140,12 @@ class Survey:
         if known is not None:
             known.state, known.engine_silent = "", False
             known.num_lives += 1
+
+    def drains(self, address: str) -> None:
+        """The node at `address` says so on its stream: it may be gone before it is asked again."""
+        known = self._known.get(address)
+        if known is not None:
+            known.leaving = True
 
     def want(self) -> None:
         """Something has changed: look soon, not at the next interval."""

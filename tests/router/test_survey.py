@@ -1,6 +1,7 @@
 """What nodes say of themselves, and do not say, and what that means for others."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,19 @@ async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie: A
         (report,) = await asking.look()
         assert report.state in ("unhealthy", "unreachable")
         assert not asking.fit(node.address, "prefill")
+
+
+@pytest.mark.parametrize(("drained", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(
+    drained: bool, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What ends as planned is nothing to look into."""
+    caplog.set_level(logging.INFO, "router.cluster")
+    looking = Survey(tokenizer_hash="", on_change=lambda: None)
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        looking.join("decode", "127.0.0.1:1", channel)
+        if drained:
+            looking.drains("127.0.0.1:1")
+        await looking.look()
+    told = [each.levelno for each in caplog.records if "does not answer" in each.getMessage()]
+    assert told == [level]
