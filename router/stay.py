@@ -109,8 +109,11 @@ class Moving:
         return self._task
 
     def take_successor(self) -> Stay | None:
-        """Where it goes on: whoever takes it is the one to leave it."""
+        """Where it goes on: whoever takes it is the one to leave it. A move under way is done."""
         successor, self._successor = self._successor, None
+        if successor is not None:
+            self._task = None
+            successor.tokens.tell()
         return successor
 
     async def _move(self, target: str) -> Outcome:
@@ -120,6 +123,8 @@ class Moving:
         except NodeUnavailable as nowhere:
             return Outcome("", str(nowhere))
         await successor.tokens.news()
+        if self._successor is not successor:
+            return Outcome(successor.address)  # its own node has given it away, and said so first
         if successor.tokens.has_begun:
             # The first end counts: that of its own node comes before all of this.
             self._stay.tokens.end(NodeLost("it goes on elsewhere", Doing.NOT_ITS_OWN))

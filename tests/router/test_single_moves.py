@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 from grpc import StatusCode
 
-from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
+from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.api.operators.moves import Moved, Mover, OwnMoves
 from router.cluster.cluster import Cluster
@@ -41,6 +41,19 @@ async def test_a_request_goes_where_the_operator_wants_it(model: Path) -> None:
         assert await d0.cancelled() == first.request
         d1.say({second.request: [22]}, ended={second.request: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [22]
+
+
+async def test_a_request_has_moved_whose_first_node_says_so_before_the_second_says_anything(
+    model: Path,
+) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call, first, name = await _runs(client, d0)
+        moving = _move(client, request_id=name)
+        second = await d1.submitted()
+        d0.say(ended={first.request: FINISH_REASON_MOVED})
+        assert await moving == MoveResponse(request_id=name, source=d0.address, target=d1.address)
+        d1.say({second.request: [21]}, ended={second.request: FINISH_REASON_LENGTH})
+        assert (await collect(call))[1] == [21]
 
 
 async def test_one_of_a_nodes_requests_goes_wherever_the_policy_has_it(model: Path) -> None:
