@@ -6,7 +6,8 @@ soon paired with again, or here.
                              `--> here (colocated, short, no owner, all tried)
                                     |--> fetching: another node has much of it --> waiting queue
                                     `--> waiting queue
-    runs elsewhere, and is to run here --> fetching: what it has so far --> hand-off of the rest
+    runs elsewhere, and is to run here --> fetching: what it has so far --> convoy
+                                                               --> hand-off of the rest
 
 Knows who can be asked and who has failed a request; knows nothing of how a hand-off goes.
 """
@@ -27,6 +28,7 @@ from common.queueing.drain import Drain
 from common.queueing.waiting_line import Place
 from common.requests.trial import GUILTY, MAX_DEATHS
 from decode_node import canary
+from decode_node.convoys import Convoys
 from decode_node.counts import DecodeCounts
 from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
 from decode_node.held_back import HeldBack
@@ -72,7 +74,7 @@ class Dispatcher:
         self.unpaired = Unpaired(config.pair_again_s)
         self.held_back = HeldBack()
         self.fetching = FetchLine(sharing.fetches)
-        self._sources: dict[int, MoveFrom] = {}  # by key, of those that run elsewhere
+        self._convoys = Convoys()
 
     def owner_up(self, event: OwnerUp) -> None:
         self._owners[event.address] = event
@@ -126,7 +128,7 @@ class Dispatcher:
             until = time.monotonic() + MOVE_WAIT_S
             self.unpaired.append(Waiter(request, (source.address,), 1, until, source.ticket))
         elif self._copy_first(request, source):
-            self._sources[request.key] = source
+            self._convoys.put(request, source)
             self.fetching.put(request)
         else:
             self._move(request, source)
@@ -190,30 +192,38 @@ class Dispatcher:
 
     def place_fetched(self, now: float) -> None:
         """Those whose prefix has been read, or is not to be had, go to the scheduler; what runs
-        elsewhere is to come now."""
+        elsewhere is to come now, or with others."""
         for request, _ in self.fetching.take(now):
-            source = self._sources.pop(request.key, None)
+            if request in self._convoys:
+                self._sharing.forget(request.key)
+                self._convoys.copied(request)
+                continue
             try:
-                if source is None:
-                    self._scheduler.add(request)
-                else:
-                    self._sharing.forget(request.key)
-                    self._move(request, source)
+                self._scheduler.add(request)
             except ServingError as error:
                 self._prompts.leave(request.key)
                 self._sharing.forget(request.key)
+                self._live.refuse(request, error)
+        for request, source in self._convoys.take():
+            try:
+                self._move(request, source)
+            except ServingError as error:
                 self._live.refuse(request, error)
 
     def give_up(self, request: Request) -> bool:
         """It has ended. False: it is not here."""
         if self.unpaired.remove(request) or self.held_back.remove(request):
             return True
-        if not self.fetching.remove(request):
+        if not (self._convoys.remove(request) or self.fetching.remove(request)):
             return False
-        self._sources.pop(request.key, None)
         self._prompts.leave(request.key)
         self._sharing.forget(request.key)
         return True
+
+    @property
+    def num_fetching(self) -> int:
+        """Those whose prefix is being read, and those whose has been and that wait for others."""
+        return len(self.fetching) + len(self._convoys)
 
     def _check_another(self, lost: LostHandoff, candidates: Sequence[str], attempt: int) -> None:
         """After an owner whose queue is too long, which is no reason to prefill it here: those who

@@ -358,16 +358,16 @@ class Handoffs:
         stamps.num_bytes = num_read * self._destinations.page_bytes
 
     def launch_waits_s(self, now: float, *, ahead: bool) -> float:
-        """So long the next launch should wait, at most, for requests that move here: one that comes
-        just after it stands still for the whole step.
+        """So long the next launch should wait, at most, for requests that move here and stand still
+        already: one that comes just after it does so for the whole step.
 
         Args:
             ahead: a step is under way, and the next one would only be queued behind it: whoever
                 comes before its end would miss both.
         """
-        if not self.transfer.num_coming:
-            return 0.0
-        return math.inf if ahead else max(0.0, self._launch_by - now)
+        if ahead:
+            return math.inf if self.transfer.num_coming else 0.0
+        return max(0.0, self._launch_by - now) if self.transfer.is_arriving else 0.0
 
     def _note_arrival(self, now: float) -> None:
         """Of one that moves here: it has stopped where it was, or its pages are read."""

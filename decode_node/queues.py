@@ -192,6 +192,12 @@ class TransferQueue:
         """Of those that run at their owners, how many are not held yet."""
         return sum(not transfer.held for transfer in self._movers.values())
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether one of those has stopped there, and is not held yet."""
+        movers = self._movers.values()
+        return any(transfer.told is not None and not transfer.held for transfer in movers)
+
     def held(self) -> list[Transfer]:
         return [transfer for transfer in self._transfers.values() if transfer.held]
 

@@ -290,7 +290,7 @@ class DecodeRole:
             **self._preparations.queues(),
             "paused": len(self._dispatcher.held_back),
             "unpaired": len(self._dispatcher.unpaired),
-            "fetching": len(self._dispatcher.fetching),
+            "fetching": self._dispatcher.num_fetching,
             "prealloc": len(self._handoffs.prealloc),
             "transfer": len(self._handoffs.transfer),
             "leaving": len(self._departures),
@@ -393,7 +393,7 @@ class DecodeRole:
         another."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
         num_elsewhere += len(self._dispatcher.held_back)
-        num_elsewhere += len(self._preparations) + len(self._dispatcher.fetching)
+        num_elsewhere += len(self._preparations) + self._dispatcher.num_fetching
         return num_elsewhere + self.scheduler.num_waiting
 
     # Ends ---------------------------------------------------------------------------------------

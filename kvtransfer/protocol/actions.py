@@ -48,6 +48,14 @@ class StartRead(msgspec.Struct, frozen=True):
     destination_pages: Ints
 
 
+class Expect(msgspec.Struct, frozen=True):
+    """Reads into these pages are soon to be started, through the link of this stream, and somebody
+    stands still for them."""
+
+    stream: int
+    destination_pages: Ints
+
+
 class Confirm(msgspec.Struct, frozen=True):
     """The owner held all that was read: tell the engine `held`, unless one of these pages is not
     what its owner said. Then the attempt is lost, and the link of this stream is not trusted."""
@@ -72,6 +80,6 @@ class Withdraw(msgspec.Struct, frozen=True):
 
 
 ReaderAction: TypeAlias = (
-    Send | EndStream | OpenLink | CloseLink | StartRead | Confirm | ReaderEvent
+    Send | EndStream | OpenLink | CloseLink | StartRead | Expect | Confirm | ReaderEvent
 )
 OwnerAction: TypeAlias = Send | EndStream | Expose | Withdraw | OwnerEvent

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
-from common.page_tables import PageTables
+from common.page_tables import PageTables, num_pages_of
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -39,13 +39,17 @@ from kvtransfer.ports import (
     OwnerUp,
     ReaderCommand,
 )
-from kvtransfer.protocol.actions import Confirm, EndStream, ReaderAction, Send
+from kvtransfer.protocol.actions import Confirm, EndStream, Expect, ReaderAction, Send
 from kvtransfer.protocol.attempt import Attempt
 from kvtransfer.protocol.beats import Beats, earliest
 from kvtransfer.protocol.deadlines import Deadlines
 from kvtransfer.protocol.pace import Pace
 from kvtransfer.protocol.reader_links import ReaderLinks
 from kvtransfer.protocol.states import KVPoll
+
+_MORE_PAGES = (
+    2  # of each table, that a request may get until it has stopped, and with its next step
+)
 
 
 class _Wait(IntEnum):
@@ -396,6 +400,15 @@ class ReaderEnd:
         rate = self._streams[attempt.stream].gib_per_s if command.room_tokens else 0.0
         grant = Grant(command.id, command.prefix_tokens, command.room_tokens, rate)
         self._actions.append(Send(attempt.stream, grant))
+        if command.room_tokens:
+            self._expect(attempt, command)
+
+    def _expect(self, attempt: Attempt, command: GrantHandoff) -> None:
+        """Of a running request: the pages of what it has, and of what it is about to have."""
+        tables = self._tables
+        num_tokens = min(attempt.num_tokens + _MORE_PAGES * tables.page_size, command.room_tokens)
+        num_pages = num_pages_of(tables.handed_over(num_tokens, command.prefix_tokens))
+        self._actions.append(Expect(attempt.stream, command.destination_pages[:num_pages]))
 
     def _expire(self, attempt: Attempt, wait: _Wait) -> None:
         match wait:

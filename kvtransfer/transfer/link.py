@@ -69,6 +69,7 @@ class _State:
     """Everything two threads touch; only under the link's condition."""
 
     jobs: deque[_Job] = field(default_factory=deque)  # the first may be under way
+    expected: deque[int] = field(default_factory=deque)  # pages that jobs to come read into
     under_way: bool = False
     due: float | None = None
     connection: Connection | None = None
@@ -91,6 +92,7 @@ class Link:
         read_s: float,
         min_gib_per_s: float = 0.0,
         max_jobs: int = 4096,
+        take_memory: Callable[[int], None] = lambda page: None,
     ) -> None:
         """Starts connecting at once.
 
@@ -102,6 +104,8 @@ class Link:
             read_s: a read may take this long plus its bytes at a tenth of the probed rate.
             min_gib_per_s: a slower link is closed instead of going up.
             max_jobs: jobs begun or queued before `post` raises Overloaded.
+            take_memory: called on the link's thread with a local page: has the system give what it
+                needs to be written.
         """
         self.owner = owner
         self._connect = connect
@@ -110,6 +114,7 @@ class Link:
         self._read_s = read_s
         self._min_gib_per_s = min_gib_per_s
         self._max_jobs = max_jobs
+        self._take_memory = take_memory
         self._state = _State()
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._run, name=f"link-{owner:016x}", daemon=True)
@@ -130,6 +135,14 @@ class Link:
             if len(self._state.jobs) >= self._max_jobs:
                 raise Overloaded(f"{self._max_jobs} reads are queued on this link")
             self._state.jobs.append(_Job(handoff, source_pages, destination_pages))
+            self._changed.notify()
+
+    def expect(self, destination_pages: Ints) -> None:
+        """Pages that jobs to come read into: what is to be done for that is done while there is no
+        job. They may be anybody's by then: what is in them stays as it is."""
+        with self._changed:
+            expected = self._state.expected
+            expected.extend(destination_pages[: self._max_jobs - len(expected)].tolist())
             self._changed.notify()
 
     def drop(self, handoff: HandoffId) -> int:
@@ -219,9 +232,9 @@ class Link:
 
     def _begin(self, gib_per_s: float) -> _Job | None:
         """The next job, marked as under way; waits for one. None: the link is to close."""
+        while (page := self._expected_page()) is not None:
+            self._take_memory(page)
         with self._changed:
-            # No deadline: an idle link waits for its owner's next hand-off or for close().
-            self._changed.wait_for(lambda: self._state.jobs or self._state.closing is not None)
             if self._state.closing is not None:
                 return None
             job = self._state.jobs[0]
@@ -230,6 +243,18 @@ class Link:
             self._state.under_way = True
             self._state.due = time.monotonic() + allowed_s
             return job
+
+    def _expected_page(self) -> int | None:
+        """The next of these, as long as there is no job; waits for one or the other. None: there is
+        a job, or the link is to close."""
+        state = self._state
+        with self._changed:
+            # No deadline: an idle link waits for its owner's next hand-off or for close().
+            self._changed.wait_for(
+                lambda: state.jobs or state.expected or state.closing is not None
+            )
+            idle = not state.jobs and state.closing is None
+            return state.expected.popleft() if idle else None
 
     def _read(self, connection: Connection, job: _Job) -> None:
         started = time.monotonic()

@@ -14,6 +14,7 @@ from common.errors import LayoutMismatch, TransferError
 from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
 from common.requests.weights import WeightsId
+from kernels.cpu import memory
 from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
@@ -23,6 +24,7 @@ from kvtransfer.protocol.actions import (
     CloseLink,
     Confirm,
     EndStream,
+    Expect,
     OpenLink,
     ReaderAction,
     Send,
@@ -196,6 +198,7 @@ class Reader:
             page_bytes=self._pool.page_bytes,
             read_s=self._config.read_s,
             min_gib_per_s=self._config.min_gib_per_s,
+            take_memory=self._take_memory,
         )
         self._links[stream] = link
         self._streams[link] = stream
@@ -204,6 +207,11 @@ class Reader:
         """On a link's thread."""
         self._link_events.append(event)
         self._wake()
+
+    def _take_memory(self, page: int) -> None:
+        """On a link's thread."""
+        if self._pool.device == "cpu":
+            memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
 
     def _connect(self, hello: Hello, path: DataPath | None) -> Connection:
         """On a link's thread."""
@@ -232,6 +240,9 @@ class Reader:
                     # ends this read with all others.
                     with contextlib.suppress(TransferError):
                         self._links[stream].post(id, source_pages, destination_pages)
+                case Expect(stream, destination_pages):
+                    if stream in self._links:
+                        self._links[stream].expect(destination_pages)
                 case Confirm(stream, held, sums):
                     self._confirm(stream, held, sums)
                 case event:

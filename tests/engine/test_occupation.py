@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.engine.models import load, open_checkpoint
-from kernels.cpu.memory import empty_in_huge_pages, give_back
+from kernels.cpu.memory import empty_in_huge_pages, give_back, take
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import CPU, TOKENS, int8
 from tests.support.checkpoints import make_checkpoint
@@ -35,6 +35,16 @@ def test_a_tensor_without_its_memory_keeps_its_place(make):
     assert tensor.data_ptr() == address and not tensor[MIB : 2 * MIB].any()
     tensor.fill_(9)
     assert own_bytes() > before - 64 * MIB and tensor.min() == 9
+
+
+def test_memory_is_there_before_anybody_writes_and_is_what_it_was():
+    tensor = empty_in_huge_pages((96 * MIB,), torch.uint8)
+    tensor[:100] = 7
+    before = own_bytes()
+    take(tensor.data_ptr() + 50, 96 * MIB - 50)
+    assert own_bytes() > before + 64 * MIB
+    assert bool((tensor[:100] == 7).all()) and not tensor[100 : 2 * MIB].any()
+    take(8, 8)  # which is nobody's
 
 
 def test_the_ends_of_a_tensor_are_nobody_elses_memory():

@@ -38,6 +38,7 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.actions import (
     CloseLink,
     EndStream,
+    Expect,
     Expose,
     OpenLink,
     Send,
@@ -326,6 +327,8 @@ class ReaderSide(Side[ReaderEnd]):
                             tuple(action.destination_pages.tolist()),
                         )
                     )
+                case Expect():
+                    pass
                 case event if self.plan.asynchronous:
                     self.inbox.append(_timeless(event))
                 case event:

@@ -53,6 +53,7 @@ class Rig:
         read_s: float = 30.0,
         min_gib_per_s: float = 0.0,
         max_jobs: int = 100,
+        take_memory: Callable[[int], None] = lambda page: None,
     ) -> Link:
         link = Link(
             OWNER,
@@ -62,6 +63,7 @@ class Rig:
             read_s=read_s,
             min_gib_per_s=min_gib_per_s,
             max_jobs=max_jobs,
+            take_memory=take_memory,
         )
         self._exits.callback(link.join, 60.0)
         self._exits.callback(link.close, "the test ends")
@@ -97,6 +99,25 @@ def test_reads_are_done_in_order_and_land(rig: Rig) -> None:
     ]
     assert (rig.memory.pages[20:30] == rig.owner.content[:10]).all()
     assert (rig.memory.pages[:4] == rig.owner.content[10:14]).all()
+
+
+def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig: Rig) -> None:
+    taken: queue.Queue[tuple[int, bool]] = queue.Queue()
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def take_memory(page: int) -> None:
+        taken.put((page, rig.nothing_more()))
+        begun.set()
+        assert may_go_on.wait(60)
+
+    link = rig.link(take_memory=take_memory)
+    rig.next(LinkUp)
+    link.expect(ALL[7:9])
+    assert begun.wait(60)
+    link.post(handoff(1), ALL[:2], ALL[20:22])
+    may_go_on.set()
+    assert [taken.get(timeout=60) for _ in range(2)] == [(7, True), (8, False)]
+    assert rig.next(ReadEnded).num_bytes == 2 * PAGE_BYTES and rig.nothing_more()
 
 
 def test_a_refused_read_ends_alone(rig: Rig) -> None:
