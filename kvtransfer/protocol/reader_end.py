@@ -47,9 +47,8 @@ from kvtransfer.protocol.pace import Pace
 from kvtransfer.protocol.reader_links import ReaderLinks
 from kvtransfer.protocol.states import KVPoll
 
-_MORE_PAGES = (
-    2  # of each table, that a request may get until it has stopped, and with its next step
-)
+# Of each table, that a request may get until it has stopped, and with its next step.
+_MORE_PAGES = 2
 
 
 class _Wait(IntEnum):
