@@ -11,8 +11,9 @@ each in the one, the same in the next, in another order every time. By the time 
 goes on, the others have taken its pages. Answers are greedy, and the same in all.
 
 What is told of the first turn is left out: nobody has anything of it. The gaps are those between
-the tokens of answers, while other conversations' prompts are computed, copied and read. At last the
-node with files is started again, and says one more turn of each.
+the tokens of answers, while other conversations' prompts are computed, copied and read. Those of
+the first turn stand apart: all compute the same then, and who has a tier saves and writes all of
+it. At last the node with files is started again, and says one more turn of each.
 """
 
 import argparse
@@ -55,17 +56,21 @@ class _System:
     metrics_port: int
     first_tokens: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    first_gaps: list[float] = field(default_factory=list)  # of the first turn
     counted: dict[str, float] = field(default_factory=dict)  # from the second turn on
 
-    async def say(self, prompt: Sequence[int], answer: int, *, counts: bool) -> list[int]:
+    async def say(self, prompt: Sequence[int], answer: int, *, first: bool) -> list[int]:
+        """One turn, which may be the first."""
         began, last, tokens = time.perf_counter(), 0.0, list[int]()
+        gaps = self.first_gaps if first else self.gaps
         messages = self.cluster.stream(prompt, max_tokens=answer, ignore_eos=True)
         async with aclosing(messages) as responses:
             async for response in responses:
                 now = time.perf_counter()
-                if counts and response.token_ids:
-                    kept = self.gaps if last else self.first_tokens
-                    kept.append(now - (last or began))
+                if response.token_ids and last:
+                    gaps.append(now - last)
+                elif response.token_ids and not first:
+                    self.first_tokens.append(now - began)
                 last = now
                 tokens += response.token_ids
         return tokens
@@ -163,7 +168,7 @@ async def _turn(
 
     async def say(talk: Sequence[int]) -> list[int]:
         async with gate:
-            return await system.say(talk, options.answer, counts=turn > 0)
+            return await system.say(talk, options.answer, first=turn == 0)
 
     return await asyncio.gather(*map(say, talks))
 
@@ -173,15 +178,18 @@ def _drawn(draw: Random, count: int) -> list[int]:
 
 
 def _row(name: str, system: _System) -> dict[str, Any]:
-    first, gaps = (record.percentiles(each, 1e3) for each in (system.first_tokens, system.gaps))
+    kept = {"first": system.first_tokens, "gap": system.gaps, "first_gap": system.first_gaps}
     counted = system.counted
     brought = {tier: counted[tier] for tier in _BROUGHT}
     found = {"device": counted[_CACHED] - sum(brought.values()), **brought}
     shares = {tier: tokens / counted[_PROMPT] for tier, tokens in found.items()}
     return {
         "system": name,
-        **{f"first_{each}": number for each, number in first.items()},
-        **{f"gap_{each}": number for each, number in gaps.items()},
+        **{
+            f"{what}_{each}": number
+            for what, seconds in kept.items()
+            for each, number in record.percentiles(seconds, 1e3).items()
+        },
         **{each: round(share, 3) for each, share in shares.items()},
         "computed": int(counted[_PROMPT] - counted[_CACHED]),
     }
@@ -205,6 +213,7 @@ def main() -> None:
     rows = [_row(name, system) for name, system in systems.items()]
     columns = {"": "{system}", "TTFT p50 ms": "{first_p50}", "p90": "{first_p90}"}
     columns |= {"p99": "{first_p99}", "gap p50 ms": "{gap_p50}", "gap p99": "{gap_p99}"}
+    columns |= {"first turn gap p50": "{first_gap_p50}", "first turn gap p99": "{first_gap_p99}"}
     columns |= {"found on device": "{device:.0%}", "in host memory": "{host:.0%}"}
     columns |= {"in files": "{file:.0%}"}
     record.table(rows, columns | {"computed": "{computed}"})

@@ -80,6 +80,7 @@ def _with(asked: Asked, tokens: list[int]) -> Asked:
     return known
 
 
+BAD_WORDS = ((20,), (21, 22), (23, 24, 25))
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetition_penalty": 1.2}
 
 
@@ -89,6 +90,15 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
         pytest.param(SAMPLED, id="sampled-with-penalties"),
         pytest.param({"logprobs": 2}, id="log-probabilities"),
         pytest.param({"guide": Guide("regex", "[a-z ]{200}"), "max_tokens": 60}, id="grammar"),
+        pytest.param(
+            SAMPLED | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},
+            id="least-tokens-and-bias",
+        ),
+        pytest.param(
+            SAMPLED | {"allowed_token_ids": tuple(range(20, 26)), "bad_word_ids": BAD_WORDS},
+            id="bad-words",
+        ),
+        pytest.param({"prompt_logprobs": 1}, id="log-probabilities-of-the-prompt"),
     ],
 )
 def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
@@ -102,6 +112,8 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
         rig.run()
         assert asked.reason is FinishReason.MOVED
         assert _joined(asked, successor, num_known) == undisturbed.tokens
+        assert successor.reason is undisturbed.reason
+        assert not successor.prompt_logprobs  # they have been told
         if "logprobs" in sampling:
             told = [*asked.logprobs[:num_known], *successor.logprobs]
             assert len(successor.logprobs) == len(successor.tokens)
