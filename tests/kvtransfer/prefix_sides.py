@@ -1,5 +1,5 @@
-"""A prefix that one node reads from another's cache, as a pair for the search: the product's own
-ends, loans and fetches, trees and page books; prompts that want it, and caches that evict.
+"""Prefixes that nodes read from each other's caches, for the search: the product's own ends, loans
+and fetches, trees and page books; prompts that want them, and caches that evict.
 
 What a page holds is tracked, page by page: whose tokens' KV, or what somebody else has written.
 """
@@ -54,16 +54,20 @@ class PrefixPlan(NamedTuple):
     """What is searched.
 
     namespaces: of the prompts that want a prefix; all have the same tokens.
-    told: pages that the reader is told of.
-    has: pages that the owner has.
+    told: pages that the reader is told of, at one owner for each prompt in turn.
+    further: pages more that each next prompt is told of.
+    has: pages that each owner has.
     own: pages that the reader has.
+    owners: their addresses.
     windows, state_pages: as of PageTables.
     """
 
     namespaces: tuple[Namespace, ...] = (b"",)
     told: int = 2
+    further: int = 0
     has: int = 2
     own: int = 0
+    owners: tuple[str, ...] = ("1",)
     reader_pages: int = 4
     loans: int = 1  # as many as fit at once
     windows: tuple[int | None, ...] = (None,)
@@ -74,6 +78,11 @@ class PrefixPlan(NamedTuple):
     @property
     def tables(self) -> PageTables:
         return PageTables(PAGE_SIZE, self.windows, self.state_pages)
+
+    def hint(self, r: int) -> PrefixAt:
+        """What a prompt is told of."""
+        num_pages = self.told + self.further * r
+        return PrefixAt(self.owners[r % len(self.owners)], num_pages * PAGE_SIZE)
 
     def plan(self) -> Plan:
         return Plan(
@@ -94,6 +103,7 @@ class Memory:
 
     num_pages: int
     tables: PageTables
+    num_taken: int = 0  # by requests that stay
     pages: PageAllocator = field(init=False)
     cache: RadixCache = field(init=False)
     cells: list[Any] = field(init=False)
@@ -103,6 +113,7 @@ class Memory:
         tables = self.tables
         self.cache = RadixCache(PAGE_SIZE, self.pages, tables.windows, tables.state_pages)
         self.cells = [FREE] * self.num_pages
+        self.pages.allocate(self.num_taken, Holder.REQUEST)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
         twin = copy.copy(self)
@@ -195,14 +206,27 @@ NO_TIERS = no_tiers(
 # The owner ---------------------------------------------------------------------------------------
 
 
+def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
+    """Of a node that may lend what it has; if so, of a pool with so many pages that are not taken
+    for good."""
+    lent = num_pages_of(plan.tables.handed_over(plan.has * PAGE_SIZE, 0))
+    num_pages = SHARE * lent * plan.loans
+    return Memory(num_pages, plan.tables, 0 if free is None else num_pages - free)
+
+
 class LenderSide(OwnerSide):
     def __init__(
-        self, plan: PrefixPlan, config: TransferConfig, instance: int, *, knows: bool = True
+        self,
+        plan: PrefixPlan,
+        config: TransferConfig,
+        instance: int,
+        memory: Memory,
+        *,
+        knows: bool = True,
     ) -> None:
         super().__init__(plan.plan(), config, instance)
         self.sharing_plan = plan
-        lent = num_pages_of(plan.tables.handed_over(plan.has * PAGE_SIZE, 0))
-        self.memory = Memory(SHARE * lent * plan.loans, plan.tables)
+        self.memory = memory
         if knows:
             for namespace in dict.fromkeys(plan.namespaces):
                 self.memory.learn(namespace, plan.has)
@@ -216,11 +240,14 @@ class LenderSide(OwnerSide):
             port=self.port,
         )
 
-    def fork(self) -> "LenderSide":
+    def fork(self, copied: dict[int, Any] | None = None) -> "LenderSide":
+        """copied: what has been of this node."""
         twin = super().fork()
         assert isinstance(twin, LenderSide)
-        mine, shared = (self.memory, self.port, self.loans), {id(NO_TIERS): NO_TIERS}
-        twin.memory, twin.port, twin.loans = copy.deepcopy(mine, shared)
+        copied = {} if copied is None else copied
+        copied[id(NO_TIERS)] = NO_TIERS
+        mine = (self.memory, self.port, self.loans)
+        twin.memory, twin.port, twin.loans = copy.deepcopy(mine, copied)
         return twin
 
     def key(self) -> Hashable:
@@ -253,10 +280,13 @@ class LenderSide(OwnerSide):
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
+        self.check()
+        return outputs
+
+    def check(self) -> None:
         self.memory.check(self.sharing_plan.namespaces)
         held = np.flatnonzero(self.memory.pages.holds(Holder.PUBLICATION)).tolist()
         require(self._readable() <= set(held), "pages let go while exposed")
-        return outputs
 
     def _react(self, given: Input) -> list[Output]:
         match given:
@@ -264,7 +294,9 @@ class LenderSide(OwnerSide):
                 self.memory.vandalise()
                 return []
             case ("restart", instance):
-                fresh = LenderSide(self.sharing_plan, self.config, instance, knows=False)
+                plan = self.sharing_plan
+                memory = lender_memory(plan)
+                fresh = LenderSide(plan, self.config, instance, memory, knows=False)
                 self.__dict__.update(fresh.__dict__)
                 return []
         return super()._react(given)
@@ -284,10 +316,12 @@ class LenderSide(OwnerSide):
 
 
 class FetcherSide(ReaderSide):
-    def __init__(self, plan: PrefixPlan, config: TransferConfig, instance: int) -> None:
+    def __init__(
+        self, plan: PrefixPlan, config: TransferConfig, instance: int, memory: Memory
+    ) -> None:
         super().__init__(plan.plan(), config, instance)
         self.sharing_plan = plan
-        self.memory = Memory(plan.reader_pages, plan.tables)
+        self.memory = memory
         if plan.own:
             self.memory.learn(plan.namespaces[0], plan.own)
         self.port = Posts()
@@ -303,10 +337,12 @@ class FetcherSide(ReaderSide):
         )
         self.cells = self.memory.cells
 
-    def fork(self) -> "FetcherSide":
+    def fork(self, copied: dict[int, Any] | None = None) -> "FetcherSide":
+        """copied: what has been of this node."""
         twin = super().fork()
         assert isinstance(twin, FetcherSide)
-        twin.memory, twin.port, twin.fetches = copy.deepcopy((self.memory, self.port, self.fetches))
+        mine = (self.memory, self.port, self.fetches)
+        twin.memory, twin.port, twin.fetches = copy.deepcopy(mine, copied)
         twin.cells = twin.memory.cells
         return twin
 
@@ -329,8 +365,8 @@ class FetcherSide(ReaderSide):
         return [("evict",), *faults, *ticks]
 
     def at_rest(self) -> bool:
-        held = any(self.memory.pages.holds(h).any() for h in (Holder.READ, Holder.REQUEST))
-        return not held and super().at_rest() and not self.fetches.busy
+        held = sum(int(self.memory.pages.holds(h).sum()) for h in (Holder.READ, Holder.REQUEST))
+        return held == self.memory.num_taken and super().at_rest() and not self.fetches.busy
 
     def react(self, given: Input) -> list[Output]:
         match given:
@@ -353,11 +389,12 @@ class FetcherSide(ReaderSide):
 
     def _begin(self, r: int) -> list[Output]:
         plan = self.sharing_plan
+        hint = plan.hint(r)
         begun = self.fetches.begin(
             r,
-            _tokens(plan.told * PAGE_SIZE + 1),
+            _tokens(hint.num_tokens + 1),
             plan.namespaces[r],
-            [PrefixAt("1", plan.told * PAGE_SIZE)],
+            [hint],
             room=self.memory.cache.num_available,
             token_s=1e6,
             queued_s=0.0,
@@ -366,7 +403,9 @@ class FetcherSide(ReaderSide):
         return [output for command in self.port.take() for output in self._posted(command)]
 
     def _restart(self, instance: int) -> None:
-        fresh = FetcherSide(self.sharing_plan, self.config, instance)
+        plan = self.sharing_plan
+        memory = Memory(plan.reader_pages, plan.tables)
+        fresh = FetcherSide(plan, self.config, instance, memory)
         fresh.jobs = [ENDED] * len(self.jobs)
         self.__dict__.update(fresh.__dict__)
 
@@ -390,6 +429,68 @@ class FetcherSide(ReaderSide):
 
 class PrefixSimulation(Simulation):
     def __init__(self, plan: PrefixPlan, config: TransferConfig) -> None:
-        reader = Node(101, reader=FetcherSide(plan, config, 101))
-        owner = Node(201, owner=LenderSide(plan, config, 201))
-        super().__init__([reader, owner], only_faults=plan.only_faults)
+        memory = Memory(plan.reader_pages, plan.tables)
+        nodes = [Node(101, reader=FetcherSide(plan, config, 101, memory))]
+        for address in plan.owners:
+            instance = 100 * int(address) + 101
+            lender = LenderSide(plan, config, instance, lender_memory(plan))
+            nodes.append(Node(instance, owner=lender))
+        super().__init__(nodes, [(0, int(each)) for each in plan.owners], plan.only_faults)
+
+
+# Two nodes that are both ------------------------------------------------------------------------
+
+
+class Peer(Node):
+    """Both ends over one memory, in which one namespace's prefix is; another's is wanted.
+
+    Args:
+        free: pages that are not taken for good, of which what it lends has some.
+    """
+
+    reader: FetcherSide
+    owner: LenderSide
+
+    def __init__(
+        self,
+        wants: PrefixPlan,
+        has: PrefixPlan,
+        config: TransferConfig,
+        instance: int,
+        *,
+        free: int,
+        knows: bool = True,
+    ) -> None:
+        memory = lender_memory(has, free)
+        reader = FetcherSide(wants, config, instance, memory)
+        owner = LenderSide(has, config, instance, memory, knows=knows)
+        super().__init__(instance, reader=reader, owner=owner)
+        self._plans, self._config, self._free = (wants, has), config, free
+
+    def fork(self, *names: str) -> None:
+        copied: dict[int, Any] = {}
+        self.reader, self.owner = self.reader.fork(copied), self.owner.fork(copied)
+
+    def react(self, name: str, given: Input) -> list[Output]:
+        outputs = super().react(name, given)
+        self.owner.check()
+        return outputs
+
+    def restart(self) -> None:
+        wants, has = self._plans
+        fresh = Peer(wants, has, self._config, self.instance, free=self._free, knows=False)
+        fresh.reader.jobs = [ENDED] * len(fresh.reader.jobs)
+        self.reader, self.owner = fresh.reader, fresh.owner
+
+
+class PeersSimulation(Simulation):
+    """Two nodes; each wants what the other has."""
+
+    def __init__(self, plan: PrefixPlan, config: TransferConfig, *, free: int) -> None:
+        whose = b"one's prompts...", b"other's prompts."
+        nodes = []
+        for n in (0, 1):
+            has = plan._replace(namespaces=(whose[n],))
+            wants = plan._replace(namespaces=(whose[1 - n],), owners=(str(1 - n),))
+            nodes.append(Peer(wants, has, config, 100 * n + 101, free=free))
+        super().__init__(nodes, [(0, 1), (1, 0)], plan.only_faults)

@@ -29,6 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
             5_000,
             id="it-is-copied-before",
         ),
+        pytest.param(
+            LivePlan(asynchronous=True, most=6, only_faults=("pause is over", "end")),
+            PATIENT,
+            1,
+            500,
+            id="the-end-of-a-pause-crosses-events",
+        ),
         pytest.param(LivePlan(), SILENT, 1, 2_000, id="one-silence", marks=pytest.mark.long),
         pytest.param(
             LivePlan(asynchronous=True, most=6),

@@ -1,18 +1,23 @@
-"""Every interleaving of prefixes that one node reads from another's cache, over one pair of the
-product's own ends, loans, fetches and trees: no tree ever has what is not the KV of its tokens, no
-page is let go while it may be read, and what can move no more is at rest, every prompt computed.
+"""Every interleaving of prefixes that nodes read from each other's caches, over the product's own
+ends, loans, fetches and trees: no tree ever has what is not the KV of its tokens, no page is let go
+while it may be read, and what can move no more is at rest, every prompt computed. One node reads
+from another, or from two; or each of two reads what the other has.
 docs/prefix-sharing.md has the rules, and what is seen here without each.
 """
 
 import pytest
 
 from common.config import TransferConfig
-from tests.kvtransfer.prefix_sides import PrefixPlan, PrefixSimulation
+from tests.kvtransfer.prefix_sides import PeersSimulation, PrefixPlan, PrefixSimulation
 from tests.kvtransfer.search import PATIENT, SILENT, search_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
 ONE, OTHER = b"", b"another's prompts"[:16]
+TWO_OWNERS = PrefixPlan((ONE, ONE), owners=("1", "2"))
+# The second prompt goes on where the first one ends: both are read at once.
+ONE_GOES_ON = TWO_OWNERS._replace(has=3, further=1, reader_pages=6)
+LATE_OR_EVICTED = ("evict", "read is late")
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,15 @@ ONE, OTHER = b"", b"another's prompts"[:16]
             1,
             200,
             id="windows-and-a-state",
+        ),
+        pytest.param(
+            TWO_OWNERS._replace(only_faults=("evict",)), PATIENT, 1, 1_900, id="one-of-two-owners"
+        ),
+        pytest.param(
+            ONE_GOES_ON._replace(only_faults=LATE_OR_EVICTED), PATIENT, 1, 5_000, id="two-owners"
+        ),
+        pytest.param(
+            ONE_GOES_ON, PATIENT, 1, 95_000, id="two-owners-any-fault", marks=pytest.mark.long
         ),
         pytest.param(
             PrefixPlan(windows=(None, 3), state_pages=1, reader_pages=12, own=1, told=3, has=3),
@@ -65,3 +79,19 @@ def test_no_interleaving_of_fetches_breaks_an_invariant(
     plan: PrefixPlan, config: TransferConfig, faults: int, states: int
 ) -> None:
     assert search_in(PrefixSimulation(plan, config), faults=faults).states > states
+
+
+@pytest.mark.parametrize(
+    "only, free, states",
+    [
+        # What one needs is what it lends.
+        pytest.param(("evict",), 2, 1_400, id="no-page-to-spare"),
+        pytest.param(("read is late", "forget", "link breaks"), 4, 4_200, id="pages-for-both"),
+        pytest.param((), 2, 38_000, id="any-fault", marks=pytest.mark.long),
+    ],
+)
+def test_no_interleaving_of_two_that_read_from_each_other_breaks_an_invariant(
+    only: tuple[str, ...], free: int, states: int
+) -> None:
+    peers = PeersSimulation(PrefixPlan(only_faults=only), PATIENT, free=free)
+    assert search_in(peers, faults=1).states > states
