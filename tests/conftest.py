@@ -27,6 +27,10 @@ os.environ.update(
     TRANSFORMERS_VERBOSITY="error",
 )
 os.environ.pop("BATON_SECRET", None)  # a developer's own
+# Without bytecode files each worker, and each program that a test starts, would compile all modules
+# of the repository anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
 
