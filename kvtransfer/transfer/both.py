@@ -26,6 +26,7 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.read_meter import ReadMeter
@@ -114,7 +115,7 @@ def both_sides(
             owners,
             cast(Outlet[OwnerEvent], outlet),
             wake,
-            PageSums(pool, config.check_every),
+            PageSums(page_bytes_of(pool), config.check_every),
             max_untaken_tokens=max_untaken_tokens,
         )
         return BothSides(reader, publisher)

@@ -4,25 +4,24 @@ They find what no protocol can: a byte that a network, a driver or a device has 
 Which pages are taken nobody can foresee, so that what goes wrong again and again is met.
 """
 
-import ctypes
 import random
 from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from kvtransfer.backends.base import PagePool
+from kvtransfer.transfer.page_bytes import PageBytes
 
 
 class PageSums:
-    """Transfer thread only. Of pages in host memory; of others none are taken.
+    """Transfer thread only. What asks for a sum raises TransferError where a device has failed.
 
     Args:
         every: one page in so many is taken; 0: none.
     """
 
-    def __init__(self, pool: PagePool, every: int) -> None:
-        self._pool = pool
-        self._every = every if pool.device == "cpu" else 0
+    def __init__(self, pages: PageBytes, every: int) -> None:
+        self._pages = pages
+        self._every = every
         self._skip = self._gap()
 
     def take(self, pages: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -43,9 +42,7 @@ class PageSums:
 
     def of(self, page: int) -> int:
         """XXH3, 64 bit, of the page as it is now."""
-        size = self._pool.page_bytes
-        memory = (ctypes.c_char * size).from_address(self._pool.base + page * size)
-        return xxhash.xxh3_64_intdigest(memoryview(memory))
+        return xxhash.xxh3_64_intdigest(self._pages.of(page))
 
     def _gap(self) -> int:
         """Pages before the next one that is taken: as many on average as are wanted."""

@@ -33,6 +33,7 @@ from kvtransfer.protocol.actions import (
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.reader_end import ReaderEnd
 from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
+from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.read_meter import ReadMeter
 from kvtransfer.transfer.thread import Outlet
@@ -80,7 +81,7 @@ class Reader:
         self._outlet = outlet
         self._wake = wake
         self._meter = meter
-        self._sums = PageSums(pool, 0)  # compares what owners have taken
+        self._sums = PageSums(page_bytes_of(pool), 0)  # compares what owners have taken
         self._log = ThrottledLog(log, Throttle())
         self._paths: dict[Link, str] = {}  # of links that are up
         self._peers: dict[int, Hello] = {}  # by stream

@@ -17,6 +17,7 @@ from kvtransfer.pairing import Hello, Region
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.transfer.admissions import WAIT_S
+from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.thread import Outlet
@@ -86,7 +87,7 @@ def rig() -> Iterator[Rig]:
     owners: dict[str, Owner] = {"slow": Slow(), "quick": Quick()}
     wakes: list[None] = []
     end = OwnerEnd(TransferConfig(), PageTables(4))
-    nothing = PageSums(PagePool(1 << 20, 4096, 16, "cpu"), 0)
+    nothing = PageSums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
     publisher = Publisher(
         end, _hello(OWNER), owners, Outlet(frames), lambda: wakes.append(None), nothing
     )

@@ -7,10 +7,13 @@ import time
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from common.errors import TransferError
 from kvtransfer.backends.base import Connection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
+from kvtransfer.transfer.page_bytes import page_bytes_of
+from kvtransfer.transfer.page_sums import PageSums
 from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
 from tests.support.data_ends import Ends, closing, wait_for
 
@@ -35,6 +38,27 @@ def test_a_pool_is_seen_where_it_is() -> None:
     torch.cuda.synchronize()
     assert torch.equal(tensor[1], torch.full((16,), 7, dtype=torch.uint8, device=CUDA))
     assert view.data_ptr() == tensor.data_ptr()
+
+
+def test_pages_are_compared_while_a_forward_runs() -> None:
+    """Whatever the default stream does: a sum waits for no forward."""
+    memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
+    content = np.random.default_rng(0).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
+    memory.pages[:] = torch.from_numpy(content)
+    torch.cuda.synchronize()
+    sums = PageSums(page_bytes_of(memory.pool), 1)
+    sums.take([0])
+    torch.cuda._sleep(4_000_000_000)  # about 2 s
+    asleep = torch.cuda.Event()
+    asleep.record()
+    taken = sums.take(range(NUM_PAGES))
+    assert not asleep.query()
+    assert [checksum for _, checksum in taken] == [
+        xxhash.xxh3_64_intdigest(page) for page in content
+    ]
+    memory.pages[3, 5] ^= 1
+    torch.cuda.synchronize()
+    assert sums.wrong(taken) == [3]
 
 
 @pytest.mark.usefixtures("one_sided")

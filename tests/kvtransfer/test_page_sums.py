@@ -1,11 +1,12 @@
 """Which pages are compared by their checksums, and what that finds."""
 
-import dataclasses
-
 import pytest
 
+from common.errors import TransferError
+from kvtransfer.transfer.page_bytes import DevicePageBytes, page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from tests.support.data_children import Memory, content
+from tests.support.device_twin import DeviceTwin
 
 PAGE_BYTES, NUM_PAGES = 256, 64
 
@@ -19,13 +20,13 @@ def memory() -> Memory:
 
 def test_every_page_or_none(memory: Memory) -> None:
     pages = list(range(NUM_PAGES))
-    assert [place for place, _ in PageSums(memory.pool, 1).take(pages)] == pages
-    assert PageSums(memory.pool, 0).take(pages) == ()
+    assert [place for place, _ in PageSums(page_bytes_of(memory.pool), 1).take(pages)] == pages
+    assert PageSums(page_bytes_of(memory.pool), 0).take(pages) == ()
 
 
 def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> None:
     """Whatever ranges they are published in; every page is taken at some time."""
-    sums, num_taken, seen = PageSums(memory.pool, 8), 0, set()
+    sums, num_taken, seen = PageSums(page_bytes_of(memory.pool), 8), 0, set()
     for start in range(0, 32_000, 5):
         pages = [(start + i) % NUM_PAGES for i in range(5)]
         taken = sums.take(pages)
@@ -37,13 +38,29 @@ def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> 
 
 
 def test_a_single_bit_is_found_in_the_page_that_has_it(memory: Memory) -> None:
-    sums = PageSums(memory.pool, 1)
+    sums = PageSums(page_bytes_of(memory.pool), 1)
     expected = [(place, checksum) for place, checksum in sums.take(range(NUM_PAGES))]
     assert sums.wrong(expected) == []
     memory.pages[3, PAGE_BYTES - 1] ^= 1
     assert sums.wrong(expected) == [3]
 
 
-def test_pages_of_a_device_are_left_alone(memory: Memory) -> None:
-    pool = dataclasses.replace(memory.pool, device="cuda:0")
-    assert PageSums(pool, 1).take(range(NUM_PAGES)) == ()
+def test_pages_of_a_device_are_compared_as_well(memory: Memory) -> None:
+    device = DeviceTwin()
+    in_its_memory = PageSums(DevicePageBytes(memory.pool, device), 1)
+    taken = in_its_memory.take(range(NUM_PAGES))
+    assert taken == PageSums(page_bytes_of(memory.pool), 1).take(range(NUM_PAGES))
+    memory.pages[3, PAGE_BYTES - 1] ^= 1
+    assert in_its_memory.wrong(taken) == [3]
+    assert device.users.strays == []
+    device.end()
+
+
+def test_a_device_that_fails_has_no_sums(memory: Memory) -> None:
+    device = DeviceTwin()
+    sums = PageSums(DevicePageBytes(memory.pool, device), 1)
+    sums.take([1])
+    device.queue("to host").fail("an illegal address")
+    with pytest.raises(TransferError, match="an illegal address"):
+        sums.take([2])
+    device.end()

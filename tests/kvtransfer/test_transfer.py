@@ -44,6 +44,7 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.read_meter import ReadMeter
@@ -121,7 +122,7 @@ class Rig:
                 self.owners,
                 outlet,
                 wake,
-                PageSums(self.source.pool, config.check_every),
+                PageSums(page_bytes_of(self.source.pool), config.check_every),
             ),
             engine_moves=lambda: self.owner.moves,
             wake_engine=self.owner.wake.release,

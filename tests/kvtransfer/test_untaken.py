@@ -15,6 +15,7 @@ from kvtransfer.messages import Cancel, Failed, HandoffId, Open
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.ports import HandoffDropped, Opened, OwnerEvent
 from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.thread import Outlet
@@ -55,7 +56,7 @@ def owner() -> Iterator[Owner]:
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
     outlet: Outlet[OwnerEvent] = Outlet(frames)
     end = OwnerEnd(TransferConfig(), PageTables(4))
-    nothing = PageSums(PagePool(1 << 20, 4096, 16, "cpu"), 0)
+    nothing = PageSums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
     publisher = Publisher(
         end, _hello(OWNER), {}, outlet, lambda: None, nothing, max_untaken_tokens=MAX_TOKENS
     )
