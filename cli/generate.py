@@ -54,7 +54,6 @@ _FORMS = {
 _OTHERWISE = frozenset(
     {"logit_bias", "guide", "bad_word_ids", "logprobs", "prompt_logprobs", "thought"}
 )
-EXIT_INTERRUPTED = 130
 
 
 def request_from(arguments: argparse.Namespace) -> GenerateRequest:
@@ -162,8 +161,6 @@ async def _main(arguments: argparse.Namespace) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(asyncio.run(_main(parse())))
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
     # The first two are what protobuf says of a number out of its range.
     except (TypeError, ValueError, ConfigError) as error:
         print(f"baton generate: {error}", file=sys.stderr)

@@ -92,8 +92,8 @@ def main() -> int:
                 return EXIT_USAGE
             # -P: a directory of the user's that is called router must not be taken for ours.
             command = COMMANDS[name]
-            program = [sys.executable, "-P", "-m", command.module, *command.first, *arguments]
-            os.execv(sys.executable, program)
+            program = ["-m", "cli.program", name, command.module, *command.first, *arguments]
+            os.execv(sys.executable, [sys.executable, "-P", *program])
         case ["-h" | "--help" | "help"]:
             _say(usage())
             return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from cli import client
 from cli.operating.fleet import Fleet, Undone
+from cli.program import EXIT_INTERRUPTED
 from common import settings
 from common.errors import ConfigError
 from common.identity.secret import operator_keys
@@ -92,8 +93,8 @@ def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Await
         print(f"{program}: {undone}", file=sys.stderr)
         return EXIT_UNDONE
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; what drains goes on draining", file=sys.stderr)
-        return EXIT_UNDONE
+        print(f"{program}: interrupted; what has been asked for goes on", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return 0
 
 

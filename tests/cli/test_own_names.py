@@ -43,7 +43,7 @@ def site(tmp_path):
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f'"""Ours: {package}."""\n')
-    for module in ("main", "own_names"):
+    for module in ("main", "own_names", "program"):
         (tmp_path / "cli" / f"{module}.py").write_text((ROOT / "cli" / f"{module}.py").read_text())
     (tmp_path / "cli" / "keys.py").write_text("print('the program')\n")
     _record(tmp_path, "baton", PACKAGES)

@@ -1,0 +1,125 @@
+"""Ctrl-C: a command ends with a sentence and 130, whatever it was about."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common import rpc
+from protos import node_pb2_grpc, router_pb2_grpc
+from protos.node_pb2 import DrainResponse
+from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
+from tests.support.programs import ROOT
+
+pytestmark = pytest.mark.slow
+
+WAIT_S = 120.0
+WAITS = "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.01)\n"
+
+
+@contextlib.asynccontextmanager
+async def _baton(*arguments: str, beside: Path = ROOT) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli.main", *arguments),
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{beside}:{ROOT}", "GRPC_VERBOSITY": "NONE"},
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _interrupted(process: Process) -> str:
+    """Returns what it had said; of its complaints there is the one."""
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(WAIT_S):
+        said, complaints = await process.communicate()
+    assert process.returncode == 130, complaints.decode()
+    (sentence,) = complaints.decode().splitlines()
+    assert "interrupted" in sentence
+    return said.decode()
+
+
+async def test_while_it_imports(tmp_path: Path) -> None:
+    """Seen failing, with a traceback."""
+    (tmp_path / "grpc.py").write_text(WAITS)
+    async with _baton("move", "r1", beside=tmp_path) as move:
+        assert move.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            assert await move.stdout.readline() == b"importing\n"
+        assert await _interrupted(move) == ""
+
+
+class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
+    """A router and the only node that it knows, which drains for ever.
+
+    Attributes:
+        reached: somebody waits, for what is never answered, else for the end of the drain.
+    Args:
+        silent: what is never answered.
+    """
+
+    def __init__(self, *, silent: str = "") -> None:
+        self.address = ""
+        self.drains = False
+        self.reached = asyncio.Event()
+        self._silent = silent
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        server = rpc.make_server()
+        self.address = f"127.0.0.1:{rpc.bind(server, '127.0.0.1', 0)}"
+        rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, self)
+        rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, self)
+        await server.start()
+        try:
+            yield
+        finally:
+            await rpc.stop(server, 0.0)
+
+    async def GetCluster(self, request: object, context: object) -> GetClusterResponse:
+        await self._answers("GetCluster")
+        if self.drains:
+            self.reached.set()
+        node = ClusterNode(role="decode", address=self.address, state="ready", instance_id=1)
+        return GetClusterResponse(nodes=[node], router=RouterState(state="ready"))
+
+    async def Drain(self, request: object, context: object) -> DrainResponse:
+        self.drains = True
+        await self._answers("Drain")
+        return DrainResponse()
+
+    async def _answers(self, method: str) -> None:
+        if method == self._silent:
+            self.reached.set()
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "silent, drains, said",
+    [
+        pytest.param("GetCluster", False, 0, id="before-a-drain"),
+        pytest.param("Drain", True, 3, id="while-it-is-told"),
+        pytest.param("", True, 3, id="while-it-drains"),
+    ],
+)
+async def test_a_roll(silent: str, drains: bool, said: int) -> None:
+    """Nobody is told anything more."""
+    cluster = Cluster(silent=silent)
+    async with cluster.serving():
+        router = f"--router={cluster.address}"
+        async with _baton("roll", router, "--only=decode", "--force") as roll:
+            async with asyncio.timeout(WAIT_S):
+                await cluster.reached.wait()
+            assert len((await _interrupted(roll)).splitlines()) == said
+    assert cluster.drains is drains
