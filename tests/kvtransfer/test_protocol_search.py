@@ -43,7 +43,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
     "plan, config, faults, states",
     [
         pytest.param(
-            Plan((3, 3), TWO, only_faults=NO_RESTART), PATIENT, 1, 36_000, id="two-one-fault"
+            Plan((3, 3), TWO, only_faults=NO_RESTART), PATIENT, 1, 35_000, id="two-one-fault"
         ),
         pytest.param(
             Plan((3, 3), TWO, only_faults=("restart",)),
@@ -90,7 +90,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             ),
             PATIENT,
             1,
-            100_000,
+            135_000,
             id="full-prefix-hit-and-tiny-pools-one-restart",
             marks=pytest.mark.long,
         ),
