@@ -111,6 +111,10 @@ class Kv(Enum):
     FILLING = "written into its pages by a launched step"
 
 
+def bank_pages(tables: PageTables) -> int:
+    return BANK * (tables.num_tables + 1)
+
+
 @dataclass(eq=False)
 class Running:
     """One submission of the request; its tokens are 0, 1, 2, ...
@@ -147,7 +151,7 @@ class Running:
     def holding_in(self, bank: int) -> Holding:
         """With the pages that its newest token gets. Each table has a part of its own."""
         tables, num_pages = self.tables, self.tables.num_pages(self.num_tokens)
-        bank = (2 * (self.key - 1) + bank) * BANK * (tables.num_tables + 1)
+        bank = (2 * ((self.key - 1) % 2) + bank) * bank_pages(tables)
         rows = np.arange(num_pages) + bank + BANK * np.arange(tables.num_tables)[:, None]
         for table in range(tables.num_tables):
             rows[table, : tables.live_from(table, self.num_tokens - 1)] = NO_PAGE
@@ -241,13 +245,14 @@ class Beneath:
 
 class SourceSide(OwnerSide):
     def __init__(
-        self, live: LivePlan, config: TransferConfig, instance: int, *, runs: bool = True
+        self, live: LivePlan, config: TransferConfig, instance: int, *, runs: int | None = 1
     ) -> None:
+        """runs: the ticket of what runs here from the start."""
         super().__init__(live.plan(), config, instance)
         self.live = live
         self.beneath = Beneath()
         tables = self.plan.tables
-        self.cells = [FREE] * (4 * BANK * (tables.num_tables + 1))
+        self.cells = [FREE] * (4 * bank_pages(tables))
         self.departures = Departures(
             scheduler=self.beneath,  # type: ignore[arg-type]
             pages=self.beneath,  # type: ignore[arg-type]
@@ -267,8 +272,8 @@ class SourceSide(OwnerSide):
             port=self.beneath,
         )
         self.loans.learn_by(self.departures.copied)
-        if runs:
-            self._begin(1)
+        if runs is not None:
+            self.begin(runs, live.known)
 
     def fork(self) -> "SourceSide":
         twin = super().fork()
@@ -380,11 +385,11 @@ class SourceSide(OwnerSide):
                 self._end_request(self.beneath.requests[ticket])
             case ("replay",):
                 self._end_request(self.beneath.requests[1])
-                self._begin(2)
+                self.begin(2, self.live.known)
             case ("pause is over",):
                 self.departures.poll(FOR_EVER)
             case ("restart", instance):
-                fresh = SourceSide(self.live, self.config, instance, runs=False)
+                fresh = SourceSide(self.live, self.config, instance, runs=None)
                 self.__dict__.update(fresh.__dict__)
                 return []
             case _:
@@ -415,8 +420,8 @@ class SourceSide(OwnerSide):
         posts, self.beneath.posts[:] = list(self.beneath.posts), []
         return [output for command in posts for output in self._posted(command)]
 
-    def _begin(self, ticket: int) -> None:
-        request = Running(ticket, self.live.known, self.plan.tables)
+    def begin(self, ticket: int, num_tokens: int) -> None:
+        request = Running(ticket, num_tokens, self.plan.tables)
         self.beneath.requests[ticket] = request
         self._fill(request, list(request.places))
 
@@ -476,9 +481,13 @@ class TargetSide(ReaderSide):
     prefixes: pages of it that each mover was granted with.
     """
 
-    def __init__(self, live: LivePlan, config: TransferConfig, instance: int) -> None:
+    def __init__(
+        self, live: LivePlan, config: TransferConfig, instance: int, *, asks: int = 1
+    ) -> None:
+        """asks: the ticket that its movers ask for."""
         super().__init__(live.plan(), config, instance)
         self.live = live
+        self.asks = asks
         self.joined: tuple[int, ...] = ()
         self.copied: tuple[int, ...] = ()
         self.prefixes = (0,) * live.movers
@@ -518,7 +527,7 @@ class TargetSide(ReaderSide):
                 100.0,
                 str(r),
                 kind=Kind.PREFIX if copies else Kind.LIVE,
-                ticket=1,
+                ticket=self.asks,
             )
         command = super()._command(what, r)
         if isinstance(command, GrantHandoff) and not copies:
@@ -534,7 +543,7 @@ class TargetSide(ReaderSide):
 
     def _restart(self, instance: int) -> None:
         """Nobody moves a request whose target is gone; its router replays it elsewhere."""
-        fresh = TargetSide(self.live, self.config, instance)
+        fresh = type(self)(self.live, self.config, instance, asks=self.asks)
         fresh.jobs = [ENDED] * len(self.jobs)
         self.__dict__.update(fresh.__dict__)
 
@@ -553,7 +562,7 @@ class TargetSide(ReaderSide):
     def _join(self, r: int, id: HandoffId) -> None:
         job, tables = self.jobs[r], self.plan.tables
         if self._copies(r):
-            whole = [(1, 0, place, PAGE_SIZE) for place in range(len(job.pages))]
+            whole = [(self.asks, 0, place, PAGE_SIZE) for place in range(len(job.pages))]
             self._check(job.pages, whole, "copied")
             if not self.copied:  # else another mover has been before
                 self.copied = job.pages
@@ -561,15 +570,18 @@ class TargetSide(ReaderSide):
             return
         require(job.state == "granted" and job.emitted > 0, "joined without its tokens")
         num_kv, prefix = job.emitted - 1, self.prefixes[r]
-        whole = [(1, 0, place, PAGE_SIZE) for place in range(prefix)]
+        whole = [(self.asks, 0, place, PAGE_SIZE) for place in range(prefix)]
         behind = [
-            (1, t, place, num_kv if t == tables.num_tables else in_page(place, num_kv))
+            (self.asks, t, place, num_kv if t == tables.num_tables else in_page(place, num_kv))
             for t, first, past in tables.handed_over(num_kv, prefix * PAGE_SIZE)
             for place in range(first, past)
         ]
         self._check(job.pages, whole + behind, "I1: joined")
         self._leave(r, ENDED)
-        self.joined += (1,)
+        self._joins(job.emitted)
+
+    def _joins(self, num_tokens: int) -> None:
+        self.joined += (self.asks,)
 
     def _check(self, pages: tuple[int, ...], right: list[Any], what: str) -> None:
         for page, content in zip(pages, right, strict=False):  # the rest is room to grow

@@ -1,12 +1,15 @@
-"""Every interleaving of a move of a running request, over one pair of the product's own ends and
-the product's own books of departures: source and target never both run it, what joins is whole, and
-what can move no more is at rest. docs/moves.md has the rules, and what is seen here without each.
+"""Every interleaving of a move of a running request, over the product's own ends and the product's
+own books of departures: source and target never both run it, what joins is whole, and what can move
+no more is at rest. One pair; then nodes that have both ends: a request that moves on from where it
+has moved to, or back, or is wanted by two, and two nodes that give each other what they run.
+docs/moves.md has the rules, and what is seen here without each.
 """
 
 import pytest
 
 from common.config import TransferConfig
 from tests.kvtransfer.live_sides import LivePlan, LiveSimulation
+from tests.kvtransfer.roaming_sides import RoamingSimulation, Stop
 from tests.kvtransfer.search import PATIENT, SILENT, search_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
@@ -84,3 +87,40 @@ def test_no_interleaving_of_a_move_breaks_an_invariant(
     plan: LivePlan, config: TransferConfig, faults: int, states: int
 ) -> None:
     assert search_in(LiveSimulation(plan, config), faults=faults).states > states
+
+
+BOTH_ENDS = LivePlan(most=6)
+CHAIN = Stop(runs=1), Stop(asks=(1, 0)), Stop(asks=(3, 1))
+THERE_AND_BACK = Stop(runs=1, asks=(3, 1)), Stop(asks=(1, 0))
+TWO_WANT_IT = Stop(runs=1), Stop(asks=(1, 0)), Stop(asks=(1, 0))
+EACH_OTHER = Stop(runs=1, asks=(2, 1)), Stop(runs=2, asks=(1, 0))
+
+
+@pytest.mark.parametrize(
+    "way, rooms, only, faults, states",
+    [
+        pytest.param(CHAIN, 1, ("cut",), 1, 66_000, id="chain"),
+        pytest.param(THERE_AND_BACK, 1, ("cancel", "pause is over"), 1, 9_500, id="there-and-back"),
+        pytest.param(TWO_WANT_IT, 1, ("pause is over",), 1, 25_000, id="two-want-it"),
+        pytest.param(EACH_OTHER, 1, ("end",), 1, 13_000, id="each-other-in-one-room"),
+        pytest.param(EACH_OTHER, 2, (), 0, 14_500, id="each-other-in-two-rooms"),
+        pytest.param(CHAIN, 1, (), 1, 190_000, id="chain-any-fault", marks=pytest.mark.long),
+        pytest.param(
+            THERE_AND_BACK, 1, (), 1, 150_000, id="there-and-back-any-fault", marks=pytest.mark.long
+        ),
+        pytest.param(
+            TWO_WANT_IT, 1, (), 1, 480_000, id="two-want-it-any-fault", marks=pytest.mark.long
+        ),
+        pytest.param(
+            EACH_OTHER, 1, (), 1, 350_000, id="each-other-any-fault", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_no_interleaving_of_moves_among_nodes_breaks_an_invariant(
+    way: tuple[Stop, ...], rooms: int, only: tuple[str, ...], faults: int, states: int
+) -> None:
+    """Each node has pages for so many requests."""
+    live = BOTH_ENDS._replace(only_faults=only)
+    simulation = RoamingSimulation(live, PATIENT, way, rooms)
+    assert search_in(simulation, faults=faults).states > states
+    assert simulation.ran == {(n, t) for n, stop in enumerate(way) for t in stop.tickets()}
