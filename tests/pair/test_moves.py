@@ -12,6 +12,7 @@ from common.engine.rows.batch import ScheduleBatch
 from common.engine.rows.request import FinishReason
 from common.node.messages import MoveFrom
 from common.requests.guide import Guide
+from common.requests.thought import Thought
 from kvtransfer.messages import Grant, Ready
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Size
@@ -99,6 +100,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
             id="bad-words",
         ),
         pytest.param({"prompt_logprobs": 1}, id="log-probabilities-of-the-prompt"),
+        pytest.param({"thought": Thought(close=3), "thinking_budget": 20}, id="thinking-budget"),
     ],
 )
 def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
@@ -106,6 +108,7 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
         sampling = {"seed": 7, **sampling}
         undisturbed = rig.ask(PROMPT, **{"max_tokens": 40, **sampling})
         rig.run()
+        assert "thought" not in sampling or undisturbed.tokens.index(3) == 20
         asked = _begin(rig, 4, **{"max_tokens": 40, **sampling})
         num_known = len(asked.tokens)
         successor = _move(rig, asked)
