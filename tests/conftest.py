@@ -1,6 +1,6 @@
-"""What every test gets: one thread per library, the products' event loop, limits that fire.
+"""The environment of every test: isolated, one thread per library, uvloop, limits that fire.
 
-Set before anything that reads it is imported; programs that tests start inherit it.
+Set before any module that reads it is imported. Processes that tests start inherit it.
 """
 
 import asyncio
@@ -16,6 +16,9 @@ import pytest
 import uvloop
 from hypothesis import settings
 
+from tests.support import isolation
+
+isolation.apply()
 os.environ.update(
     OMP_NUM_THREADS="1",  # torch's own threads too: the machine has few cores and many programs
     TOKENIZERS_PARALLELISM="false",
@@ -23,10 +26,8 @@ os.environ.update(
     # uvloop forks, where `subprocess` takes vfork. With gRPC's support for that, its threads begin
     # anew in the fork, and now and then one crashes it before it is the program that was wanted.
     GRPC_ENABLE_FORK_SUPPORT="0",
-    HF_HUB_OFFLINE="1",
     TRANSFORMERS_VERBOSITY="error",
 )
-os.environ.pop("BATON_SECRET", None)  # a developer's own
 # Without bytecode files each worker, and each program that a test starts, would compile all modules
 # of the repository anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -35,6 +36,12 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
 
 settings.load_profile("ci")  # the same examples everywhere, however long each takes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with isolation.apart(tmp_path_factory.mktemp("apart")):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from bench.gpu.ops import Op
 from bench.gpu.ops import measure as measure_ops
 from bench.gpu.parts import PARTS
 from bench.gpu.setting import Ceilings, Setting
-from tests.support.programs import ROOT, runs
+from tests.support.programs import runs
 
 NOT_ON_A_CPU = {"nodes of a CUDA graph"}
 
@@ -31,7 +31,7 @@ def dry_run(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu-bench")
     command = [sys.executable, "-m", "bench.gpu", "--dry", "--out", str(out), "--budget-s", "2000"]
     command += ["--parts", *sorted(request.param)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
     return request.param, json.loads(done.stdout.splitlines()[-1]), out
 
@@ -169,7 +169,7 @@ FRAME = textwrap.dedent(
 
 def test_a_part_may_be_late_die_fail_or_lack_a_package_and_the_next_one_runs():
     command = [sys.executable, "-c", FRAME]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (late, left), *others = map(json.loads, done.stdout.splitlines())
     assert late == "cut after its 1 s"

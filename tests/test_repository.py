@@ -13,7 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 def _texts() -> list[Path]:
     """Every file that is, or is to be, under version control."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        [
+            "git",
+            "-c",
+            f"safe.directory={ROOT}",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

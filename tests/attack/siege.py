@@ -24,7 +24,6 @@ from tests.attack.load import Load, Served
 from tests.attack.target import Target
 from tests.attack.verdict import Arm, Process, complaints, resident_bytes
 from tests.support.cluster import Cluster, children_of, free_ports
-from tests.support.programs import ROOT
 
 _CALM_LOAD_S = 4.0
 _FIRST_PART = 0.25
@@ -192,7 +191,6 @@ async def _run(name: str, target: Target, directory: Path) -> Arm:
     target.write(file)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-X", "faulthandler", "-m", "tests.attack.arm", name, str(file)),
-        cwd=ROOT,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

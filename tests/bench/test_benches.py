@@ -26,7 +26,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_a_bench_runs_and_ends_with_its_record(name: str) -> None:
     command = [sys.executable, "-m", f"bench.{name}", *SMALL[name]]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-3000:]
     record = json.loads(ran.stdout.splitlines()[-1])
     assert record["bench"] == name and record["rows"]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 
@@ -14,7 +15,7 @@ from loadtest.commands.command import run as run_command
 from loadtest.systems import Machine, Serving
 from tests.bench.pages import Page
 from tests.support.cluster import children_of
-from tests.support.programs import ROOT, runs
+from tests.support.programs import runs
 from tests.support.stub_openai import Script, stub_openai
 
 
@@ -42,7 +43,7 @@ async def bench(tmp_path):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "loadtest", *arguments),
             cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PATH": ""},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -13,7 +13,6 @@ from bench.cpu.figures import Figure, Table
 from bench.cpu.floor import Floor
 from bench.cpu.rounds import Traffic, measured
 from bench.support.models import QWEN3_450M
-from tests.support.programs import ROOT
 
 FLOOR = Floor(2e9, 1e12)
 
@@ -136,7 +135,7 @@ def test_medians_and_ranges_of_each_system_are_told():
 def _quick(models, part):
     """What the last line of stdout says of a quick run of one part."""
     command = [sys.executable, "-m", "bench.cpu", "--quick", "--only", part, "--models", models]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -19,7 +19,6 @@ from tests.chaos.faults import Fault
 from tests.chaos.keeper import Keeper
 from tests.support.cluster import Cluster, Node, children_of
 from tests.support.http_client import get
-from tests.support.programs import ROOT
 
 NUM_NODES = 2  # of each role
 NUM_PROCESSES = 2  # of the router
@@ -161,7 +160,6 @@ class Site:
             *(sys.executable, "-m", f"cli.{command[0]}", *command[1:]),
             *(f"--router={self._cluster.address}", f"--timeout={_RECOVERY_S}"),
             f"--secret-file={self._cluster.secret_file}",
-            cwd=ROOT,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

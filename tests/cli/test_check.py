@@ -14,7 +14,6 @@ from cli.check import PROGRAM, main
 from cli.demo_model import write
 from common.identity.secret import new_secret
 from tests.support.certificates import Authority
-from tests.support.programs import ROOT
 from tests.support.quantised import FORMATS, requantised
 from tests.support.tiny_models import make_tiny, tiny_config
 
@@ -46,7 +45,6 @@ def check(capsys, monkeypatch):
 def test_the_demo_model_runs_here(model):
     done = subprocess.run(
         [sys.executable, "-m", "cli.check", f"--model={model}", "--device=cpu", "--port=0"],
-        cwd=ROOT,
         env={**os.environ, "COLUMNS": "200"},
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from common.process.children import Child
-from tests.support.programs import ROOT, await_end, runs
+from tests.support.programs import await_end, runs
 
 STUBBORN = (
     "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
@@ -64,7 +64,7 @@ def test_it_dies_with_its_parent_however_that_dies(tmp_path):
         "os.kill(os.getpid(), 9)"
     )
     parent = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True
     )
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     child = int(parent.stdout)

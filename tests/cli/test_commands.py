@@ -14,7 +14,6 @@ import pytest
 from cli import generate
 from cli.demo_model import write
 from tests.support.cluster import free_ports
-from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +23,7 @@ CODE = "import sys; from cli.main import main; sys.exit(main())"
 def _baton(*arguments, code=CODE, stdout=subprocess.PIPE):
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env={"PATH": "", "PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "NONE"},
+        env={**os.environ, "PATH": ""},
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,

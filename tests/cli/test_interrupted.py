@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -23,11 +24,11 @@ WAITS = "import time\nprint('importing', flush=True)\nwhile True:\n    time.slee
 
 
 @contextlib.asynccontextmanager
-async def _baton(*arguments: str, beside: Path = ROOT) -> AsyncIterator[Process]:
+async def _baton(directory: Path, *arguments: str, beside: Path = ROOT) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cli.main", *arguments),
-        cwd=ROOT,
-        env={"PYTHONPATH": f"{beside}:{ROOT}", "GRPC_VERBOSITY": "NONE"},
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": f"{beside}:{ROOT}"},
         stdout=PIPE,
         stderr=PIPE,
     )
@@ -53,7 +54,7 @@ async def _interrupted(process: Process) -> str:
 async def test_while_it_imports(tmp_path: Path) -> None:
     """Seen failing, with a traceback."""
     (tmp_path / "grpc.py").write_text(WAITS)
-    async with _baton("move", "r1", beside=tmp_path) as move:
+    async with _baton(tmp_path, "move", "r1", beside=tmp_path) as move:
         assert move.stdout is not None
         async with asyncio.timeout(WAIT_S):
             assert await move.stdout.readline() == b"importing\n"
@@ -113,12 +114,12 @@ class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
         pytest.param("", True, 3, id="while-it-drains"),
     ],
 )
-async def test_a_roll(silent: str, drains: bool, said: int) -> None:
+async def test_a_roll(tmp_path: Path, silent: str, drains: bool, said: int) -> None:
     """Nobody is told anything more."""
     cluster = Cluster(silent=silent)
     async with cluster.serving():
         router = f"--router={cluster.address}"
-        async with _baton("roll", router, "--only=decode", "--force") as roll:
+        async with _baton(tmp_path, "roll", router, "--only=decode", "--force") as roll:
             async with asyncio.timeout(WAIT_S):
                 await cluster.reached.wait()
             assert len((await _interrupted(roll)).splitlines()) == said

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import os
 import subprocess
 import sys
 import tomllib
@@ -16,7 +17,7 @@ def _baton(*path):
     code = "import sys; from cli.main import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-S", "-P", "-c", code, "keys", "--help"],
-        env={"PYTHONPATH": ":".join(map(str, path))},
+        env={**os.environ, "PYTHONPATH": ":".join(map(str, path))},
         capture_output=True,
         text=True,
         timeout=60,

@@ -10,7 +10,6 @@ import pytest
 
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.settings import read
-from tests.support.programs import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +234,7 @@ def test_help_says_something_of_every_flag_and_shows_no_python(capsys):
 def test_reading_a_configuration_loads_neither_torch_nor_grpc():
     code = "import sys, common.settings, common.config; print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "grpc", "transformers"} & set(loaded)
 

@@ -18,7 +18,7 @@ from cli.top import __main__ as top
 from cli.top import frame as top_frame
 from cli.top.rates import Rates
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
-from tests.support.programs import ROOT, Program
+from tests.support.programs import Program
 
 PREFILL, DECODE = "10.0.0.5:50100", "10.0.0.7:50200"
 WAIT_S = 60.0
@@ -173,7 +173,6 @@ def router(tmp_path):
 def _top(*arguments, **streams):
     return subprocess.Popen(
         [sys.executable, "-m", "cli.top", *arguments],
-        cwd=ROOT,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""},
         **streams,
     )

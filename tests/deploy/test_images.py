@@ -125,7 +125,7 @@ def _loaded_by(statement):
     """Top-level modules in a process that runs `statement`."""
     code = f"{statement}; import sys; print(*sys.modules)"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 

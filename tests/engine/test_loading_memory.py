@@ -12,7 +12,6 @@ from common.engine.models.families import read_decoder
 from common.engine.models.linear import onednn
 from common.engine.models.weights import weight_bytes
 from tests.support.checkpoints import make_checkpoint
-from tests.support.programs import ROOT
 
 MOST = 1.15  # of the weights, with the pages of the file that are mapped meanwhile
 SLACK_BYTES = 24 << 20  # of a fresh process: what torch sets up with its first products
@@ -61,7 +60,6 @@ def test_loading_takes_at_its_height_what_stays_and_a_little_more(directory, qua
     )
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD, directory, quantize],
-        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,

@@ -1,7 +1,6 @@
 """`baton explain` beside a router and nodes that are real processes."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.http_client import get
-from tests.support.programs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -22,9 +20,7 @@ PROMPT = list(range(100))
 
 def _explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cli.explain", *arguments, f"--router={cluster.address}"]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable[..., Cluster]):

@@ -197,7 +197,6 @@ def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     command = [sys.executable, "-m", "cli.secret", *arguments]
     return subprocess.run(
         command,
-        cwd=ROOT,
         env=environment | variables,
         capture_output=True,
         text=True,

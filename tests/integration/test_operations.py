@@ -14,7 +14,6 @@ import pytest
 from tests.integration.oracle import Oracle, oracle
 from tests.support.cluster import Cluster
 from tests.support.noise_model import write
-from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.long
 
@@ -42,11 +41,9 @@ def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
             *(sys.executable, "-m", "cli.main", command, *arguments),
             *(f"--router={cluster.address}", f"--secret-file={cluster.secret_file}"),
         ],
-        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
-        env={"PYTHONPATH": str(ROOT)},
     )
     assert said.returncode == 0, said.stderr
     return said.stdout

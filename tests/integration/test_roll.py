@@ -1,7 +1,6 @@
 """`baton drain` and `baton roll` beside real programs that serve meanwhile."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from protos.sampling_pb2 import Sampling
 from tests.support import grpc_retries
 from tests.support.cluster import Cluster, free_ports, slowed
 from tests.support.http_client import get
-from tests.support.programs import ROOT, Program
+from tests.support.programs import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -34,8 +33,6 @@ REFUSED = ("tokens=0", "this node is draining")
 def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", f"cli.{command}", f"--secret-file={secret}", *arguments],
-        cwd=ROOT,
-        env=os.environ,
         capture_output=True,
         text=True,
         timeout=START_S * 2,

@@ -1,7 +1,6 @@
 """Nodes that take the other role under load, as real programs: nobody can tell."""
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +12,6 @@ import pytest
 
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, slowed
-from tests.support.programs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -61,8 +59,6 @@ def _switch(cluster: Cluster, node: Node, role: str, secret: Path) -> tuple[int,
     command = ["-m", "cli.switch", node.address, role]
     said = subprocess.run(
         [sys.executable, *command, f"--router={cluster.address}", f"--secret-file={secret}"],
-        cwd=ROOT,
-        env=os.environ,
         capture_output=True,
         text=True,
         timeout=300,

@@ -94,7 +94,6 @@ def _run(
     env["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
     return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
         env=env,
         capture_output=True,
         text=True,
@@ -269,6 +268,6 @@ def test_a_kernel_that_no_variant_launches_fails_by_name(
 def test_the_interpreter_is_refused() -> None:
     command = [sys.executable, "-m", "bench.resources"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 2
     assert "unset TRITON_INTERPRET" in ran.stderr

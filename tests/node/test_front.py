@@ -17,7 +17,7 @@ from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
 from tests.support.certificates import Authority
 from tests.support.cluster import free_ports
-from tests.support.programs import ROOT, await_end, runs
+from tests.support.programs import await_end, runs
 
 ABORTED = grpc.StatusCode.ABORTED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -124,7 +124,7 @@ def _front_that_imports(environment):
         "asyncio.run(main())\n"
     )
     command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from tests.support.programs import ROOT
-
 HEAD = "import logging, threading; from common import logs; from common.logs import kv\n"
 
 
@@ -17,7 +15,7 @@ def lines_of(code, log_format, level="info"):
         f"logs.setup('decode engine', {level!r}, {log_format!r})\nlog = logging.getLogger('x')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", HEAD + setup + code], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", HEAD + setup + code], capture_output=True, text=True
     )
     return done.stderr.splitlines()
 

@@ -20,7 +20,7 @@ from protos.router_pb2_grpc import RouterStub
 from tests.router.rig import Client, collect, failure
 from tests.support.cluster import free_ports
 from tests.support.http_client import connected, post, request
-from tests.support.programs import ROOT, Program
+from tests.support.programs import Program
 from tests.support.stub_decode_node import StubDecodeNode
 
 ABSENT = "127.0.0.1:1"
@@ -87,9 +87,7 @@ def test_the_router_loads_neither_torch_nor_transformers() -> None:
         "print([m for m in ('torch', 'triton', 'transformers', 'nixl', 'common.engine')"
         " if m in sys.modules])"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
 

@@ -585,7 +585,9 @@ class Cluster:
         command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
         if program.name in self._islands:
             command = [*self._islands[program.name].there, *command]
-        return Child(program.name, command, log, environment=self._environment, directory=ROOT)
+        return Child(
+            program.name, command, log, environment=self._environment, directory=self._logs
+        )
 
     def _node(self, program: Program) -> Node:
         channel = make_channel(program.address, self._certificates, self.operator)

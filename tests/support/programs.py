@@ -9,7 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.isolation import ROOT as ROOT
+
 WAIT_S = 180.0  # an engine's start is seconds of a core that others use too
 
 
@@ -19,7 +20,6 @@ class Program:
     def __init__(self, module: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
             env={name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -16,7 +16,6 @@ from common.tracing import export, otlp
 from common.tracing.context import UNTRACED, Trace, parse
 from common.tracing.tracer import FLUSH_S, Child, Tracer
 from tests.support.otlp_collector import collecting
-from tests.support.programs import ROOT
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PROGRAMS = "router.__main__, prefill_node.__main__, decode_node.__main__, roles.engine"
@@ -46,7 +45,7 @@ def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library
     assert export.start(FrontConfig(port=0), "baton-test") is None
     code = f"import {PROGRAMS}; import sys; print(*sys.modules)"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not [name for name in done.stdout.split() if name.startswith("opentelemetry")]
 
 

@@ -1,0 +1,81 @@
+"""Cuts tests off from the machine they run on.
+
+A test reads and writes its own temporary directory and the files of the repository, nothing else.
+The settings of the user who runs the tests, the files in that user's home directory and the state
+directory of a system that `baton up` has started in the same clone have no effect. Caches named by
+their content lie in CACHES, so that runs share them.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHES = ROOT / "build" / "test-caches"
+NO_HOME = Path(__file__).with_name("no_home")  # a file: no path below it can be opened or made
+WRONG_SECRET = "the-secret-of-another-system-which-no-test-may-show"
+_PRIVATE = ("BATON_", "XDG_", "HF_")  # settings of the user, by the start of their names
+
+
+def isolated(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without the user's settings and with a home that holds no files."""
+    kept = {name: text for name, text in environment.items() if not name.startswith(_PRIVATE)}
+    homes = ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
+    return {
+        **kept,
+        **dict.fromkeys(homes, str(NO_HOME)),
+        "XDG_CACHE_HOME": str(CACHES),  # the compiled CPU operations
+        "TRITON_HOME": str(CACHES),
+        "TORCHINDUCTOR_CACHE_DIR": str(CACHES / "inductor"),
+        "CUDA_CACHE_PATH": str(CACHES / "cuda"),
+        "HF_HOME": str(CACHES / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),  # `python -m tests...` works in every directory
+    }
+
+
+def apply() -> None:
+    """Isolate this process and those that it starts."""
+    wanted = isolated(os.environ)
+    os.environ.clear()
+    os.environ.update(wanted)
+
+
+@contextmanager
+def apart(directory: Path) -> Iterator[Path]:
+    """Work in a new directory whose state directory, `var`, belongs to another system.
+
+    A command that falls back on its default state directory shows a wrong secret there, and cannot
+    write a log. Temporary files are made in `directory` too.
+
+    Raises:
+        AssertionError: at the end, where a file of the working directory was made or changed.
+    """
+    here, temporary = directory / "here", directory / "tmp"
+    (here / "var").mkdir(parents=True)
+    temporary.mkdir()
+    (here / "var" / "secret").write_text(f"{WRONG_SECRET}\n")
+    (here / "var" / "log").write_text("a file where `baton up` wants a directory\n")
+    before, came_from = _content(here), Path.cwd()
+    old = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    os.chdir(here)
+    try:
+        yield here
+    finally:
+        os.chdir(came_from)
+        tempfile.tempdir = None
+        os.environ.pop("TMPDIR")
+        if old is not None:
+            os.environ["TMPDIR"] = old
+    assert _content(here) == before, "a test wrote to its working directory: use tmp_path"
+
+
+def _content(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
