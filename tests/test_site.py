@@ -1,5 +1,6 @@
 """The site of `make docs`, as far as it can be told without building it."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -26,3 +27,12 @@ def test_the_site_names_no_file_of_its_look_that_is_not_there():
     assert settings["theme"]["font"] == "false"  # the theme's own come from a public host
     for style in settings["extra_css"]:
         assert (DOCS / style).is_file()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_no_line_of_a_paragraph_begins_like_an_item_of_a_list(page):
+    # Markdown makes an item of a line that begins with a number and a point.
+    numbers = [0]
+    for number in re.findall(r"^ {0,3}(\d+)\. ", page.read_text(), re.MULTILINE):
+        assert int(number) in (1, numbers[-1] + 1), f"a line begins with `{number}. `"
+        numbers.append(int(number))

@@ -34,7 +34,7 @@ class TransferConfig(Record):
         64,
         ge=0,
         description="of a prefill node: one page in so many is compared by its checksum once it has"
-        " been read, where pages are in host memory; 0: none",
+        " been read; 0: none",
     )
     canary_tokens: int = Field(
         8,

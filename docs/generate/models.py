@@ -32,7 +32,7 @@ token as after many: 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
 
 - A state lies in pages of the same pool as KV, so there is no second pool to size. What a request
   takes is its tokens' pages and the same number of pages for its state. Pages of 64 tokens
-  (`--cache.page-size 64`) make a state 50 page numbers, not 197.
+  (`--engine.cache.page-size 64`) make a state 50 page numbers, not 197.
 - It goes to the decode node with the last pages of a prompt, and into host memory and back with a
   request that is retracted.
 - One can go on from a cached prefix only where its state is kept too. Whoever computes a prompt
