@@ -3,7 +3,6 @@ and starts none where another package has taken a name of theirs."""
 
 import os
 import sys
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -98,7 +97,9 @@ def main() -> int:
             _say(usage())
             return 0
         case ["--version"]:
-            _say(f"baton {version('baton')}")
+            from common.version import VERSION
+
+            _say(f"baton {VERSION}")
             return 0
         case []:
             print(usage(), file=sys.stderr)

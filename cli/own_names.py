@@ -8,7 +8,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, packages_dist
 from importlib.util import find_spec
 from pathlib import Path
 
-DISTRIBUTION = "baton"
+DISTRIBUTION = "baton-serving"  # on PyPI, `baton` is another project
 PACKAGES = (
     *("protos", "kernels", "common", "kvtransfer", "sharing", "prefill_node", "decode_node"),
     *("roles", "router", "loadtest", "cli"),

@@ -9,8 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from common.version import VERSION
+
 PACKAGES = (
-    "baton",
     "torch",
     "triton",
     "transformers",
@@ -33,6 +34,7 @@ def machine() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "baton": VERSION,
         **versions(PACKAGES),
     }
 

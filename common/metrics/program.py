@@ -1,7 +1,6 @@
 """What every program tells about itself, under the usual names where there are any."""
 
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import Metric
@@ -9,6 +8,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from common.metrics.declared import Declared
+from common.version import VERSION
 
 ROLES = ("router", "prefill", "decode", "planner")
 
@@ -16,7 +16,7 @@ INFO = Declared(
     "baton_info",
     "gauge",
     "Always 1: which version of Baton this is, and which program of it.",
-    {"version": (version("baton"),), "role": ROLES},
+    {"version": (VERSION,), "role": ROLES},
     sparse=True,
     together="most",
 )
@@ -61,6 +61,6 @@ def registry_of(
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(Families(lambda: [INFO.family({(version("baton"), role()): 1.0})]))
+    registry.register(Families(lambda: [INFO.family({(VERSION, role()): 1.0})]))
     registry.register(Families(families))
     return registry

@@ -1,9 +1,9 @@
 """The HTTP API, from the router's own OpenAPI document."""
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import Any
 
+from common.version import VERSION
 from router.api import openapi
 from router.api.dialect import harmless
 
@@ -23,7 +23,7 @@ all the same. gRPC needs no such rule: its messages are typed.
 
 
 def page() -> str:
-    document = openapi.document(version("baton"))
+    document = openapi.document(VERSION)
     parts = [_HEAD]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
 
+from common.version import VERSION
 from router.api import openapi
 from router.api.dialect.model_names import ModelNames
 from router.api.dialect.problems import Refusal
@@ -44,7 +44,7 @@ class Operations:
             "max_model_len": context_length,
             "permission": [],
         }
-        self._version = {"version": version("baton")}
+        self._version = {"version": VERSION}
         # As SGLang's server has it.
         self._model_info = {
             "model_path": model_name,
@@ -60,7 +60,7 @@ class Operations:
             "internal_states": [{}],
         }
         self._why_not_ready = why_not_ready
-        self._openapi = msgspec.json.encode(openapi.document(version("baton")))
+        self._openapi = msgspec.json.encode(openapi.document(VERSION))
 
     async def models(self, request: Request) -> web.Response:
         adapters = [self._adapter(name) for name in self._names.adapters]

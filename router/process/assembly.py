@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import grpc.aio
@@ -23,6 +22,7 @@ from common.metrics import RouterMetrics
 from common.metrics.trust import TrustMetrics
 from common.process import allocator
 from common.tracing import export
+from common.version import VERSION
 from protos import router_pb2, router_pb2_grpc
 from router.api.callers import Callers
 from router.api.dialect.model_names import ModelNames
@@ -401,7 +401,7 @@ async def _make_cluster(
 def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterState:
     """What a router says of itself that never changes."""
     return router_pb2.RouterState(
-        version=version("baton"),
+        version=VERSION,
         model=config.served_model_name or model.name,
         context_length=model.context_length,
         has_chat_template=model.chat_template is not None,

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from cli.own_names import PACKAGES
+from cli.own_names import DISTRIBUTION, PACKAGES
 from tests.support.programs import ROOT
 
 
@@ -26,7 +26,7 @@ def _baton(*path):
 
 def _record(site, name, packages):
     """The metadata that pip leaves of a distribution with these packages."""
-    about = site / f"{name}-1.dist-info"
+    about = site / f"{name.replace('-', '_')}-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (about / "top_level.txt").write_text("\n".join(packages))
@@ -47,7 +47,7 @@ def site(tmp_path):
     for module in ("main", "own_names", "program"):
         (tmp_path / "cli" / f"{module}.py").write_text((ROOT / "cli" / f"{module}.py").read_text())
     (tmp_path / "cli" / "keys.py").write_text("print('the program')\n")
-    _record(tmp_path, "baton", PACKAGES)
+    _record(tmp_path, DISTRIBUTION, PACKAGES)
     return tmp_path
 
 

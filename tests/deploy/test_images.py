@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from cli.own_names import DISTRIBUTION
 from kernels.cpu import compiler
 from tests.support.programs import ROOT
 
@@ -72,7 +73,7 @@ def test_images_have_the_whole_code_and_nothing_else_of_the_repository():
     packages = {
         name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     }
-    assert copied == packages | {"pyproject.toml", "README.md"}
+    assert copied == packages | {"pyproject.toml", "README.md", "LICENSE"}
     ignore = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split("\n")
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
     assert "*" in ignore
@@ -132,7 +133,7 @@ def _loaded_by(statement):
 def test_a_router_loads_nothing_that_its_group_does_not_bring():
     programs = "import router.__main__, cli.main, cli.top"
     loaded = _loaded_by(programs) - _loaded_by("pass")
-    brought = _closure(PROJECT["dependency-groups"]["router"]) | {"baton"}
+    brought = _closure(PROJECT["dependency-groups"]["router"]) | {DISTRIBUTION}
     # Several distributions may share a name, such as google.
     makers = importlib.metadata.packages_distributions()
     foreign = {

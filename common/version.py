@@ -1,0 +1,3 @@
+"""The version of Baton, which pyproject.toml repeats."""
+
+VERSION = "0.1.0"
