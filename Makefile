@@ -11,12 +11,13 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help up test test-long attack chaos check lint docs format proto clean
+.PHONY: help up test test-long test-all attack chaos check lint docs format proto clean
 
 help:
 	@echo "make up [MODEL=dir or hub id] [ARGS='--prefill 2 ...']   serve on this machine"
 	@echo "make test [ARGS='-k name ...']                           run the tests"
 	@echo "make test-long                                           the tests that take minutes"
+	@echo "make test-all                                            both"
 	@echo "make attack [MINUTES=n] [SEED=k]                         attack a system that serves meanwhile"
 	@echo "make chaos [MINUTES=n] [SEED=k]                          end and stop programs of one that serves"
 	@echo "make check                                               lint, docs, then test"
@@ -27,10 +28,12 @@ up: $(SERVES)
 	@$(BIN)/baton up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: $(TESTS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 4 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 4 --cpu-by-file 25 $(ARGS)
 
 test-long: $(TESTS)
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+test-all: test test-long
 
 attack: $(TESTS)
 	@$(BIN)/python -m tests.attack $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)')

@@ -35,6 +35,8 @@ sys.dont_write_bytecode = False
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
 
+pytest_plugins = ["tests.support.cpu_seconds"]
+
 settings.load_profile("ci")  # the same examples everywhere, however long each takes
 
 

@@ -7,6 +7,12 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
+
+from common import serve_protocol
+from common.version import VERSION
+from kvtransfer.pairing import PROTOCOL_VERSION
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -87,3 +93,24 @@ def test_the_baton_command_loads_no_heavy_library():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "grpc", "transformers", "pydantic", "rich"} & set(loaded)
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.stem)
+def test_links_of_a_page_beside_the_code_lead_to_files(page):
+    # mkdocs checks those of docs/.
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_change_log_has_this_version_and_its_protocols():
+    log = (ROOT / "CHANGELOG.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
+    assert re.findall(r"^## ([\d.]+)", log, re.MULTILINE)[0] == VERSION
+    assert f"| Unreleased | {serve_protocol.VERSION} | {PROTOCOL_VERSION} |" in log
+
+
+def test_the_reading_list_for_newcomers_is_short():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    part = text.partition("## Where to start reading")[2].partition("\n## ")[0]
+    assert 8 <= len(set(re.findall(r"\]\(([^)]+)\)", part))) <= 12
