@@ -1,6 +1,7 @@
 """What kernels need of a GPU, compiled ahead of time. In processes of their own: this one's kernels
 are made for the interpreter. Of one model on one architecture with one size of pages, and a layer
-whose kernels start early on all: all that serving launches takes minutes, and `make test-long`."""
+whose kernels start early on all, then all that serving launches: it takes minutes, and is part of
+`make test-long`."""
 
 import json
 import os
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(2400)  # a minute on two cores of its own, three where it is long
+# A minute on two cores of its own, and three for all that serving launches.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,7 +131,6 @@ def _assert_fits(ran: subprocess.CompletedProcess[str], *archs: int) -> None:
     assert {row["arch"] for row in record["rows"]} == set(archs)
 
 
-@pytest.mark.slow
 def test_every_kernel_that_a_model_launches_compiles_and_fits_its_gpu(
     served: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +139,6 @@ def test_every_kernel_that_a_model_launches_compiles_and_fits_its_gpu(
     _assert_fits(served, 80, 90, 100)
 
 
-@pytest.mark.long
 def test_every_kernel_that_serving_launches_compiles_and_fits_its_gpu() -> None:
     _assert_fits(_run("-m", "bench.resources"), 80, 90, 100)
 

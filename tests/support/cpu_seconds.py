@@ -1,7 +1,7 @@
 """A pytest plugin: `--cpu-by-file N` lists the N test files that take the most CPU time.
 
-Wall-clock time says little on a machine that does other work. The CPU time of child processes counts
-for the test in which they are waited for.
+Wall-clock time says little on a machine that does other work. The CPU time of child processes
+counts for the test in which they are waited for.
 """
 
 import resource

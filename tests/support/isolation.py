@@ -31,6 +31,7 @@ def isolated(environment: Mapping[str, str]) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(CACHES / "inductor"),
         "CUDA_CACHE_PATH": str(CACHES / "cuda"),
         "HF_HOME": str(CACHES / "huggingface"),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(CACHES / "hypothesis"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),  # `python -m tests...` works in every directory
     }
@@ -70,7 +71,8 @@ def apart(directory: Path) -> Iterator[Path]:
         os.environ.pop("TMPDIR")
         if old is not None:
             os.environ["TMPDIR"] = old
-    assert _content(here) == before, "a test wrote to its working directory: use tmp_path"
+    written = sorted(name for name, text in _content(here).items() if before.get(name) != text)
+    assert not written, f"a test wrote {written} to its working directory: use tmp_path"
 
 
 def _content(directory: Path) -> dict[str, bytes]:
