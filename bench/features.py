@@ -34,8 +34,8 @@ from common.engine.rows.table import RequestTable
 from common.engine.run.cpu import use_cpu
 from common.requests.sampling import SamplingParams
 from common.requests.thought import Thought
-from router.requests.validation import stop_expressions
-from router.text.stops import Stops, stops_of
+from router.text.expressions import Automaton
+from router.text.stops import StopRules, Stops
 
 ROWS, VOCABULARY, STEPS = 64, 151_000, 40
 WARM_UP = 3
@@ -178,8 +178,10 @@ def requests_of(
 def measure_stops(rows: int, steps: int) -> float:
     """Microseconds of the router for a token of each of so many rows."""
 
+    rules = StopRules((), Automaton([EXPRESSION]))
+
     def watcher() -> Stops:
-        stops = stops_of((), stop_expressions([EXPRESSION]))
+        stops = rules.begin()
         assert stops is not None
         return stops
 

@@ -20,6 +20,7 @@ from router.policy.choices import PlacementKey
 from router.requests import validation
 from router.requests.admission import Admission, new_request_id
 from router.requests.answer import Answer, LastPiece, Piece
+from router.requests.job import Job
 from router.requests.losses import Losses, died
 from router.requests.priorities import Priorities
 from router.requests.record import Records, RequestRecord
@@ -27,12 +28,10 @@ from router.requests.served_model import ServedModel
 from router.requests.timelines import Submission
 from router.requests.token_buffer import End
 from router.requests.told_tokens import Spell, ToldPrompt, ToldToken, told, told_prompt
-from router.requests.validation import Job
-from router.requests.wanted import Together, Wanted
+from router.requests.wanted import Wanted
 from router.requests.within import Within
 from router.stay import Moving, Stay
 from router.text.detokenizer import Detokenizer
-from router.text.stops import stops_of
 
 # By how much a node may be more patient than this router: it knows better, and to refuse what was
 # let in costs a way there and back. Only where this router was far off is it worth that.
@@ -114,16 +113,21 @@ class Generator:
                         priority,
                         self._cluster.adapters.of(wanted.adapter),
                     )
-                    await self._count(wanted.together, client)
+                    await wanted.together.counted.get(partial(self._count, wanted, client))
                     record.timeline.tokenised = time.monotonic()
                     await self._stream(job, due, write, offer, record)
 
-    async def _count(self, together: Together, client: Client) -> None:
-        """Raises RateLimited, InvalidRequest: as Usage.prompts."""
-        checked = [await self._model.prompts.checked(each) for each in together.prompts]
-        if not together.counted:
-            client.usage.prompts(sum(map(len, checked)), together.num_answers)
-            together.counted = True
+    async def _count(self, wanted: Wanted, client: Client) -> None:
+        """Count the prompts of all answers to one request.
+
+        Raises:
+            RateLimited, InvalidRequest: as Usage.prompts, and validation.check_prompt_logprobs.
+        """
+        together = wanted.together
+        lengths = [len(await self._model.prompts.checked(each)) for each in together.prompts]
+        of_all = sum(lengths) * (together.num_answers // len(lengths))
+        validation.check_prompt_logprobs(wanted.sampling, of_all)
+        client.usage.prompts(sum(lengths), together.num_answers)
 
     async def _stream(
         self, job: Job, due: Due, write: Write, offer: Offer, record: RequestRecord
@@ -131,7 +135,7 @@ class Generator:
         tokenizer = self._model.tokenizer
         answer = Answer(
             Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
-            stops_of(job.stop, job.stop_regex),
+            job.stops.begin(),
             job.sampling.stop_token_ids,
             num_prompt_tokens=len(job.token_ids),
             min_tokens=job.sampling.min_tokens,

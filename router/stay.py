@@ -18,10 +18,10 @@ from common.errors import NodeUnavailable, ServingError
 from router.cluster.cluster import Chosen
 from router.cluster.decode_client import Submitted
 from router.cluster.guest import Outcome
+from router.requests.job import Job
 from router.requests.losses import Doing, NodeLost
 from router.requests.repeats import Repeats
 from router.requests.timelines import Submission
-from router.requests.validation import Job
 
 _AGAIN_S = 1.0  # after a move that came to nothing
 

@@ -33,10 +33,10 @@ from router.cluster.engine_pulse import EnginePulse, Patience
 from router.cluster.guest import Guest
 from router.cluster.node_ends import end_of
 from router.cluster.unsent import Unsent
+from router.requests.job import Job
 from router.requests.losses import Doing, NodeLost
 from router.requests.timelines import RequestTimeline, Submission
 from router.requests.token_buffer import TokenBuffer
-from router.requests.validation import Job
 
 log = logging.getLogger(__name__)
 

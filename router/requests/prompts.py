@@ -5,6 +5,7 @@ before tokens are counted, and a number of tokens before one of them is.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from common.errors import InvalidRequest
 from common.requests.guide import Guide, as_form, tag
@@ -69,12 +70,7 @@ class Prompts:
         """
         match prompt:
             case SharedPrompt():
-                if prompt.token_ids is None:
-                    async with prompt.turn:
-                        if prompt.token_ids is None:
-                            prompt.token_ids = await self._shared(prompt)
-                            prompt.rendering.num_tokens = len(prompt.token_ids)
-                return prompt.token_ids
+                return await prompt.token_ids.get(partial(self._shared, prompt))
             case _:
                 token_ids = await self.encode(prompt)
                 check_prompt(token_ids, self._limits, prompt.field)
@@ -120,16 +116,13 @@ class Prompts:
                 return await self._tokenizer.decode_any(list(token_ids))
 
     async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The ways in which an answer may write each word: at its start, and after a space.
+        """Return the ways in which an answer may write each word: at its start, and after a space.
 
         Raises:
             Overloaded: too much text waits to be tokenised.
         """
-        written: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                token_ids = await self._tokenizer.encode(text, add_special_tokens=False)
-                written[tuple(token_ids)] = None
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        written = dict.fromkeys(map(tuple, await self._tokenizer.encode_all(texts)))
         written.pop((), None)
         return tuple(written)
 
@@ -164,9 +157,10 @@ class Prompts:
                 token_ids, shared.images = await self._conversation(messages, text)
                 if not shared.images:
                     check_prompt(token_ids, self._limits, messages.field)
-                return token_ids
             case prompt:
-                return await self.checked(prompt)
+                token_ids = await self.checked(prompt)
+        shared.rendering.num_tokens = len(token_ids)
+        return token_ids
 
     async def _conversation(
         self, messages: Messages, text: str

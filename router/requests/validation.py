@@ -3,56 +3,31 @@
 Knows the model's limits; knows nothing of nodes.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 
-import msgspec
 from msgspec.structs import replace
-from xxhash import xxh3_64_intdigest
 
 from common.errors import InvalidRequest
 from common.requests import sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.images import Image
-from common.requests.namespace import SHARED, Namespace
 from common.requests.sampling import SamplingParams
 from router.requests import namespaces
+from router.requests.job import Job, Terms
 from router.requests.prompts import Prompts
 from router.requests.wanted import Prompt, Wanted
 from router.text import expressions
-from router.text.expressions import Expression
+from router.text.expressions import Automaton
 from router.text.limits import Limits, check_vocabulary
+from router.text.stops import StopRules
 
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all of a request: 10 ms, on another thread
 MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on their way through the nodes
 MAX_LABEL_CHARACTERS = 256
 MAX_SESSION_ID_CHARACTERS = 512
-
-
-class Job(msgspec.Struct, frozen=True):
-    """A request in tokens, ready for a decode node."""
-
-    request_id: str
-    token_ids: Sequence[int]  # the prompt, then tokens already generated
-    sampling: SamplingParams
-    stop: Sequence[str]
-    stop_regex: Sequence[Expression] = ()
-    num_generated: int = 0  # of token_ids
-    engine_deaths: int = 0  # of nodes that had it, see common/requests/trial.py
-    session_id: str = ""
-    namespace: Namespace = SHARED  # of prefix caches
-    adapter: AdapterId = NO_ADAPTER
-    shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
-    echo: str | None = None  # the prompt's text, which the answer begins with
-    silent: bool = False  # see Wanted
-    priority: int = 0
-    prediction: Sequence[int] = ()  # what is expected of the answer
-    images: Sequence[Image] = ()  # of the prompt
-
-    @property
-    def routing_key(self) -> int:
-        """By which nodes know its session; 0: it has none."""
-        return (xxh3_64_intdigest(self.session_id.encode()) or 1) if self.session_id else 0
 
 
 async def parse(
@@ -64,7 +39,10 @@ async def parse(
     priority: int = 0,
     adapter: AdapterId = NO_ADAPTER,
 ) -> Job:
-    """Checks prompt and sampling.
+    """Check prompt and sampling.
+
+    The answers to one request differ in their prompts, ids and seeds alone. All else is checked,
+    compiled and encoded once, by the first of them.
 
     Args:
         owner: as of `namespaces.decide`.
@@ -73,19 +51,37 @@ async def parse(
         InvalidRequest: with a sentence that names the field.
     """
     # Checked before the prompt is encoded: a wrong number costs no tokenizer time.
+    terms = await wanted.together.terms.get(partial(_terms, wanted, prompts, limits, owner))
+    job = await wanted.prompt.job.get(partial(_job, wanted, terms, prompts, limits))
+    return replace(
+        job,
+        request_id=request_id,
+        sampling=replace(job.sampling, seed=wanted.sampling.seed),
+        priority=priority,
+        adapter=adapter,
+    )
+
+
+async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, owner: str) -> Terms:
     params = wanted.sampling
     sampling.check(params)
-    if wanted.stop:
-        check_stop(wanted.stop)
-    stop_regex = stop_expressions(wanted.stop_regex)
+    check_stop(wanted.stop)
+    check_stop_regex(wanted.stop_regex)
+    check_bad_words(wanted.bad_words)
     check_session_id(wanted.session_id)
     namespace = namespaces.decide(wanted.cache_salt, owner)
     check_tokens(params, limits)
     check_thinking(params, prompts, wanted.prompt.prompt)
     if wanted.bad_words:
-        words = await prompts.words(check_bad_words(wanted.bad_words))
+        words = await prompts.words(wanted.bad_words)
         params = replace(params, bad_word_ids=params.bad_word_ids + words)
         sampling.check(params)
+    return Terms(params, await stop_rules(wanted.stop, wanted.stop_regex), namespace)
+
+
+async def _job(wanted: Wanted, terms: Terms, prompts: Prompts, limits: Limits) -> Job:
+    """Return the request of any answer to this prompt."""
+    params = terms.sampling
     token_ids = await prompts.checked(wanted.prompt)
     if params.guide is not None or params.thinking_budget >= 0:
         params = replace(params, thought=prompts.thought(wanted.prompt))
@@ -93,7 +89,6 @@ async def parse(
         params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
     if wanted.prompt.images and params.prompt_logprobs >= 0:
         raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
-    check_prompt_logprobs(params, len(token_ids))
     context_left = limits.context_length - len(token_ids)
     if params.max_tokens > context_left:
         params = replace(
@@ -102,18 +97,15 @@ async def parse(
             min_tokens=min(params.min_tokens, context_left),
         )
     return Job(
-        request_id=request_id,
+        request_id="",
         token_ids=token_ids,
         sampling=params,
-        stop=wanted.stop,
-        stop_regex=stop_regex,
+        stops=terms.stops,
         session_id=wanted.session_id,
-        namespace=namespace,
-        adapter=adapter,
+        namespace=terms.namespace,
         shown=wanted.shown,
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
         silent=wanted.silent,
-        priority=priority,
         prediction=await prompts.checked(wanted.prediction) if wanted.prediction else (),
         images=wanted.prompt.images,
     )
@@ -142,7 +134,13 @@ def check_thinking(params: SamplingParams, prompts: Prompts, prompt: Prompt) -> 
 
 
 def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
-    """Raises InvalidRequest for more numbers than a message should have."""
+    """Check how many numbers are sent and told of the prompts.
+
+    Args:
+        num_tokens: of the prompts of all answers to one request.
+    Raises:
+        InvalidRequest: there are too many.
+    """
     num_numbers = num_tokens * (1 + params.prompt_logprobs)
     if num_numbers > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
@@ -151,39 +149,53 @@ def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
         )
 
 
-def check_bad_words(words: Sequence[str]) -> Sequence[str]:
-    """Raises InvalidRequest for words that would cost too much to look for."""
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raises InvalidRequest for words that would cost too much to encode."""
     sampling.check_bad_words(words)
-    for number, word in enumerate(words):
-        if len(word) > MAX_STOP_CHARACTERS:
-            raise InvalidRequest(
-                f"sampling.bad_words[{number}] has {len(word)} characters, "
-                f"{MAX_STOP_CHARACTERS} allowed"
-            )
-    return words
+    _check_characters("bad_words", words)
+    total = sum(map(len, words))
+    if total > MAX_BAD_WORDS_CHARACTERS:
+        raise InvalidRequest(
+            f"sampling.bad_words has {total} characters, {MAX_BAD_WORDS_CHARACTERS} allowed"
+        )
 
 
 def check_stop(stops: Sequence[str]) -> None:
-    """Raises InvalidRequest for stop strings that would cost too much to look for."""
+    """Raises InvalidRequest for stop strings that would cost too much to search for."""
     sampling.check_stop(stops)
-    for number, stop in enumerate(stops):
-        if len(stop) > MAX_STOP_CHARACTERS:
+    _check_characters("stop", stops)
+
+
+def _check_characters(field: str, texts: Sequence[str]) -> None:
+    for number, text in enumerate(texts):
+        if len(text) > MAX_STOP_CHARACTERS:
             raise InvalidRequest(
-                f"sampling.stop[{number}] has {len(stop)} characters, {MAX_STOP_CHARACTERS} allowed"
+                f"sampling.{field}[{number}] has {len(text)} characters, "
+                f"{MAX_STOP_CHARACTERS} allowed"
             )
 
 
-def stop_expressions(texts: Sequence[str]) -> Sequence[Expression]:
-    """Raises InvalidRequest for what is no expression, or would cost too much to look for."""
+def check_stop_regex(texts: Sequence[str]) -> None:
+    """Raises InvalidRequest for expressions that are too many or too long to be compiled."""
     sampling.check_counts((), texts, "stop_regex")
-    made: list[Expression] = []
-    for number, text in enumerate(texts):
-        left = expressions.MAX_NODES - sum(len(each.nodes) for each in made)
-        try:
-            made.append(expressions.expression(text, left))
-        except InvalidRequest as error:
-            raise InvalidRequest(f"sampling.stop_regex[{number}]: {error}") from None
-    return made
+    try:
+        expressions.check_characters(texts)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"sampling.stop_regex{error}") from None
+
+
+async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
+    """Compile what ends an answer. Expressions take milliseconds, on another thread.
+
+    Raises:
+        InvalidRequest: a text is no expression, or all of them are too much to search for.
+    """
+    if not texts:
+        return StopRules(strings)
+    try:
+        return StopRules(strings, await asyncio.to_thread(Automaton, texts))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"sampling.stop_regex{error}") from None
 
 
 def check_label(label: str) -> None:

@@ -1,7 +1,6 @@
 """What a client asks for, whatever protocol it speaks. Nothing of it is checked but its types, and
 the length of lists that would have to be copied."""
 
-import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -12,6 +11,8 @@ import msgspec
 from common.requests.images import Image
 from common.requests.sampling import SamplingParams
 from router.images.picture import Picture
+from router.requests.job import Job, Terms
+from router.requests.once import Once
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request for as many tokens as the context leaves
 
@@ -107,22 +108,31 @@ class Rendering(msgspec.Struct):
 
 
 class SharedPrompt(msgspec.Struct):
-    """A prompt, perhaps of several answers, made into tokens by whichever comes to it first."""
+    """A prompt, perhaps of several answers.
+
+    token_ids: made by the first of them.
+    images: of the prompt, once there are token ids.
+    job: the request of any of its answers, but for what is its own: id and seed.
+    """
 
     prompt: Prompt
-    token_ids: Sequence[int] | None = None  # None: not yet
-    images: Sequence[Image] = ()  # of them, once there are token ids
+    token_ids: Once[Sequence[int]] = msgspec.field(default_factory=Once)
+    images: Sequence[Image] = ()
     rendering: Rendering = msgspec.field(default_factory=Rendering)
-    turn: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
+    job: Once[Job] = msgspec.field(default_factory=Once)
 
 
 class Together(msgspec.Struct):
-    """What came as one request, whose prompts are counted as one by whichever of its answers comes
-    to it first."""
+    """The answers to one request of a client.
+
+    terms: what they have in common, checked by the first of them.
+    counted: among the client's tokens, by the first of them.
+    """
 
     prompts: Sequence[SharedPrompt]
     num_answers: int
-    counted: bool = False
+    terms: Once[Terms] = msgspec.field(default_factory=Once)
+    counted: Once[None] = msgspec.field(default_factory=Once)
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], answers_to_each: int = 1) -> Self:

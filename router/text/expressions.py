@@ -1,209 +1,133 @@
-"""Regular expressions that are looked for in text as it comes, character by character.
+"""Regular expressions that are searched for in text as it arrives, character by character.
 
-An expression becomes a graph of single characters (Thompson 1968), and all ways through it are
-followed at once: a character costs no more than the graph has nodes, whatever the expression. They
-are written as Python writes them; what would need to look ahead, or back at what was said, is
+All expressions of a request become one automaton: each character or character set that is written
+in them is one position, and each position has the positions that may follow it. A set of positions
+is one integer, and the successors of eight positions are looked up at once (Navarro and Raffinot
+2001). A character costs at most one lookup for each eight positions, for any expression and any
+text, and an automaton never grows beyond its tables.
+
+Expressions are written as in Python. Those that look ahead, or back at what was matched, are
 refused.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from re import RegexFlag, _constants, _parser, error  # type: ignore[attr-defined]
-from typing import Any
+from collections.abc import Sequence
 
 from common.errors import InvalidRequest
+from router.text.characters import Alphabet
+from router.text.positions import Positions
 
 MAX_EXPRESSION_CHARACTERS = 1024
-MAX_NODES = 512  # of all expressions of a request
-_MAX_DEPTH = 64  # of groups within each other
-
-Matches = Callable[[str], bool]
+MAX_ALL_CHARACTERS = 4096  # of all expressions of a request
+_MAX_KNOWN = 4096  # characters for which the positions that accept them are remembered
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """Takes one character that matches, or without one is passed; then goes on at any of `to`.
+class Automaton:
+    """All expressions of one request. Shared by its answers, and unchanged but for its caches.
 
-    matches: None: it is passed.
-    at_start: passed only there: of the text ("text"), or of a line ("line").
+    Attributes:
+        first: by place: the positions that a match beginning there may read.
+        end: stands among positions where a match is complete.
     """
 
-    matches: Matches | None
-    to: tuple[int, ...]
-    at_start: str = ""
+    def __init__(self, texts: Sequence[str]) -> None:
+        """
+        Raises:
+            InvalidRequest: one of them is invalid, matches an empty text, or all of them are too
+                long. The message begins with its index.
+        """
+        check_characters(texts)
+        graph = Positions()
+        for number, text in enumerate(texts):
+            try:
+                graph.add(text)
+            except InvalidRequest as wrong:
+                raise InvalidRequest(f"[{number}]: {wrong}") from None
+        self.first = graph.first
+        self.end = graph.end
+        self._alphabet = Alphabet(graph.characters)
+        self._accepting: dict[str, int] = {}
+        self._after = _by_place(graph.after, 1)
+        self._before = _by_place(graph.before, -1)
+
+    def accepting(self, character: str) -> int:
+        """Return the positions that accept the character."""
+        positions = self._accepting.get(character)
+        if positions is None:
+            if len(self._accepting) == _MAX_KNOWN:
+                self._accepting.clear()
+            positions = self._accepting[character] = self._alphabet.accepting(character)
+        return positions
+
+    def after(self, positions: int, character: str) -> int:
+        """Return the positions that may follow those which have read the character."""
+        return self._after[character == "\n"](positions)
+
+    def before(self, positions: int, character: str) -> int:
+        """Return the positions that may have read the character before these."""
+        return self._before[character == "\n"](positions)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Expression:
+def check_characters(texts: Sequence[str]) -> None:
+    """Raises InvalidRequest as an Automaton does, by the length of the texts alone."""
+    for number, text in enumerate(texts):
+        if len(text) > MAX_EXPRESSION_CHARACTERS:
+            raise InvalidRequest(
+                f"[{number}] has {len(text)} characters, {MAX_EXPRESSION_CHARACTERS} allowed"
+            )
+    total = sum(map(len, texts))
+    if total > MAX_ALL_CHARACTERS:
+        raise InvalidRequest(f" has {total} characters, {MAX_ALL_CHARACTERS} allowed")
+
+
+class _Steps:
+    """The union of what single positions lead to.
+
+    Most positions of a long expression lead to their neighbour: one shift does for all of them.
     """
-    nodes: the last one is the end.
-    """
 
-    nodes: Sequence[Node]
-    first: int
+    def __init__(self, to: Sequence[int], neighbour: int) -> None:
+        """
+        Args:
+            neighbour: 1 of the next position, -1 of the one before.
+        """
+        self._forward = neighbour > 0
+        self._to_neighbour = self._elsewhere = 0
+        others: list[int] = []
+        for number, positions in enumerate(to):
+            next_one = 1 << number + neighbour if number + neighbour >= 0 else 0
+            if positions & next_one:
+                self._to_neighbour |= 1 << number
+            others.append(positions & ~next_one)
+            if others[-1]:
+                self._elsewhere |= 1 << number
+        self._tables = [_Table(others[start : start + 8]) for start in range(0, len(others), 8)]
 
-    @property
-    def end(self) -> int:
-        return len(self.nodes) - 1
-
-
-def expression(text: str, max_nodes: int = MAX_NODES) -> Expression:
-    """
-    Raises:
-        InvalidRequest: it is none, matches an empty text, or has more than so many nodes.
-    """
-    if len(text) > MAX_EXPRESSION_CHARACTERS:
-        raise InvalidRequest(f"it has {len(text)} characters, {MAX_EXPRESSION_CHARACTERS} allowed")
-    try:
-        parsed = _parser.parse(text)
-        made = _Graph(parsed.state.flags, max_nodes).whole(parsed)
-    except (error, OverflowError) as wrong:
-        raise InvalidRequest(f"it is no regular expression: {wrong}") from None
-    except RecursionError:
-        raise InvalidRequest("it has too many groups within each other") from None
-    if made.end in reached(made, made.first, after="\n", at_text_start=True):
-        raise InvalidRequest("it matches an empty text, which every answer begins with")
-    return made
-
-
-def reached(
-    made: Expression, node: int, *, after: str, at_text_start: bool = False
-) -> frozenset[int]:
-    """Nodes that take a character, or the end, to which a way leads from `node` without one.
-
-    Args:
-        after: the character before.
-    """
-    starts = {"": True, "text": at_text_start, "line": at_text_start or after == "\n"}
-    seen: set[int] = set()
-    waiting = [node]
-    while waiting:
-        number = waiting.pop()
-        if number not in seen:
-            seen.add(number)
-            each = made.nodes[number]
-            if each.matches is None and starts[each.at_start]:
-                waiting += each.to
-    return frozenset(n for n in seen if n == made.end or made.nodes[n].matches is not None)
+    def __call__(self, positions: int) -> int:
+        near = positions & self._to_neighbour
+        found = near << 1 if self._forward else near >> 1
+        positions &= self._elsewhere
+        if positions:
+            tables = self._tables
+            for table, byte in zip(tables, positions.to_bytes(len(tables), "little"), strict=True):
+                if byte:
+                    found |= table[byte]
+        return found
 
 
-class _Graph:
-    """Made from its end to its beginning: whoever is added knows where to go on."""
-
-    def __init__(self, flags: int, max_nodes: int) -> None:
-        self._flags = flags
-        self._max_nodes = max_nodes
-        self._nodes: list[Node] = []
-
-    def whole(self, parsed: Iterable[Any]) -> Expression:
-        end = self._add(None, ())
-        first = self._sequence(parsed, end, self._flags, 0)
-        nodes = self._nodes
-        # The end comes last: numbers count from there.
-        turned = [
-            Node(node.matches, tuple(len(nodes) - 1 - n for n in node.to), node.at_start)
-            for node in reversed(nodes)
-        ]
-        return Expression(turned, len(nodes) - 1 - first)
-
-    def _add(self, matches: Matches | None, to: tuple[int, ...], at_start: str = "") -> int:
-        if len(self._nodes) >= self._max_nodes:
-            raise InvalidRequest("it is too long, with its repetitions written out")
-        self._nodes.append(Node(matches, to, at_start))
-        return len(self._nodes) - 1
-
-    def _sequence(self, parsed: Iterable[Any], then: int, flags: int, depth: int) -> int:
-        if depth > _MAX_DEPTH:
-            raise RecursionError
-        for kind, value in reversed(list(parsed)):
-            then = self._one(str(kind), value, then, flags, depth)
-        return then
-
-    def _one(self, kind: str, value: Any, then: int, flags: int, depth: int) -> int:
-        match kind:
-            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
-                return self._add(_matching(kind, value, flags), (then,))
-            case "BRANCH":
-                ways = tuple(self._sequence(way, then, flags, depth + 1) for way in value[1])
-                return self._add(None, ways)
-            case "SUBPATTERN":
-                _, add, without, inner = value
-                return self._sequence(inner, then, (flags | add) & ~without, depth + 1)
-            case "MAX_REPEAT" | "MIN_REPEAT":
-                least, most, inner = value
-                return self._repeated(least, most, inner, then, flags, depth + 1)
-            case "AT" if str(value) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
-                of_lines = flags & RegexFlag.MULTILINE and str(value) == "AT_BEGINNING"
-                return self._add(None, (then,), "line" if of_lines else "text")
-            case _:
-                what = str(value) if kind == "AT" else kind
-                raise InvalidRequest(f"{what.lower().replace('_', ' ')} is not known in it")
-
-    def _repeated(
-        self, least: int, most: int, inner: Any, then: int, flags: int, depth: int
-    ) -> int:
-        if most == _constants.MAXREPEAT:
-            again = self._add(None, ())
-            way = self._sequence(inner, again, flags, depth)
-            self._nodes[again] = Node(None, (way, then))
-            then = again
-        else:
-            for _ in range(most - least):
-                then = self._add(None, (self._sequence(inner, then, flags, depth), then))
-        for _ in range(least):
-            before, then = then, self._sequence(inner, then, flags, depth)
-            if then == before:  # of nothing any number is nothing
-                break
-        return then
+def _by_place(lists: tuple[list[int], ...], neighbour: int) -> tuple[_Steps, ...]:
+    middle, line_start = lists
+    steps = _Steps(middle, neighbour)
+    return steps, steps if middle == line_start else _Steps(line_start, neighbour)
 
 
-def _matching(kind: str, value: Any, flags: int) -> Matches:
-    match kind:
-        case "LITERAL":
-            matches = _equal(chr(value))
-        case "NOT_LITERAL":
-            matches = _not(_equal(chr(value)))
-        case "ANY":
-            return (lambda _: True) if flags & RegexFlag.DOTALL else _not(_equal("\n"))
-        case _:
-            matches = _any_of(value)
-    if not flags & RegexFlag.IGNORECASE:
-        return matches
-    return lambda sign: any(
-        matches(each) for each in (sign, sign.lower(), sign.upper()) if len(each) == 1
-    )
+class _Table(dict[int, int]):
+    """The union of what eight positions lead to, for each set of them. Filled as it is used."""
 
+    def __init__(self, to: Sequence[int]) -> None:
+        self._to = to
 
-def _any_of(members: Sequence[Any]) -> Matches:
-    """Of a set."""
-    negated = bool(members) and str(members[0][0]) == "NEGATE"
-    some = [_member(str(kind), value) for kind, value in members[negated:]]
-    found: Matches = lambda sign: any(matches(sign) for matches in some)  # noqa: E731
-    return _not(found) if negated else found
-
-
-def _member(kind: str, value: Any) -> Matches:
-    match kind:
-        case "LITERAL":
-            return _equal(chr(value))
-        case "RANGE":
-            low, high = value
-            return lambda sign: low <= ord(sign) <= high
-        case _:
-            matches = _CATEGORIES[str(value).removeprefix("CATEGORY_").removeprefix("NOT_")]
-            return _not(matches) if "NOT_" in str(value) else matches
-
-
-def _equal(character: str) -> Matches:
-    return lambda sign: sign == character
-
-
-def _not(matches: Matches) -> Matches:
-    return lambda sign: not matches(sign)
-
-
-_CATEGORIES: Mapping[str, Matches] = {
-    "DIGIT": str.isdecimal,
-    "SPACE": str.isspace,
-    "WORD": lambda sign: sign.isalnum() or sign == "_",
-}
+    def __missing__(self, byte: int) -> int:
+        others = byte & (byte - 1)
+        found = self._to[(byte ^ others).bit_length() - 1] | (self[others] if others else 0)
+        self[byte] = found
+        return found

@@ -1,29 +1,37 @@
-"""Finds what ends an answer in its text as it comes, holding back what may be the start of it."""
+"""Finds what ends an answer in its text as it arrives, and holds back what may be the start of it.
+
+What is searched for is compiled once per request, into a `StopRules`. Each answer has a `Stops`
+of its own, which has no more than a state.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.text.expressions import Expression, reached
+from router.text.expressions import Automaton
+from router.text.positions import LINE_START, MIDDLE, TEXT_START
 
-MAX_MATCH_CHARACTERS = 1024  # of what an expression finds: so much text can be held back
+MAX_MATCH_CHARACTERS = 1024  # matches of an expression up to this length are found
+# Matches that began too long ago are forgotten when the text has a multiple of so many characters.
+_FORGETS_EVERY = 512
+MAX_HELD_CHARACTERS = MAX_MATCH_CHARACTERS + _FORGETS_EVERY
 
 
 class Watcher(Protocol):
-    """Is told every character of a text."""
+    """Follows one text character by character."""
 
     def advance(self, character: str) -> int:
-        """Length of the longest match that ends with it; 0: there is none."""
+        """Return the length of the longest match that ends with the character, 0 without one."""
         ...
 
     @property
     def undecided(self) -> int:
-        """Characters at the end of the text that may be the start of a match."""
+        """Return how many characters at the end of the text may be the start of a match."""
         ...
 
 
 class Stops:
-    """Cuts one request's text at the match that is complete first; of two that end at the same
-    character, at the longer. The result does not depend on how the text is split.
+    """Cuts one answer's text at the match that is complete first, and of two that end at the same
+    character at the longer. The result does not depend on how the text is split.
 
     Attributes:
         found: the text that it was cut at, if it was.
@@ -35,14 +43,16 @@ class Stops:
         self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Returns the text that is decided now, and whether a match is complete.
+        """Return the text that is decided now, and whether a match is complete.
 
         Nothing may be pushed after that.
         """
         self._held += text
         start = len(self._held) - len(text)
         for index, character in enumerate(text, start=start + 1):
-            found = max(watcher.advance(character) for watcher in self._watchers)
+            found = 0
+            for watcher in self._watchers:
+                found = max(found, watcher.advance(character))
             if found:
                 self.found = self._held[index - found : index]
                 return self._held[: index - found], True
@@ -52,107 +62,168 @@ class Stops:
         return out, False
 
     def flush(self) -> str:
-        """What was held back, once no more text can come."""
+        """Return what was held back, once no more text can arrive."""
         out, self._held = self._held, ""
         return out
 
 
-def stops_of(strings: Sequence[str], expressions: Sequence[Expression]) -> Stops | None:
-    """None: there is nothing to look for."""
-    watchers: list[Watcher] = [StopStrings(strings)] if strings else []
-    watchers += map(StopExpression, expressions)
-    return Stops(watchers) if watchers else None
+class StopRules:
+    """What ends the answers of one request. Shared by them."""
+
+    def __init__(self, strings: Sequence[str] = (), expressions: Automaton | None = None) -> None:
+        self._strings = _Prefix(strings) if strings else None
+        self._expressions = expressions
+
+    def begin(self) -> Stops | None:
+        """Return the state of one answer, None where nothing is searched for."""
+        watchers: list[Watcher] = []
+        if self._strings is not None:
+            watchers.append(StopStrings(self._strings))
+        if self._expressions is not None:
+            watchers.append(StopExpressions(self._expressions))
+        return Stops(watchers) if watchers else None
+
+
+class _Prefix:
+    """A text that some stop strings begin with: a state of their automaton (Aho and Corasick 1975).
+
+    States are made when a text first reaches them, so that strings cost nothing before. A text
+    makes as many as it has characters, at most.
+
+    Attributes:
+        length: of the prefix.
+        found: length of the longest stop string that the prefix ends with; 0: it ends with none.
+    """
+
+    __slots__ = ("_longer", "_shorter", "_strings", "found", "length")
+
+    def __init__(
+        self, strings: Sequence[str], length: int = 0, shorter: "_Prefix | None" = None
+    ) -> None:
+        """
+        Args:
+            strings: those that begin with the prefix.
+            shorter: the longest other prefix that this one ends with; None: this one is empty.
+        """
+        self.length = length
+        self._strings = strings
+        self._shorter = shorter
+        self._longer: dict[str, _Prefix] = {}
+        whole = length and any(len(string) == length for string in strings)
+        self.found: int = length if whole else 0 if shorter is None else shorter.found
+
+    def then(self, character: str) -> "_Prefix":
+        """Return the longest prefix that a text ends with after one more character."""
+        prefix = self
+        while (longer := prefix._continued(character)) is None:
+            if prefix._shorter is None:
+                return prefix
+            prefix = prefix._shorter
+        return longer
+
+    def _continued(self, character: str) -> "_Prefix | None":
+        known = self._longer.get(character)
+        if known is not None:
+            return known
+        place = self.length
+        strings = [each for each in self._strings if each[place : place + 1] == character]
+        if not strings:
+            return None
+        shorter = self if self._shorter is None else self._shorter.then(character)
+        longer = self._longer[character] = _Prefix(strings, place + 1, shorter)
+        return longer
 
 
 class StopStrings:
     """A Watcher for any of some strings."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # characters of each stop that the text now ends with
+    def __init__(self, nothing: _Prefix) -> None:
+        self._prefix = nothing
 
     @property
     def undecided(self) -> int:
-        return max(self._matched, default=0)
+        return self._prefix.length
 
     def advance(self, character: str) -> int:
-        """One step of Knuth-Morris-Pratt in every stop."""
-        found = 0
-        for number, (stop, borders) in enumerate(self._stops):
-            matched = self._matched[number]
-            while matched and stop[matched] != character:
-                matched = borders[matched - 1]
-            if stop[matched] == character:
-                matched += 1
-            if matched == len(stop):
-                found = max(found, matched)
-                matched = 0
-            self._matched[number] = matched
-        return found
+        self._prefix = self._prefix.then(character)
+        return self._prefix.found
 
 
-class StopExpression:
-    """A Watcher for an expression.
+class StopExpressions:
+    """A Watcher for any of some expressions.
 
-    Of all ways that lead to one of its nodes only the earliest and the latest start are known.
-    Where the earliest would make a match longer than it may be, the latest takes its place: so a
-    match that is no longer is never missed.
+    It follows the positions of all matches that have begun, and not where each of them began. That
+    is found by following the text backwards: when a match is complete, and whenever as many
+    characters have arrived as the last search left, so that a character costs few steps.
     """
 
-    def __init__(self, wanted: Expression) -> None:
+    def __init__(self, wanted: Automaton) -> None:
         self._wanted = wanted
-        self._length = 0  # of the text so far
-        self._before = ""  # its last character
-        # By node that takes the next character: where the ways to it started.
-        self._ways: dict[int, tuple[int, int]] = {}
-        # What a node leads to, behind a line's end and behind another character.
-        self._leads: dict[tuple[int, bool], frozenset[int]] = {}
+        self._live = 0  # positions that may read the next character, of matches that have begun
+        self._place = TEXT_START  # before the next character
+        self._length = 0  # of the text
+        # The end of the text, from the first character at which a live match may have begun. It
+        # may begin earlier than the oldest one does, for as long as that has not been searched.
+        self._recent: list[str] = []
+        self._first_place = TEXT_START  # before that character
+        self._search_at = 0  # characters of `_recent` with which it is searched again
 
     @property
     def undecided(self) -> int:
-        starts = (earliest for earliest, _ in self._ways.values())
-        return self._length - min(starts, default=self._length)
+        return len(self._recent)
 
     def advance(self, character: str) -> int:
-        wanted, ways = self._wanted, self._ways
-        begun = reached(wanted, wanted.first, after=self._before, at_text_start=not self._length)
-        for node in begun:
-            ways[node] = ways.get(node, (self._length,))[0], self._length
+        wanted, place = self._wanted, self._place
+        if not self._live:
+            self._first_place = place
+            self._search_at = 2
+        read = (self._live | wanted.first[place]) & wanted.accepting(character)
         self._length += 1
-        self._before = character
-        oldest = self._length - MAX_MATCH_CHARACTERS
-        found = self._length
-        self._ways = {}
-        for node, (earliest, latest) in ways.items():
-            matches = wanted.nodes[node].matches
-            if latest < oldest or matches is None or not matches(character):
-                continue
-            if earliest < oldest:
-                earliest = latest
-            for after in self._led(node, character == "\n"):
-                if after == wanted.end:
-                    found = min(found, earliest)
-                else:
-                    others = self._ways.get(after, (earliest, latest))
-                    self._ways[after] = min(earliest, others[0]), max(latest, others[1])
-        return self._length - found
+        self._place = LINE_START if character == "\n" else MIDDLE
+        if not read:
+            self._live = 0
+            self._recent.clear()
+            return 0
+        self._recent.append(character)
+        self._live = live = wanted.after(read, character)
+        if live & wanted.end:
+            return len(self._recent) - self._begun(wanted.end)
+        if len(self._recent) >= self._search_at:
+            self._forget(self._begun(live))
+            self._search_at = 2 * len(self._recent)
+        too_old = len(self._recent) - MAX_MATCH_CHARACTERS
+        if too_old > 0 and not self._length % _FORGETS_EVERY:
+            self._forget(too_old)
+            self._live = self._followed()
+        return 0
 
-    def _led(self, node: int, at_line_start: bool) -> frozenset[int]:
-        """Where the next character is taken, behind one that `node` has taken."""
-        key = node, at_line_start
-        if key not in self._leads:
-            (then,) = self._wanted.nodes[node].to
-            after = "\n" if at_line_start else ""
-            self._leads[key] = reached(self._wanted, then, after=after)
-        return self._leads[key]
+    def _begun(self, positions: int) -> int:
+        """Return the index in `_recent` at which the oldest match began that has led to any of the
+        positions."""
+        wanted, recent = self._wanted, self._recent
+        begun = len(recent)
+        for index in range(len(recent) - 1, -1, -1):
+            positions = wanted.before(positions, recent[index]) & wanted.accepting(recent[index])
+            if not positions:
+                break
+            if positions & wanted.first[self._place_before(index)]:
+                begun = index
+        return begun
 
+    def _place_before(self, index: int) -> int:
+        if not index:
+            return self._first_place
+        return LINE_START if self._recent[index - 1] == "\n" else MIDDLE
 
-def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`: how long is its longest proper prefix that is its suffix too."""
-    borders = [0] * len(stop)
-    for index in range(1, len(stop)):
-        length = borders[index - 1]
-        while length and stop[length] != stop[index]:
-            length = borders[length - 1]
-        borders[index] = length + (stop[length] == stop[index])
-    return borders
+    def _forget(self, count: int) -> None:
+        """Forget so many characters of `_recent`."""
+        self._first_place = self._place_before(count)
+        del self._recent[:count]
+
+    def _followed(self) -> int:
+        """Return the live positions, of matches that have begun in `_recent`."""
+        wanted, live = self._wanted, 0
+        for index, character in enumerate(self._recent):
+            read = (live | wanted.first[self._place_before(index)]) & wanted.accepting(character)
+            live = wanted.after(read, character)
+        return live

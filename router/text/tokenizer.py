@@ -70,6 +70,19 @@ class RouterTokenizer:
         """
         return await self._ids(text, text, add_special_tokens=add_special_tokens)
 
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each of some short texts, without special tokens. Raises as `encode`."""
+        total_bytes = sum(map(num_bytes, texts))
+        if total_bytes <= _SHORT:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        else:
+            encodings = await self._run(
+                total_bytes,
+                time.monotonic(),
+                lambda: self._tokenizer.async_encode_batch_fast(texts, add_special_tokens=False),
+            )
+        return [encoding.ids for encoding in encodings]
+
     async def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as one, as the tokenizer joins pairs. Raises as `encode`."""
         return await self._ids((first, second), first + second, add_special_tokens=True)

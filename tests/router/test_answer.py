@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router.requests.answer import Answer, LastPiece
 from router.requests.token_buffer import End
 from router.text.detokenizer import Detokenizer
-from router.text.stops import stops_of
+from router.text.stops import StopRules
 from tests.router.rig import VOCABULARY_SIZE, byte_level_tokenizer
 from tests.router.test_detokenizer import BYTE_LEVEL
 from tests.router.test_stops import cut
@@ -17,7 +17,7 @@ LENGTH = End("length")
 
 
 def answer(*stops: str) -> Answer:
-    return Answer(Detokenizer(BYTE_LEVEL), stops_of(stops, ()), num_prompt_tokens=5)
+    return Answer(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), num_prompt_tokens=5)
 
 
 def ids(text: str) -> list[int]:
@@ -53,7 +53,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
     """A stop that begins like one holds it back, and another piece brings it."""
     marks = {0: "<s>"}
     detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
-    subject = Answer(detokenizer, stops_of(("s>S", "STOP"), ()), num_prompt_tokens=5)
+    subject = Answer(detokenizer, StopRules(("s>S", "STOP")).begin(), num_prompt_tokens=5)
     token_ids = [
         0,
         *ids("o <"),
@@ -104,7 +104,10 @@ def test_what_ended_an_answer_is_told() -> None:
 
     def reason(text: str, end: End, **options: Any) -> str | int | None:
         subject = Answer(
-            Detokenizer(BYTE_LEVEL), stops_of(("STOP", "x"), ()), num_prompt_tokens=5, **options
+            Detokenizer(BYTE_LEVEL),
+            StopRules(("STOP", "x")).begin(),
+            num_prompt_tokens=5,
+            **options,
         )
         last = subject.add(ids(text), end)
         assert isinstance(last, LastPiece)
@@ -121,7 +124,7 @@ def test_what_ended_an_answer_is_told() -> None:
 def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
     """Seen failing where the stops look at every token."""
     subject = Answer(
-        Detokenizer(BYTE_LEVEL), stops_of(("a",), ()), num_prompt_tokens=5, min_tokens=3
+        Detokenizer(BYTE_LEVEL), StopRules(("a",)).begin(), num_prompt_tokens=5, min_tokens=3
     )
     tokens = [ids("a")[0]] * 5
     first, last = subject.add(tokens[:2], None), subject.add(tokens[2:], None)

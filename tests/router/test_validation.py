@@ -1,6 +1,9 @@
 """Bad input is refused with a sentence that names the field."""
 
+import asyncio
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +13,14 @@ from common.errors import ConfigError, InvalidRequest
 from kvtransfer.pairs.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
+from router.api.dialect.fields import Fields, choices, samplings
 from router.parsers.speech import Speech
+from router.requests import validation
 from router.requests.over_grpc import from_prompt, from_request
 from router.requests.prompts import Prompts
 from router.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
+from router.requests.wanted import Text, Wanted
+from router.requests.wanted import TokenIds as PromptIds
 from router.text.chat_template import ChatTemplate
 from router.text.limits import MAX_MESSAGES, Limits
 from router.text.tokenizer import RouterTokenizer
@@ -87,6 +94,107 @@ async def test_bad_sampling_is_refused(fields: dict[str, Any], sentence: str) ->
     request = GenerateRequest(text="x", sampling=Sampling(**fields))
     with pytest.raises(InvalidRequest, match=sentence):
         await parse(from_request(request), "r", prompts(), LIMITS)
+
+
+class Counted(RouterTokenizer):
+    """Counts the calls that encode words or a prompt, or decode one."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_level_tokenizer().to_str().encode())
+        self.num_words = self.num_prompts = self.num_decoded = 0
+
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        self.num_words += 1
+        return await super().encode_all(texts)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_prompts += 1
+        return await super().encode(text, add_special_tokens=add_special_tokens)
+
+    async def decode_any(self, token_ids: list[int]) -> str:
+        self.num_decoded += 1
+        return await super().decode_any(token_ids)
+
+
+def answers(num: int = 128, **fields: Any) -> Sequence[Wanted]:
+    """The answers to one request over HTTP."""
+    given = Fields(n=num, seed=5, **fields)
+    return choices(given, [PromptIds([5, 6, 7])], samplings(given, 8), echo=True)
+
+
+async def test_answers_to_one_request_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ in id and seed alone: 64 KB of bad_words with n = 128 took 11.9 s."""
+    checked, compiled = [], []
+    check, compile_ = validation.sampling.check, validation.Automaton
+    monkeypatch.setattr(validation.sampling, "check", lambda p: (checked.append(p), check(p)))
+    monkeypatch.setattr(validation, "Automaton", lambda t: (compiled.append(t), compile_(t))[1])
+    tokenizer = Counted()
+    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    wanted = answers(bad_words=["ab", "cd"], stop_regex=["a+b"], logit_bias={5: 1.0}, regex="a")
+    jobs = await asyncio.gather(
+        *(parse(each, f"r-{n}", shared, LIMITS) for n, each in enumerate(wanted))
+    )
+    assert (len(checked), len(compiled)) == (2, 1)  # once more with the words
+    assert (tokenizer.num_words, tokenizer.num_decoded) == (1, 1)
+    assert [job.request_id for job in jobs] == [f"r-{n}" for n in range(128)]
+    assert [job.sampling.seed for job in jobs] == [each.sampling.seed for each in wanted]
+    assert len({job.sampling.seed for job in jobs}) == 128
+    first = jobs[0]
+    for job in jobs:  # nothing is copied that need not be
+        assert job.token_ids is first.token_ids and job.stops is first.stops
+        assert job.sampling.bad_word_ids is first.sampling.bad_word_ids
+        assert job.sampling.guide is first.sampling.guide and job.echo is first.echo
+
+
+@pytest.mark.parametrize(
+    "fields, sentence, num_words",
+    [
+        ({"bad_words": ["x" * 1024] * 64}, "bad_words has 65536 characters, 16384 allowed", 0),
+        ({"bad_words": ["x y " * 256]}, "tokens in a word", 1),
+        ({"stop_regex": ["("]}, r"sampling.stop_regex\[0\]: it is no regular", 0),
+        ({"stop_regex": ["ab", "x" * 1025]}, r"sampling.stop_regex\[1\] has 1025", 0),
+    ],
+    ids=["characters", "tokens", "expression", "length"],
+)
+async def test_what_is_refused_costs_no_more_for_many_answers(
+    fields: dict[str, Any], sentence: str, num_words: int
+) -> None:
+    tokenizer = Counted()
+    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    asked = (parse(each, "r", shared, LIMITS) for each in answers(**fields))
+    errors = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(error) for error in errors} == {InvalidRequest}
+    assert re.search(sentence, str(errors[-1]))
+    assert tokenizer.num_words == num_words
+
+
+async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers() -> None:
+    tokenizer = Counted()
+    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    given = Fields(n=128)
+    wanted = choices(given, [Text("xy " * 40)], samplings(given, 8))
+    asked = (parse(each, "r", shared, LIMITS) for each in wanted)
+    errors = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(error) for error in errors} == {InvalidRequest}
+    assert tokenizer.num_prompts == 1
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("bad_words", ["x"] * 65),
+        ("stop", ["x"] * 17),
+        ("stop_regex", ["x"] * 17),
+        ("stop_token_ids", [5] * 17),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+        ("allowed_token_ids", [5] * 4097),
+    ],
+)
+def test_a_list_of_a_body_that_is_too_long_is_not_copied_for_each_answer(
+    field: str, value: Any
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"sampling.{field} has {len(value)} "):
+        answers(**{field: value})
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])

@@ -6,7 +6,12 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import replace
 
-from common.requests.sampling import SamplingParams
+from common.requests.sampling import (
+    SamplingParams,
+    check_bad_words,
+    check_counts,
+    check_lengths,
+)
 from router.api.dialect.guides import GuideFields, guide_of
 from router.api.dialect.problems import Refusal
 from router.api.dialect.strangers import Ignored
@@ -101,7 +106,10 @@ def samplings(
         logprobs, prompt_logprobs, thinking_budget: -1: none.
     Raises:
         Refusal: two forms of the answer are asked for, or one that cannot be.
+        InvalidRequest: a list is too long to be copied.
     """
+    check_counts(fields.stop_token_ids or (), ())
+    check_lengths(fields.logit_bias or (), fields.allowed_token_ids or (), ())
     first = SamplingParams(
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
         seed=any_seed() if fields.seed is None else _derived(fields.seed, 0),
@@ -149,10 +157,16 @@ def choices(
     Args:
         shown, echo, silent: as of Wanted.
         prediction: of each of them.
+    Raises:
+        InvalidRequest: a list is too long to be copied.
     """
     expected = None if prediction is None else SharedPrompt(prediction)
     together = Together.of(prompts, len(per_prompt))
     stop, stop_regex = _texts(fields.stop), _texts(fields.stop_regex)
+    bad_words = tuple(fields.bad_words or ())
+    check_counts((), stop)
+    check_counts((), stop_regex, "stop_regex")
+    check_bad_words(bad_words)
     return [
         Wanted(
             prompt=prompt,
@@ -161,7 +175,7 @@ def choices(
             drawn=fields.seed is None,
             stop=stop,
             stop_regex=stop_regex,
-            bad_words=tuple(fields.bad_words or ()),
+            bad_words=bad_words,
             cache_salt=fields.cache_salt,
             priority=fields.priority,
             shown=shown,
