@@ -3,10 +3,15 @@
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from router.api.dialect.origin import Origin
+from router.api.native import generate
+from router.api.native.generate import Native
+from router.requests.answer import LastPiece, Piece, Usage
 from tests.router.openai_rig import api_for, ids
 from tests.support.http_client import connected, sse_events
 
@@ -62,6 +67,28 @@ async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(model: Path)
         counted = [each["meta_info"]["completion_tokens"] for each in (first, last)]
         assert counted == list(num)
         assert first["meta_info"]["prompt_tokens"] == 2
+
+
+async def test_a_stream_is_bounded_by_the_length_of_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all of the answer in an event for each token, n tokens were n² of text."""
+    written: list[bytes] = []
+    events = Mock(slow=False, push=written.append, finish=written.append)
+    monkeypatch.setattr(generate, "Events", lambda request, headers: events)
+    asked = Native(ignore_unknown=False).read(b'{"text": "x", "stream": true}')
+    reply = asked.reply(Origin.now("id", "model"), Mock(), ())
+    num = 4000
+    for _ in range(num):
+        assert reply.offer(0, Piece("word ", (7,)))
+    usage = Usage(1, num, 0)
+    await reply.write(0, "id", LastPiece("end", (8,), "stop", None, usage, 0))
+    told = sse_events(b"".join(written))
+    assert told[-1]["text"] == "word " * num + "end"
+    texts = [len(each["text"]) for each in told]
+    assert texts == sorted(set(texts)) and texts[:100] == list(range(5, 505, 5))
+    assert all(len(each["output_ids"]) == n // 5 for each, n in zip(told[:-1], texts, strict=False))
+    assert sum(texts) < 150 * texts[-1]
 
 
 async def test_a_list_of_prompts_makes_a_list_of_answers(model: Path) -> None:

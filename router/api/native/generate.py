@@ -30,6 +30,11 @@ from router.requests.wanted import Text, TokenIds, Wanted
 from router.text.limits import MAX_CHOICES
 
 _DEFAULT_MAX_TOKENS = 128  # SGLang's
+# Each event of a stream has all of its answer. Beyond this size, in characters and tokens, the
+# answer grows by a share of it before the next event: a stream has about 128 times as much text as
+# its answer at most.
+_SIZE_OF_EACH_PIECE = 1024
+_GROWTH = 128
 _encode = msgspec.json.Encoder().encode
 
 _TokenLists = list[TokenId | list[TokenId]]
@@ -91,7 +96,7 @@ class MetaInfo(msgspec.Struct):
 
 
 class Generated(msgspec.Struct, omit_defaults=True):
-    """All of one answer so far, in every event of a stream, too."""
+    """One answer from its beginning, as far as it has come: in every event of a stream, too."""
 
     text: str
     output_ids: list[int]
@@ -181,12 +186,15 @@ class _Answer:
         self._id = f"{answer_id}-{index}" if is_one_of_several else answer_id
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._size = 0  # characters and tokens
+        self._told_size = 0
         self._began = time.monotonic()
         self._end: LastPiece | None = None
 
     def add(self, piece: Piece | LastPiece) -> None:
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids
+        self._size += len(piece.text) + len(piece.token_ids)
         if isinstance(piece, LastPiece):
             self._end = piece
 
@@ -194,9 +202,16 @@ class _Answer:
     def ended(self) -> bool:
         return self._end is not None
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether the answer has ended, or grown enough since the last event."""
+        told = self._told_size
+        return self.ended or self._size - told >= max(told - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
+
     def told(self) -> Generated:
         text = "".join(self._texts)
         self._texts = [text]
+        self._told_size = self._size
         return Generated(text, self._token_ids, self._meta_info(), self._index)
 
     def _meta_info(self) -> MetaInfo:
@@ -239,7 +254,11 @@ class _Whole:
 
 
 class _Streamed:
-    """An event for whatever tokens were there, each with all of its answer so far."""
+    """Events with all of their answer so far, as SGLang's are.
+
+    A short answer has one for whatever tokens were there. The longer an answer is, the more tokens
+    wait for the next one: with an event for each token, n tokens would be n² of text.
+    """
 
     def __init__(self, answers: Sequence[_Answer], request: Request, headers: Headers) -> None:
         self._answers = answers
@@ -265,6 +284,7 @@ class _Streamed:
         return self._events.failed(why)
 
     def _event(self, index: int, piece: Piece) -> bytes:
+        """Return the event that is due with the piece, empty if none is."""
         answer = self._answers[index]
         answer.add(piece)
-        return b"data: " + _encode(answer.told()) + b"\n\n"
+        return b"data: " + _encode(answer.told()) + b"\n\n" if answer.is_due else b""
