@@ -107,8 +107,9 @@ class _ValueScan:
         self._in_text = False
         self._escaped = False
 
-    def __call__(self, text: str) -> int | None:
-        for index, character in enumerate(text):
+    def __call__(self, text: str, start: int) -> int | None:
+        for index in range(start, len(text)):
+            character = text[index]
             if self._in_text:
                 if self._ends_text(character) and not self._depth:
                     return index + 1

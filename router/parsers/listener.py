@@ -59,25 +59,30 @@ class Listener:
         return self._together(said)
 
     def _together(self, said: Sequence[Said]) -> Heard:
-        content, reasoning = "", ""
-        calls: dict[int, CallPart] = {}
+        content: list[str] = []
+        reasoning: list[str] = []
+        begun: dict[int, CallPart] = {}
+        arguments: dict[int, list[str]] = {}
         for each in said:
             match each:
                 case Content(text):
-                    content += text
+                    content.append(text)
                 case Reasoning(text):
-                    reasoning += text
+                    reasoning.append(text)
                 case Call(name):
-                    calls[self._num_calls] = CallPart(self._num_calls, _new_id(), name, "")
+                    begun[self._num_calls] = CallPart(self._num_calls, _new_id(), name, "")
+                    arguments[self._num_calls] = []
                     self._num_calls += 1
                 case Arguments(text):
-                    index = self._num_calls - 1
-                    before = calls.get(index, CallPart(index, "", "", ""))
-                    calls[index] = msgspec.structs.replace(
-                        before, arguments=before.arguments + text
-                    )
-        told = [part for index, part in calls.items() if self._parallel or index == 0]
-        return Heard(content, reasoning, told)
+                    arguments.setdefault(self._num_calls - 1, []).append(text)
+        calls = [
+            CallPart(index, begun[index].id, begun[index].name, "".join(parts))
+            if index in begun
+            else CallPart(index, "", "", "".join(parts))
+            for index, parts in arguments.items()
+            if self._parallel or index == 0
+        ]
+        return Heard("".join(content), "".join(reasoning), calls)
 
 
 def _new_id() -> str:

@@ -4,11 +4,16 @@ A grammar is a generator over a Source: it takes what it needs with `yield from`
 the text does not say yet. So it is written straight down, and what it finds does not depend on how
 the text was cut. Knows no format.
 
+Text that a grammar waits with is taken out of the way: no more is left than may be the start of a
+marker. A character costs the same however many came before it, one by one or at once.
+
 A marker that the model has a special token for is one only where that token stands: spelt with
 others it is text like any other, which may be about markers.
 """
 
+import re
 from collections.abc import Callable, Container, Generator, Sequence
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 from router.parsers.said import Content, Said
@@ -17,8 +22,10 @@ T = TypeVar("T")
 
 Steps: TypeAlias = Generator[None, None, T]
 Tell: TypeAlias = Callable[[str], None]
-# What a grammar looks for the end of: the number of characters that belong to it, None: all.
-Scan: TypeAlias = Callable[[str], int | None]
+# Finds where a part of a text ends that begins, or continues, at an index. None: behind the text.
+Scan: TypeAlias = Callable[[str, int], int | None]
+
+_SPACES = re.compile(r"\s*")
 
 
 class Source:
@@ -31,7 +38,8 @@ class Source:
         """
         self._tokens = tokens
         self._marks: set[int] = set()  # where those stand, in characters from the text's start
-        self._text = ""  # not taken yet
+        self._text = ""
+        self._at = 0  # where that begins which is not taken yet
         self._taken = 0  # characters before it
         self._ended = False
         self._said: list[Said] = []
@@ -45,9 +53,14 @@ class Source:
         Args:
             marks: as of Parser.push.
         """
-        begun = self._taken + len(self._text)
+        begun = self._taken + len(self)
         self._marks.update(begun + mark for mark in marks)
-        self._text += text
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def __len__(self) -> int:
+        """Return how many characters are not taken yet."""
+        return len(self._text) - self._at
 
     def end(self) -> None:
         self._ended = True
@@ -75,10 +88,11 @@ class Source:
         kept, self._record = self._record or [], None
         return "".join(kept)
 
-    def put_back(self, text: str) -> None:
-        """What was taken last."""
-        self._text = text + self._text
-        self._taken -= len(text)
+    def put_back(self, marker: str) -> None:
+        """Put back the marker that was taken last."""
+        if self._record:
+            self._record.pop()
+        self._restore(marker)
 
     def until(self, *markers: str, tell: Tell, trim: bool = False) -> Steps[str]:
         """Tells the text up to the first of `markers`, and takes it.
@@ -88,17 +102,24 @@ class Source:
         Returns:
             The marker, "" where the text has ended without one.
         """
+        spaces: list[str] = []  # which stand before the marker, if one is next
         while not (found := self._first(markers)):
+            text = self._take(len(self) if self._ended else self._decided(markers))
+            told = text.rstrip() if trim and not self._ended else text
+            if told or self._ended:
+                tell("".join(spaces) + told)
+                spaces.clear()
+            spaces.append(text[len(told) :])
             if self._ended:
-                tell(self._take(len(self._text)))
                 return ""
-            tell(self._take(self._decided(markers, trim)))
             yield
         index, marker = found
-        text = self._take(index)
+        text = self._take(index - self._at)
         told = text.rstrip() if trim else text
-        self.trimmed = text[len(told) :]
-        tell(told)
+        spaces.append(text)
+        before = "".join(spaces)
+        self.trimmed = before[len(before.rstrip()) :] if trim else ""
+        tell(before[: len(before) - len(self.trimmed)])
         self._take(len(marker))
         return marker
 
@@ -111,15 +132,18 @@ class Source:
     def accept(self, *markers: str) -> Steps[str]:
         """Takes the marker that the text goes on with, and white space before it; "" and nothing
         taken where it goes on with none."""
+        spaces: list[str] = []
+        longest = max(map(len, markers))
         while True:
-            spaces = len(self._text) - len(self._text.lstrip())
-            text = self._text[spaces:]
+            spaces.append(self._passed(self._num_spaces()))
+            text = self._text[self._at : self._at + longest]
             for marker in markers:
-                if text.startswith(marker) and self._may_be(marker, spaces):
-                    self._take(spaces + len(marker))
+                if text.startswith(marker) and self._may_be(marker, self._at):
+                    self._keep("".join(spaces) + self._passed(len(marker)))
                     return marker
             begun = [marker for marker in markers if marker.startswith(text)]
-            if self._ended or not any(not text or self._may_be(each, spaces) for each in begun):
+            if self._ended or not any(not text or self._may_be(each, self._at) for each in begun):
+                self._restore("".join(spaces))
                 return ""
             yield
 
@@ -130,76 +154,96 @@ class Source:
 
     def spaces(self) -> Steps[None]:
         """Takes white space."""
-        yield from self.skip(str.isspace)
-
-    def skip(self, belongs: Callable[[str], bool]) -> Steps[None]:
-        """Takes all characters that belong, up to the first that does not."""
         while True:
-            number = next((n for n, c in enumerate(self._text) if not belongs(c)), None)
-            self._take(len(self._text) if number is None else number)
-            if number is not None or self._ended:
+            self._take(self._num_spaces())
+            if len(self) or self._ended:
                 return
             yield
 
     def rest(self, tell: Tell) -> Steps[None]:
         """Tells all text from here on."""
         while not self._ended:
-            tell(self._take(len(self._text)))
+            tell(self._take(len(self)))
             yield
-        tell(self._take(len(self._text)))
+        tell(self._take(len(self)))
 
     def next_is(self, characters: str) -> Steps[bool]:
         """Whether the next character is one of these; takes none."""
-        while not self._text and not self._ended:
+        while not len(self) and not self._ended:
             yield
-        return bool(self._text) and self._text[0] in characters
+        return len(self) > 0 and self._text[self._at] in characters
 
     def through(self, scan: Scan, tell: Tell) -> Steps[bool]:
         """Tells the text to the end that `scan` finds, which is called with every character once;
         returns whether it has found one."""
-        while (number := scan(self._text)) is None:
-            tell(self._take(len(self._text)))
+        while (end := scan(self._text, self._at)) is None:
+            tell(self._take(len(self)))
             if self._ended:
                 return False
             yield
-        tell(self._take(number))
+        tell(self._take(end - self._at))
         return True
 
     def _take(self, number: int) -> str:
-        taken, self._text = self._text[:number], self._text[number:]
-        self._taken += number
-        if self._record is not None:
-            self._record.append(taken)
+        taken = self._passed(number)
+        self._keep(taken)
         return taken
 
-    def _decided(self, markers: Sequence[str], trim: bool) -> int:
+    def _passed(self, number: int) -> str:
+        """Take so many characters that are not recorded, or not yet."""
+        taken = self._text[self._at : self._at + number]
+        self._at += number
+        self._taken += number
+        return taken
+
+    def _keep(self, taken: str) -> None:
+        if self._record is not None:
+            self._record.append(taken)
+
+    def _restore(self, text: str) -> None:
+        """Put back what was taken last."""
+        self._taken -= len(text)
+        self._at -= len(text)
+        if self._at < 0:  # more text has arrived since
+            self._text = text + self._text[self._at + len(text) :]
+            self._at = 0
+
+    def _num_spaces(self) -> int:
+        """Count white space that is next."""
+        spaces = _SPACES.match(self._text, self._at)
+        return 0 if spaces is None else spaces.end() - self._at
+
+    def _decided(self, markers: Sequence[str]) -> int:
         """Characters that are before any marker, whatever comes."""
-        text = self._text
-        longest = min(max(map(len, markers)) - 1, len(text))
-        for number in range(longest, 0, -1):
-            end, index = text[-number:], len(text) - number
-            if any(each.startswith(end) and self._may_be(each, index) for each in markers):
-                text = text[:-number]
-                break
-        return len(text.rstrip() if trim else text)
+        end = len(self._text)
+        for index in range(max(self._at, end - max(map(len, markers)) + 1), end):
+            last = self._text[index:]
+            if any(each.startswith(last) and self._may_be(each, index) for each in markers):
+                return index - self._at
+        return len(self)
 
     def _first(self, markers: Sequence[str]) -> tuple[int, str] | None:
         """Where the first of them is; of two that begin there the longer."""
-        found = [(index, -len(m), m) for m in markers if (index := self._find(m)) >= 0]
-        if not found:
-            return None
-        index, _, marker = min(found)
-        return index, marker
-
-    def _find(self, marker: str) -> int:
-        index = self._text.find(marker)
-        while index >= 0 and not self._may_be(marker, index):
-            index = self._text.find(marker, index + 1)
-        return index
+        pattern, longest_first = _searched(markers)
+        begin = self._at
+        while (found := pattern.search(self._text, begin)) is not None:
+            begin = found.start()
+            for marker in longest_first:
+                if self._text.startswith(marker, begin) and self._may_be(marker, begin):
+                    return begin, marker
+            begin += 1
+        return None
 
     def _may_be(self, marker: str, index: int) -> bool:
         """Whether what is spelt there as that marker is, is one."""
-        return marker not in self._tokens or self._taken + index in self._marks
+        return marker not in self._tokens or self._taken + index - self._at in self._marks
+
+
+@lru_cache(maxsize=64)
+def _searched(markers: Sequence[str]) -> tuple[re.Pattern[str], Sequence[str]]:
+    """Any of them, to be found in one pass."""
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))), longest_first
 
 
 def nobody(text: str) -> None:
@@ -228,13 +272,18 @@ class GrammarParser:
         """
         self._source = Source(tokens)
         self._steps = grammar(self._source)
+        self._reads = True  # until the grammar has ended, which leaves all other text out
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
+        if not self._reads:
+            return ()
         self._source.feed(text, marks)
-        next(self._steps, None)
-        return self._source.heard()
+        return self._heard()
 
     def finish(self) -> Sequence[Said]:
         self._source.end()
-        next(self._steps, None)
+        return self._heard()
+
+    def _heard(self) -> Sequence[Said]:
+        self._reads = next(self._steps, self) is not self
         return self._source.heard()

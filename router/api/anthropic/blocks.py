@@ -16,33 +16,36 @@ class Blocks:
 
     def __init__(self) -> None:
         self.all: list[Block] = []
-        self._input: list[str] = []  # of the tool that is called, as JSON
+        self._said: list[str] = []  # of the open block: its text, or the tool's input as JSON
         self._is_open = False
 
     def add(self, heard: Heard) -> Iterator[Event]:
         if heard.reasoning:
             yield from self._ensure({"type": "thinking", "thinking": "", "signature": ""})
-            self.all[-1]["thinking"] += heard.reasoning
+            self._said.append(heard.reasoning)
             yield self._delta(type="thinking_delta", thinking=heard.reasoning)
         if heard.content:
             yield from self._ensure({"type": "text", "text": ""})
-            self.all[-1]["text"] += heard.content
+            self._said.append(heard.content)
             yield self._delta(type="text_delta", text=heard.content)
         for part in heard.calls:
             if part.id:
                 block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
                 yield from self._begin(block)
             if part.arguments:
-                self._input.append(part.arguments)
+                self._said.append(part.arguments)
                 yield self._delta(type="input_json_delta", partial_json=part.arguments)
 
     def close(self) -> Iterator[Event]:
         """The open block has ended."""
         if self._is_open:
             self._is_open = False
-            if self._input:
-                self.all[-1]["input"] = _decoded("".join(self._input))
-                self._input = []
+            said, self._said = "".join(self._said), []
+            match block := self.all[-1]:
+                case {"type": "tool_use"}:
+                    block["input"] = _decoded(said) if said else {}
+                case {"type": kind}:
+                    block[kind] = said
             yield {"type": "content_block_stop", "index": len(self.all) - 1}
 
     def _ensure(self, block: Block) -> Iterator[Event]:

@@ -75,6 +75,7 @@ class _Text:
         self._index = index
         self._item = item
         self._part = part
+        self._said: list[str] = []
         self._place = {"item_id": item.id, "output_index": index, "content_index": 0}
         self._beside = {"logprobs": ()} if item.type == "message" else {}
 
@@ -84,12 +85,12 @@ class _Text:
         yield _event("content_part.added", **self._place, part=self._part)
 
     def more(self, text: str) -> Iterator[Event]:
-        self._part.text += text
+        self._said.append(text)
         yield _event(f"{self._part.type}.delta", **self._place, delta=text, **self._beside)
 
     def ended(self, status: str) -> Iterator[Event]:
         self._item.status = status
-        text = self._part.text
+        text = self._part.text = "".join(self._said)
         yield _event(f"{self._part.type}.done", **self._place, text=text, **self._beside)
         yield _event("content_part.done", **self._place, part=self._part)
         yield _event("output_item.done", output_index=self._index, item=self._item)
@@ -100,18 +101,20 @@ class _Call:
         self.kind = item.type
         self._index = index
         self._item = item
+        self._said: list[str] = []
         self._place = {"item_id": item.id, "output_index": index}
 
     def begun(self) -> Iterator[Event]:
         yield _event("output_item.added", output_index=self._index, item=self._item)
 
     def more(self, text: str) -> Iterator[Event]:
-        self._item.arguments += text
+        self._said.append(text)
         yield _event("function_call_arguments.delta", **self._place, delta=text)
 
     def ended(self, status: str) -> Iterator[Event]:
         item = self._item
         item.status = status
+        item.arguments = "".join(self._said)
         yield _event(
             "function_call_arguments.done",
             **self._place,
