@@ -20,12 +20,21 @@ def leashed(command: Sequence[str], number: signal.Signals) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
 
 
+def follow_parent(parent: int, number: int) -> None:
+    """Have this process sent a signal when the thread that has started it ends.
+
+    Raises:
+        SystemExit: the parent is dead already.
+    """
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before prctl
+        raise SystemExit(1)
+
+
 def main(parent: str, number: str, *program: str) -> None:
     """Replaces this process."""
-    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != int(parent):  # it died before prctl
-        raise SystemExit(1)
+    follow_parent(int(parent), int(number))
     os.execvp(program[0], program)
 
 

@@ -1,5 +1,7 @@
 """What takes too long to compile ends, and keeps nobody waiting who asks for something small."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -126,8 +128,8 @@ def test_a_trial_ends_what_would_not(model: Path) -> None:
             prover.prove(ENDLESS, Lane.QUICK)
         prover.prove(SMALL, Lane.QUICK)
         prover.prove(Guide("json_schema", "no schema: it is not for a trial to say so"), Lane.QUICK)
-        assert prover._process is not None
-        prover._process.kill()
+        assert prover.helper.pid is not None
+        os.kill(prover.helper.pid, signal.SIGKILL)
         with pytest.raises(Overloaded):
             prover.prove(SMALL, Lane.QUICK)
         prover.prove(SMALL, Lane.QUICK)
