@@ -109,7 +109,7 @@ class Generator:
                         request_id,
                         self._model.prompts,
                         self._model.limits,
-                        client.namespaces_of,
+                        client,
                         priority,
                         self._cluster.adapters.of(wanted.adapter),
                     )
@@ -124,7 +124,9 @@ class Generator:
             RateLimited, InvalidRequest: as Usage.prompts, and validation.check_prompt_logprobs.
         """
         together = wanted.together
-        lengths = [len(await self._model.prompts.checked(each)) for each in together.prompts]
+        lengths = [
+            len(await self._model.prompts.checked(each, client)) for each in together.prompts
+        ]
         of_all = sum(lengths) * (together.num_answers // len(lengths))
         validation.check_prompt_logprobs(wanted.sampling, of_all)
         client.usage.prompts(sum(lengths), together.num_answers)

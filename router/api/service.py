@@ -146,8 +146,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Tokenize(
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        with self._begun(context), Within(self._budget_s):
-            token_ids = await self._model.prompts.encode(from_prompt(request))
+        with self._begun(context) as client, Within(self._budget_s):
+            token_ids = await self._model.prompts.encode(from_prompt(request), client)
         return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(

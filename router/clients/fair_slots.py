@@ -35,10 +35,25 @@ class _Waiter(NamedTuple):
 class FairSlots:
     """For one event loop."""
 
-    def __init__(self, num_slots: int, *, longest_wait_s: float) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        longest_wait_s: float,
+        max_waiting: int | None = None,
+        what: str = "requests are live",
+    ) -> None:
+        """
+        Args:
+            max_waiting: None: a quarter of the slots.
+            what: holds slots, for errors.
+        """
+        if max_waiting is None:
+            max_waiting = max(int(num_slots * _WAITING_PER_SLOT), _WAITING_AT_LEAST)
         self._slots = Shares(num_slots)
-        self._places = Shares(max(int(num_slots * _WAITING_PER_SLOT), _WAITING_AT_LEAST))
+        self._places = Shares(max_waiting)
         self._longest_wait_s = longest_wait_s
+        self._what = what
         self._lines: dict[str, _Line] = {}  # none is empty
         self._turns = count()
         self._numbers = count()
@@ -143,7 +158,7 @@ class FairSlots:
 
     def _overloaded(self, client: Client) -> Overloaded:
         return Overloaded(
-            f"{self.num_taken} requests are live, {self._slots.held(client.name)} of them of this "
+            f"{self.num_taken} {self._what}, {self._slots.held(client.name)} of them of this "
             "client: no more can be taken now"
         )
 

@@ -66,7 +66,7 @@ class Pooler:
             with Within(budget_s) as deadline:
                 async with self._admission.admitted(client):
                     due = Due(time.monotonic() + budget_s * self._queue_share, deadline)
-                    prompts = await self._prompts(wanted)
+                    prompts = await self._prompts(wanted, client)
                     num_tokens = sum(map(len, prompts))
                     client.usage.prompts(num_tokens)
                     record.timeline.tokenised = time.monotonic()
@@ -75,14 +75,14 @@ class Pooler:
                     record.finish("pooled", pooled.cached_tokens)
                     return pooled
 
-    async def _prompts(self, wanted: WantedVectors) -> list[Sequence[int]]:
+    async def _prompts(self, wanted: WantedVectors, client: Client) -> list[Sequence[int]]:
         """Raises InvalidRequest, Overloaded: as Prompts."""
         pooling.check(wanted.pooling)
         check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")
         found: list[Sequence[int]] = []
         left = MAX_TOKENS
         for prompt in wanted.prompts:
-            token_ids = await self._model.prompts.checked(prompt)
+            token_ids = await self._model.prompts.checked(prompt, client)
             left -= len(token_ids)
             if left < 0:
                 raise InvalidRequest(f"input: more than {MAX_TOKENS} tokens in one request")

@@ -154,6 +154,7 @@ async def running(
     counts.waiting_from(lambda: admission.num_waiting)
     tracer = export.start(config.front, "baton-router", ratio=config.trace_ratio)
     async with AsyncExitStack() as resources:
+        resources.callback(served.prompts.close)
         if tracer is not None:
             resources.callback(tracer.close)
         cluster, survey, pooling, membership = await _make_cluster(

@@ -11,6 +11,7 @@ from common.errors import InvalidRequest
 from common.requests.guide import Guide, as_form, tag
 from common.requests.images import Image
 from common.requests.thought import Thought
+from router.clients.client import Client
 from router.images.pictures import Pictures
 from router.parsers import harmony, think
 from router.parsers.speech import Speech, Thinks
@@ -61,18 +62,26 @@ class Prompts:
         # Marked with more than one token each, nobody finds thought among tokens.
         self._markers = None if opens is None or closes is None else (opens, closes)
 
-    async def checked(self, prompt: Prompt | SharedPrompt) -> Sequence[int]:
+    def close(self) -> None:
+        """End what runs beside this process."""
+        if self._pictures is not None:
+            self._pictures.close()
+
+    async def checked(self, prompt: Prompt | SharedPrompt, client: Client) -> Sequence[int]:
         """Token ids that the model knows, and that leave room for an answer.
 
+        Args:
+            client: whose turns the decoding of images takes.
         Raises:
             InvalidRequest: there is no prompt, the model has no such form, or it does not fit.
-            Overloaded: too much text waits to be tokenised.
+            Overloaded: too much text waits to be tokenised, or too many images to be decoded.
+            NodeUnavailable: as Decoding.decoded.
         """
         match prompt:
             case SharedPrompt():
-                return await prompt.token_ids.get(partial(self._shared, prompt))
+                return await prompt.token_ids.get(partial(self._shared, prompt, client))
             case _:
-                token_ids = await self.encode(prompt)
+                token_ids = await self.encode(prompt, client)
                 check_prompt(token_ids, self._limits, prompt.field)
                 return token_ids
 
@@ -126,7 +135,7 @@ class Prompts:
         written.pop((), None)
         return tuple(written)
 
-    async def encode(self, prompt: Prompt) -> Sequence[int]:
+    async def encode(self, prompt: Prompt, client: Client) -> Sequence[int]:
         """Token ids, perhaps none or some that the model does not know. Raises as `checked`."""
         match prompt:
             case Text():
@@ -142,28 +151,28 @@ class Prompts:
                 check_length(prompt.token_ids, self._limits, prompt.field)
                 return list(prompt.token_ids)
             case Messages():
-                said, _ = await self._conversation(prompt, self._render(prompt))
+                said, _ = await self._conversation(prompt, self._render(prompt), client)
                 return said
             case Prediction(text=text):
                 return await self._encode(text, prompt.field, add_special_tokens=False)
             case Nothing():
                 raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
 
-    async def _shared(self, shared: SharedPrompt) -> Sequence[int]:
+    async def _shared(self, shared: SharedPrompt, client: Client) -> Sequence[int]:
         match shared.prompt:
             case Messages() as messages:
                 text = self._render(messages)
                 shared.rendering.end = text[-_END_CHARACTERS:]
-                token_ids, shared.images = await self._conversation(messages, text)
+                token_ids, shared.images = await self._conversation(messages, text, client)
                 if not shared.images:
                     check_prompt(token_ids, self._limits, messages.field)
             case prompt:
-                token_ids = await self.checked(prompt)
+                token_ids = await self.checked(prompt, client)
         shared.rendering.num_tokens = len(token_ids)
         return token_ids
 
     async def _conversation(
-        self, messages: Messages, text: str
+        self, messages: Messages, text: str, client: Client
     ) -> tuple[Sequence[int], Sequence[Image]]:
         """Its token ids, with those of its images, and these.
 
@@ -174,17 +183,17 @@ class Prompts:
         if not messages.pictures:
             return token_ids, ()
         check_prompt(token_ids, self._limits, messages.field)  # those of images nobody may write
-        token_ids, images = await self._with_images(messages, token_ids)
+        token_ids, images = await self._with_images(messages, token_ids, client)
         check_length(token_ids, self._limits, messages.field)
         return token_ids, images
 
     async def _with_images(
-        self, messages: Messages, token_ids: Sequence[int]
+        self, messages: Messages, token_ids: Sequence[int], client: Client
     ) -> tuple[Sequence[int], Sequence[Image]]:
         if self._pictures is None:
             raise InvalidRequest("messages: this model sees no images; only text is supported")
         left = self._limits.context_length - len(token_ids)
-        images = await self._pictures.read(messages.pictures, left)
+        images = await self._pictures.read(messages.pictures, left, client)
         return self._pictures.placed(token_ids, images)
 
     async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> Sequence[int]:

@@ -14,6 +14,7 @@ from common.errors import InvalidRequest
 from common.requests import sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.sampling import SamplingParams
+from router.clients.client import Client
 from router.requests import namespaces
 from router.requests.job import Job, Terms
 from router.requests.prompts import Prompts
@@ -35,7 +36,7 @@ async def parse(
     request_id: str,
     prompts: Prompts,
     limits: Limits,
-    owner: str = "",
+    client: Client,
     priority: int = 0,
     adapter: AdapterId = NO_ADAPTER,
 ) -> Job:
@@ -45,14 +46,14 @@ async def parse(
     compiled and encoded once, by the first of them.
 
     Args:
-        owner: as of `namespaces.decide`.
+        client: who asks.
         adapter: what `wanted` names.
     Raises:
         InvalidRequest: with a sentence that names the field.
     """
     # Checked before the prompt is encoded: a wrong number costs no tokenizer time.
-    terms = await wanted.together.terms.get(partial(_terms, wanted, prompts, limits, owner))
-    job = await wanted.prompt.job.get(partial(_job, wanted, terms, prompts, limits))
+    terms = await wanted.together.terms.get(partial(_terms, wanted, prompts, limits, client))
+    job = await wanted.prompt.job.get(partial(_job, wanted, terms, prompts, limits, client))
     return replace(
         job,
         request_id=request_id,
@@ -62,14 +63,14 @@ async def parse(
     )
 
 
-async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, owner: str) -> Terms:
+async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, client: Client) -> Terms:
     params = wanted.sampling
     sampling.check(params)
     check_stop(wanted.stop)
     check_stop_regex(wanted.stop_regex)
     check_bad_words(wanted.bad_words)
     check_session_id(wanted.session_id)
-    namespace = namespaces.decide(wanted.cache_salt, owner)
+    namespace = namespaces.decide(wanted.cache_salt, client.namespaces_of)
     check_tokens(params, limits)
     check_thinking(params, prompts, wanted.prompt.prompt)
     if wanted.bad_words:
@@ -79,10 +80,12 @@ async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, owner: str) -
     return Terms(params, await stop_rules(wanted.stop, wanted.stop_regex), namespace)
 
 
-async def _job(wanted: Wanted, terms: Terms, prompts: Prompts, limits: Limits) -> Job:
+async def _job(
+    wanted: Wanted, terms: Terms, prompts: Prompts, limits: Limits, client: Client
+) -> Job:
     """Return the request of any answer to this prompt."""
     params = terms.sampling
-    token_ids = await prompts.checked(wanted.prompt)
+    token_ids = await prompts.checked(wanted.prompt, client)
     if params.guide is not None or params.thinking_budget >= 0:
         params = replace(params, thought=prompts.thought(wanted.prompt))
     if params.guide is not None:
@@ -106,7 +109,7 @@ async def _job(wanted: Wanted, terms: Terms, prompts: Prompts, limits: Limits) -
         shown=wanted.shown,
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
         silent=wanted.silent,
-        prediction=await prompts.checked(wanted.prediction) if wanted.prediction else (),
+        prediction=await prompts.checked(wanted.prediction, client) if wanted.prediction else (),
         images=wanted.prompt.images,
     )
 

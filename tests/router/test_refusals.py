@@ -18,6 +18,7 @@ from router.api.operators.explain import Explainer
 from router.api.operators.moves import Mover
 from router.api.operators.plans import Plans
 from router.api.service import RouterService
+from router.clients.client import Client as CallingClient
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.engine_calls import EngineCalls
@@ -123,7 +124,7 @@ async def test_what_a_template_says_of_messages_comes_back_cut(tmp_path: Path) -
 class Busy:
     """In place of prompts and tokenizer, with as much waiting as may."""
 
-    async def encode(self, prompt: Prompt) -> list[int]:
+    async def encode(self, prompt: Prompt, client: CallingClient) -> list[int]:
         raise Overloaded("text waits")
 
     async def decode_any(self, token_ids: list[int]) -> str:

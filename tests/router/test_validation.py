@@ -14,6 +14,7 @@ from kvtransfer.pairs.wire import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
 from router.api.dialect.fields import Fields, choices, samplings
+from router.clients.client import by_address
 from router.parsers.speech import Speech
 from router.requests import validation
 from router.requests.over_grpc import from_prompt, from_request
@@ -26,6 +27,7 @@ from router.text.limits import MAX_MESSAGES, Limits
 from router.text.tokenizer import RouterTokenizer
 from tests.router.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 
+CLIENT = by_address("192.0.2.1")
 LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
 
@@ -63,7 +65,7 @@ def messages(*turns: tuple[str, str]) -> ChatMessages:
 )
 async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        await parse(from_request(GenerateRequest(**fields)), "r", prompts(), LIMITS)
+        await parse(from_request(GenerateRequest(**fields)), "r", prompts(), LIMITS, CLIENT)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) ->
 async def test_bad_sampling_is_refused(fields: dict[str, Any], sentence: str) -> None:
     request = GenerateRequest(text="x", sampling=Sampling(**fields))
     with pytest.raises(InvalidRequest, match=sentence):
-        await parse(from_request(request), "r", prompts(), LIMITS)
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
 
 
 class Counted(RouterTokenizer):
@@ -132,7 +134,7 @@ async def test_answers_to_one_request_are_checked_once(monkeypatch: pytest.Monke
     shared = Prompts(tokenizer, None, LIMITS, Speech())
     wanted = answers(bad_words=["ab", "cd"], stop_regex=["a+b"], logit_bias={5: 1.0}, regex="a")
     jobs = await asyncio.gather(
-        *(parse(each, f"r-{n}", shared, LIMITS) for n, each in enumerate(wanted))
+        *(parse(each, f"r-{n}", shared, LIMITS, CLIENT) for n, each in enumerate(wanted))
     )
     assert (len(checked), len(compiled)) == (2, 1)  # once more with the words
     assert (tokenizer.num_words, tokenizer.num_decoded) == (1, 1)
@@ -161,7 +163,7 @@ async def test_what_is_refused_costs_no_more_for_many_answers(
 ) -> None:
     tokenizer = Counted()
     shared = Prompts(tokenizer, None, LIMITS, Speech())
-    asked = (parse(each, "r", shared, LIMITS) for each in answers(**fields))
+    asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in answers(**fields))
     errors = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(error) for error in errors} == {InvalidRequest}
     assert re.search(sentence, str(errors[-1]))
@@ -173,7 +175,7 @@ async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers() -> No
     shared = Prompts(tokenizer, None, LIMITS, Speech())
     given = Fields(n=128)
     wanted = choices(given, [Text("xy " * 40)], samplings(given, 8))
-    asked = (parse(each, "r", shared, LIMITS) for each in wanted)
+    asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in wanted)
     errors = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(error) for error in errors} == {InvalidRequest}
     assert tokenizer.num_prompts == 1
@@ -231,7 +233,7 @@ def test_a_request_id_of_any_length_is_not_carried() -> None:
 async def test_messages_without_a_template_are_refused() -> None:
     request = TokenizeRequest(messages=messages(("user", "x")))
     with pytest.raises(InvalidRequest, match="no chat template"):
-        await prompts(None).encode(from_prompt(request))
+        await prompts(None).encode(from_prompt(request), CLIENT)
 
 
 @pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44), (1_000_000, 44)])
@@ -239,31 +241,34 @@ async def test_max_tokens_is_what_the_context_leaves_at_most(
     asked: int | None, expected: int
 ) -> None:
     request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
-    job = await parse(from_request(request), "r", prompts(), LIMITS)
+    job = await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
     assert job.sampling.max_tokens == expected
 
 
 async def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     request = GenerateRequest(token_ids=tokens(*[5] * (CONTEXT_LENGTH - 1)))
-    assert (await parse(from_request(request), "r", prompts(), LIMITS)).sampling.max_tokens == 1
+    assert (
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+    ).sampling.max_tokens == 1
 
 
 async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept() -> None:
     unset = GenerateRequest(text="x")
     drawn = {
-        (await parse(from_request(unset), "r", prompts(), LIMITS)).sampling.seed for _ in range(8)
+        (await parse(from_request(unset), "r", prompts(), LIMITS, CLIENT)).sampling.seed
+        for _ in range(8)
     }
     assert len(drawn) == 8
     request = GenerateRequest(text="x", sampling=Sampling(seed=0))
-    assert (await parse(from_request(request), "r", prompts(), LIMITS)).sampling.seed == 0
+    assert (await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)).sampling.seed == 0
 
 
 async def test_special_tokens_start_a_text_but_not_a_rendered_template() -> None:
     plain = byte_level_tokenizer()
-    text = await prompts().encode(from_prompt(TokenizeRequest(text="the fox")))
+    text = await prompts().encode(from_prompt(TokenizeRequest(text="the fox")), CLIENT)
     assert text == [0, *plain.encode("the fox", add_special_tokens=False).ids]
     chat = await prompts().encode(
-        from_prompt(TokenizeRequest(messages=messages(("user", "the fox"))))
+        from_prompt(TokenizeRequest(messages=messages(("user", "the fox")))), CLIENT
     )
     rendered = "<s>[user] the fox\n[assistant]"
     assert chat == plain.encode(rendered, add_special_tokens=False).ids

@@ -11,6 +11,7 @@ from router.api.dialect.model_names import ModelNames
 from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.dialect.tools import offered
 from router.api.http.request import Request
+from router.clients.client import Client
 from router.requests.served_model import ServedModel
 from router.requests.wanted import Messages
 
@@ -41,13 +42,13 @@ class CountTokens:
         self._reader = BodyReader(CountedFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
 
     async def __call__(self, request: Request) -> web.Response:
-        async def answer() -> Counted:
+        async def answer(client: Client) -> Counted:
             fields = self._reader.read(take_json(request))
             self._names.adapter(fields.model)
             choice, named = asked_for.chosen(fields)
             tools = asked_for.tools(fields)
             offer = offered(tools, choice, named, self._model.speech, parallel=None)
             prompt = Messages(asked_for.turns(fields), offer.shown)
-            return Counted(len(await self._model.prompts.encode(prompt)))
+            return Counted(len(await self._model.prompts.encode(prompt, client)))
 
         return await self._endpoint.answered(request, answer, self._reader.names)

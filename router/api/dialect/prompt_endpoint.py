@@ -11,6 +11,7 @@ from router.api.dialect.generation_endpoint import Begin
 from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Request
+from router.clients.client import Client
 from router.requests.within import Within
 
 
@@ -29,18 +30,18 @@ class PromptEndpoint:
     async def answered(
         self,
         request: Request,
-        answer: Callable[[], Awaitable[msgspec.Struct]],
+        answer: Callable[[Client], Awaitable[msgspec.Struct]],
         names: frozenset[str],
     ) -> web.Response:
         """
         Args:
-            answer: raises Refusal or ServingError.
+            answer: given who asks; raises Refusal or ServingError.
             names: of the fields that a request may have.
         """
         try:
-            self._begin(request, 1)
+            client = self._begin(request, 1)
             with Within(self._budget_s):
-                return whole(200, msgspec.json.encode(await answer()))
+                return whole(200, msgspec.json.encode(await answer(client)))
         except Refusal as refusal:
             return refusal.response()
         except ServingError as error:

@@ -15,6 +15,7 @@ from router.api.dialect.model_names import ModelNames
 from router.api.dialect.problems import Refusal
 from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.http.request import Request
+from router.clients.client import Client
 from router.requests.served_model import ServedModel
 from router.requests.wanted import Prompt, Text
 from router.text.limits import MAX_CHOICES, check_context, check_vocabulary
@@ -79,11 +80,11 @@ class Tokens:
         )
 
     async def tokenize(self, request: Request) -> web.Response:
-        async def answer() -> Tokenized:
+        async def answer(client: Client) -> Tokenized:
             fields = self._tokenize.read(take_json(request))
             self._names.adapter(fields.model)
             prompts = _prompts(fields)
-            ids = [await self._model.prompts.encode(prompt) for prompt in prompts]
+            ids = [await self._model.prompts.encode(prompt, client) for prompt in prompts]
             names = None
             if fields.return_token_strs:
                 names = [self._model.tokenizer.names(each) for each in ids]
@@ -95,7 +96,7 @@ class Tokens:
         return await self._endpoint.answered(request, answer, self._tokenize.names)
 
     async def detokenize(self, request: Request) -> web.Response:
-        async def answer() -> Detokenized:
+        async def answer(_: Client) -> Detokenized:
             fields = self._detokenize.read(take_json(request))
             self._names.adapter(fields.model)
             check_context(fields.tokens, self._model.limits, "tokens")
