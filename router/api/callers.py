@@ -6,19 +6,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from common import rpc
+from router.api.access import METHODS
 from router.clients.client import Client
 from router.clients.guard import Guard
 
 _HEADER = "authorization"
-_FOR_OPERATORS = frozenset({"/baton.v1.Router/GetCluster", "/baton.v1.Router/Explain"})
-_COMMANDS = frozenset(
-    f"/baton.v1.Router/{name}"
-    for name in (
-        *("Drain", "Move", "TellPlan", "LoadAdapter", "UnloadAdapter"),
-        *("Pause", "Continue", "UpdateWeights", "FlushCache"),
-        *("ReleaseMemory", "ResumeMemory", "StartProfile", "StopProfile"),
-    )
-)
 
 
 class Callers:
@@ -28,10 +20,8 @@ class Callers:
         self._guard = guard
 
     def of(self, method: str) -> rpc.Admit:
-        if method in _COMMANDS:
-            ask = self._guard.commander
-        else:
-            ask = self._guard.operator if method in _FOR_OPERATORS else self._guard.client
+        """Raises KeyError: nothing says who may call the method."""
+        ask = self._guard.asking(METHODS[method])
 
         async def admit(context: Any) -> Client:
             return ask(authorization(context.invocation_metadata()), address(context.peer()))

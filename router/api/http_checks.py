@@ -9,23 +9,17 @@ from aiohttp import web
 
 from common.errors import RateLimited, ServingError
 from common.metrics import RouterMetrics
+from router.api.access import of_path
 from router.api.dialect import problems
 from router.api.dialect.problems import Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Check, Request
 from router.api.http.shared import Peer
 from router.api.key_connections import KeyConnections
-from router.api.operators import adapters, engines
 from router.clients.client import Client
 from router.clients.cors import Cors, Headers
 from router.clients.guard import Guard
 from router.clients.hosts import HostCheck
-
-_OPEN = frozenset({"/", "/health", "/ready"})
-_OPEN_BELOW = "/page/"
-_FOR_OPERATORS = frozenset({"/cluster", "/requests", "/metrics"})
-_FOR_OPERATORS_BELOW = "/requests/"
-_COMMANDS = frozenset({adapters.LOAD_PATH, adapters.UNLOAD_PATH, *engines.COMMANDS})
 
 
 class HttpChecks:
@@ -73,13 +67,10 @@ class HttpChecks:
         return whole(200, b"", headers=headers) if headers else None
 
     def _access(self, request: Request) -> web.Response | None:
-        path = request.route
-        if path in _OPEN or path.startswith(_OPEN_BELOW):
+        access = of_path(request.route)
+        if access == "anybody":
             return None
-        operators = path in _FOR_OPERATORS or path.startswith(_FOR_OPERATORS_BELOW)
-        ask = self._guard.operator if operators else self._guard.client
-        if path in _COMMANDS:
-            ask = self._guard.commander
+        ask = self._guard.asking(access or "client")
         try:
             client = ask(_authorization(request), request.peer.host)
             self._admit(client, request.peer)
@@ -87,6 +78,8 @@ class HttpChecks:
                 self._guard.begin(client, 0)
         except ServingError as error:
             return problems.of_error(error, frozenset()).response()
+        if access is None:
+            return Refusal(404, f"there is nothing at {request.route}").response()
         return None
 
     def _admit(self, client: Client, connection: Peer) -> None:

@@ -7,7 +7,8 @@ for that key where others than this host can reach the router; to command, where
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
 
 from common.api_keys import KeyLimits
 from common.errors import Forbidden, InvalidRequest, RateLimited, ServingError, Unauthenticated
@@ -21,6 +22,8 @@ from router.clients.usage import Usage
 log = logging.getLogger(__name__)
 
 IsOperator = Callable[[str], bool]  # of the value of an authorization header
+Access: TypeAlias = Literal["anybody", "client", "operator", "commander"]
+Ask: TypeAlias = Callable[[str, str], Client]  # given an authorization and an address
 
 _BEARER = "bearer "
 _MAX_KEY_CHARACTERS = 256  # longer ones are not worth a hash
@@ -78,6 +81,16 @@ class Guard:
     def commander(self, authorization: str, address: str) -> Client:
         """Who changes what operators may merely ask about. Raises as `operator` does."""
         return self._one_of_the_operators(authorization, address, prove=self._commanders_prove)
+
+    def asking(self, access: Access) -> Ask:
+        """Return what identifies callers of a method or path with this access."""
+        asks: Mapping[Access, Ask] = {
+            "anybody": lambda authorization, address: by_address(address),
+            "client": self.client,
+            "operator": self.operator,
+            "commander": self.commander,
+        }
+        return asks[access]
 
     def _one_of_the_operators(self, authorization: str, address: str, *, prove: bool) -> Client:
         if not prove:

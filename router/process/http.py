@@ -6,6 +6,7 @@ from common import tls
 from common.config import RouterConfig
 from common.metrics import RouterMetrics
 from router.api import paths as api
+from router.api.access import check_paths
 from router.api.dialect import problems
 from router.api.dialect.model_names import ModelNames
 from router.api.http.request import Handler
@@ -42,6 +43,8 @@ def make_http(
         commands: of operators, by path, by method.
         others: what is beside OpenAI's API and the page, by path; of GET.
         others_below: the same for every path that begins with this one.
+    Raises:
+        KeyError: nothing says who may ask for one of the paths.
     """
     checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
     routes = api.routes(
@@ -61,6 +64,7 @@ def make_http(
         },
         others_below={path: {"GET": each} for path, each in others_below.items()},
     )
+    check_paths(routes.paths)
     limits = Limits(
         max_connections=config.max_requests + _SPARE_CONNECTIONS,
         max_body_bytes=model.limits.body_bytes,

@@ -1,6 +1,6 @@
 """Which handler answers which method and path."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
@@ -26,6 +26,11 @@ class Routes:
         self._exact = exact
         self._below = below
         self._error_body = error_body
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Every path that is served, or begins those that are."""
+        return [*self._exact, *self._below]
 
     def __call__(self, request: Request) -> Handler:
         path = request.route
