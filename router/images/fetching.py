@@ -7,6 +7,7 @@ whoever answers differently the second time gains nothing. Redirects are not fol
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
@@ -20,6 +21,8 @@ from yarl import URL
 from common.errors import InvalidRequest
 
 Address = IPv4Address | IPv6Address
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.IGNORECASE | re.ASCII)
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
 _BLOCK_BYTES = 64 << 10
 # Of IPv6, what leads to an IPv4 address, which may be any: NAT64, 6to4 and Teredo.
 _TUNNELS = tuple(
@@ -86,15 +89,20 @@ class HttpFetch:
     def _checked(self, url: str) -> URL:
         try:
             target = URL(url)
-            host = target.host
+            host = target.raw_host  # as it is connected to: fullwidth digits are digits there
         except ValueError as error:
-            raise InvalidRequest(f"an image's address is none: {error}") from error
+            raise InvalidRequest(f"an image's address is invalid: {error}") from error
         if target.scheme not in ("http", "https") or not host or target.user is not None:
             raise InvalidRequest("an image's address is http://HOST/... or https://HOST/...")
         try:
             literal = ipaddress.ip_address(host)
         except ValueError:
-            return target  # a name, which the resolver looks up
+            if not _is_name(host):
+                raise InvalidRequest(
+                    f"{_named(target)} is not a valid address: its host is neither a name nor an "
+                    "IP address in its usual form"
+                ) from None
+            return target  # the resolver looks it up
         if not self._allowed(literal):  # nobody resolves it
             raise InvalidRequest(f"{_named(target)} is no public address")
         return target
@@ -135,6 +143,13 @@ class _Checked(AbstractResolver):
 
     async def close(self) -> None:
         await self._resolver.close()
+
+
+def _is_name(host: str) -> bool:
+    """Return whether it can only be a name. System resolvers read 0x7f.1, 2130706433 and 127.1 as
+    IPv4 addresses, so a name does not end with a number. No top-level domain does."""
+    last = host.removesuffix(".").rpartition(".")[2]
+    return _NAME.fullmatch(host) is not None and not _NUMBER.fullmatch(last)
 
 
 def _named(target: URL) -> str:

@@ -324,6 +324,13 @@ class Names(AbstractResolver):
         pass
 
 
+class Unasked(Names):
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        raise AssertionError(f"{host} was looked up")
+
+
 @pytest.fixture
 async def site() -> AsyncIterator[str]:
     """Where a small file is, a large one, one that never ends, and a redirect."""
@@ -399,6 +406,28 @@ async def test_what_is_not_public_is_never_called(address: str) -> None:
 async def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="address"):
         await HttpFetch(60.0)(url, 100)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            "0x7f.1",
+            "2130706433",
+            "017700000001",
+            "127.1",
+            "0x7f000001",
+            "127.0.0.1.",
+            "0177.0.0.1",
+        ),
+        *("1.2.3.08", "１２７.1", "%31%32%37.1", "a.0x", "127.0.0.0x1.", "a..b"),
+    ],
+)
+async def test_a_host_that_resolvers_may_read_as_a_number_is_refused(host: str) -> None:
+    """Also where it is one of a public address, and nothing looks it up."""
+    fetch = HttpFetch(60.0, anywhere, lambda: Unasked("127.0.0.1"))
+    with pytest.raises(InvalidRequest, match="is not a valid address"):
+        await fetch(f"http://{host}/a", 100)
 
 
 def test_public_addresses_are() -> None:
