@@ -402,6 +402,60 @@ def test_nobody_else_may_read_it(tmp_path):
     files.close()
 
 
+def left(path: Path, kind: str, elsewhere: Path) -> None:
+    """What another user of a shared directory may leave under a name that is opened next."""
+    path.unlink(missing_ok=True)
+    match kind:
+        case "symbolic link":
+            path.symlink_to(elsewhere)
+        case "hard links":
+            path.hardlink_to(elsewhere)
+        case "regular":
+            os.mkfifo(path)
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "hard links", "regular"])
+@pytest.mark.parametrize("name", ["pages", "index"])
+def test_a_file_that_others_prepared_is_refused_and_not_touched(tmp_path, name, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"precious" * 100)
+    elsewhere.chmod(0o640)
+    (tmp_path / "tier" / "0").mkdir(parents=True)
+    left(tmp_path / "tier" / "0" / name, kind, elsewhere)
+    with pytest.raises(ConfigError, match=rf"engine\.tiers\.file_dir: .*{kind}.*/0/{name}"):
+        opened(tmp_path / "tier")
+    assert elsewhere.read_bytes() == b"precious" * 100
+    assert elsewhere.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_directory_that_is_a_symbolic_link_is_refused_and_not_touched(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o755)
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier" / "0").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="symbolic link"):
+        opened(tmp_path / "tier")
+    assert elsewhere.stat().st_mode & 0o777 == 0o755 and not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("name", ["0", "0/index", "0/pages"])
+def test_what_belongs_to_another_user_is_refused(tmp_path, name, monkeypatch):
+    opened(tmp_path).close()
+    real, other = os.fstat, os.stat(tmp_path / name).st_ino
+
+    def fstat(descriptor):
+        found = real(descriptor)
+        return (
+            os.stat_result([*found[:4], os.geteuid() + 1, *found[5:]])
+            if found.st_ino == other
+            else found
+        )
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(ConfigError, match=rf"belongs to user {os.geteuid() + 1}, .*{name}"):
+        opened(tmp_path)
+
+
 def test_a_directory_that_all_nodes_have_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("common.engine.tiers.page_files.MOST_NODES", 1)
     files = opened(tmp_path)

@@ -26,13 +26,13 @@ from common.engine.tiers.page_records import (
     packed,
     unpacked,
 )
+from common.engine.tiers.private_files import open_directory, open_file
 from common.errors import ConfigError
 from common.logs import kv
 
 MOST_NODES = 64  # that share a directory, each with one below it
 _FLAG = "engine.tiers.file_dir"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,7 @@ class PageFiles:
             )
         try:
             self.directory, self._index = _claim(root, self._header)
-            self._pages = os.open(self.directory / "pages", _OPEN, 0o600)
-            os.fchmod(self._pages, 0o600)
+            self._pages = _opened(self.directory, "pages")
             self._fit()
         except OSError as error:
             raise ConfigError(f"{_FLAG}: {error}") from error
@@ -190,13 +189,12 @@ def _claim(root: Path, header: bytes) -> tuple[Path, int]:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     places = [root / str(number) for number in range(MOST_NODES)]
     for place in places:
-        index = _lock(place) if place.is_dir() else None
+        index = _lock(place) if os.path.lexists(place) else None
         if index is not None:
             if os.pread(index, HEADER_BYTES, 0) == header:
                 return place, index
             os.close(index)
     for place in places:
-        place.mkdir(mode=0o700, exist_ok=True)
         index = _lock(place)
         if index is not None:
             return place, index
@@ -205,15 +203,22 @@ def _claim(root: Path, header: bytes) -> tuple[Path, int]:
 
 def _lock(place: Path) -> int | None:
     """None: somebody has it."""
-    place.chmod(0o700)
-    index = os.open(place / "index", _OPEN, 0o600)
+    index = _opened(place, "index")
     try:
-        os.fchmod(index, 0o600)
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(index)
         return None
     return index
+
+
+def _opened(place: Path, name: str) -> int:
+    """Open a file of one of the directories; see private_files.py for what is refused."""
+    directory = open_directory(place)
+    try:
+        return open_file(place / name, directory)
+    finally:
+        os.close(directory)
 
 
 def _record_at(slot: int) -> int:
