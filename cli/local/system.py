@@ -31,6 +31,8 @@ class System:
             certificates: to ask them with.
         """
         self._programs = programs
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        logs.chmod(0o700)
         self._logs = logs
         self._certificates = certificates
         self._children = {program: self._child(program) for program in programs}

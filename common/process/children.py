@@ -8,6 +8,7 @@ import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from common.process.leash import leashed
 
@@ -43,8 +44,7 @@ class Child:
         with contextlib.ExitStack() as files:
             output = None
             if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                output = files.enter_context(log.open("wb" if replaces_log else "ab"))
+                output = files.enter_context(_opened(log, replaces=replaces_log))
             self._process = subprocess.Popen(
                 leashed(command, signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
@@ -92,6 +92,15 @@ class Child:
             return ""
         with self.log.open(errors="replace") as lines:
             return "".join(deque(lines, maxlen=count)).rstrip()
+
+
+def _opened(log: Path, *, replaces: bool) -> BinaryIO:
+    """Open a log for this user alone: it may have prompts, addresses and names of keys."""
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replaces else os.O_APPEND)
+    file = os.fdopen(os.open(log, flags, 0o600), "ab")
+    os.fchmod(file.fileno(), 0o600)  # of an older version, it may be readable by others
+    return file
 
 
 async def _readable(descriptor: int) -> None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from cli.local.system import System
 from common.process.children import Child
 from tests.support.programs import await_end, runs
 
@@ -30,6 +31,25 @@ async def test_its_end_is_seen_with_its_code_and_its_last_lines(tmp_path):
     assert child.code == 3
     assert child.last_lines() == "one\ntwo"
     assert child.last_lines(1) == "two"
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+async def test_its_log_is_for_this_user_alone(tmp_path, replaces):
+    new, old = tmp_path / "log" / "new", tmp_path / "old"
+    old.write_text("before\n")
+    old.chmod(0o644)
+    for log in (new, old):
+        await Child("a", ["echo", "one"], log, replaces_log=replaces).ended()
+        assert log.stat().st_mode & 0o777 == 0o600
+    assert new.parent.stat().st_mode & 0o777 == 0o700
+    assert old.read_text() == ("one\n" if replaces else "before\none\n")
+
+
+def test_the_directory_of_logs_is_for_this_user_alone(tmp_path):
+    logs = tmp_path / "var" / "log"
+    logs.mkdir(mode=0o755, parents=True)
+    System([], logs, None)
+    assert logs.stat().st_mode & 0o777 == 0o700
 
 
 async def test_stop_asks_first(tmp_path):
