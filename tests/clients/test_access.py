@@ -1,16 +1,21 @@
 """Each gRPC method and HTTP path of a router has an entry that says who may use it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from common.config import ClientsConfig, FrontConfig, RouterConfig
+from common.errors import Unauthenticated
 from common.identity.roles import MAY_CALL
+from common.identity.secret import new_secret
+from common.metrics import RouterMetrics
 from protos import decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2
 from router.api import paths
 from router.api.access import METHODS, PATHS, PATHS_BELOW
 from router.api.callers import Callers
-from router.clients.guard import Guard
+from router.clients.assembly import make_clients
+from router.clients.guard import Access, Guard
 from tests.router.openai_rig import api_for
 
 PAGE = "/page/"
@@ -75,3 +80,41 @@ async def test_a_path_without_an_entry_is_served_to_nobody(
 def test_a_method_without_an_entry_keeps_the_router_from_starting(method: str) -> None:
     with pytest.raises(KeyError, match=method):
         Callers(Guard.__new__(Guard)).of(method)
+
+
+@pytest.mark.parametrize(
+    "host, insecure, has_secret, has_keys, needs_key",
+    [
+        ("127.0.0.1", False, False, False, []),
+        ("127.0.0.1", False, True, False, ["commander"]),
+        ("0.0.0.0", False, True, False, ["operator", "commander"]),
+        ("0.0.0.0", True, False, False, []),
+        ("0.0.0.0", True, True, False, ["commander"]),
+        ("127.0.0.1", False, False, True, ["client", "operator", "commander"]),
+        ("0.0.0.0", True, True, True, ["client", "operator", "commander"]),
+    ],
+)
+def test_who_needs_a_key_is_as_the_docs_say(
+    tmp_path: Path,
+    keys: ClientsConfig,
+    host: str,
+    insecure: bool,
+    has_secret: bool,
+    has_keys: bool,
+    needs_key: list[Access],
+) -> None:
+    """docs/clients.md, "Without API keys"."""
+    file = tmp_path / "secret"
+    file.write_text(new_secret())
+    front = FrontConfig(
+        port=0, host=host, insecure=insecure, secret_file=file if has_secret else None
+    )
+    config = RouterConfig(model="any", front=front, clients=keys if has_keys else ClientsConfig())
+    guard = make_clients(config, RouterMetrics()).guard
+    refused: list[Access] = []
+    for access in get_args(Access):
+        try:
+            guard.asking(access)("", "192.0.2.1")
+        except Unauthenticated:
+            refused.append(access)
+    assert refused == needs_key
