@@ -6,6 +6,7 @@ import torch
 
 from common.engine.models import load
 from common.engine.models.checkpoint import Checkpoint
+from common.engine.models.open_files import OpenFiles
 from common.engine.models.weights import ahead
 from tests.support.checkpoints import make_checkpoint
 
@@ -47,7 +48,7 @@ def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
 def test_nothing_is_said_of_what_is_loaded_at_once(tmp_path, caplog):
     directory = make_checkpoint(tmp_path)
     now = 5.0
-    told = ahead.Ahead(Checkpoint(directory).tensors, clock=lambda: now)
+    told = ahead.Ahead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)
     with caplog.at_level("INFO", ahead.__name__):
         for name in Checkpoint(directory).tensors:
             told.reads(name)

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from common.engine.adapters.stored import Adapter, AdapterLimits, read_adapter
 from common.engine.models.below import below
 from common.engine.models.linear import Product
 from common.errors import ConfigError, InvalidRequest
 
-_UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError, SafetensorError)
+_UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)
 
 
 class Shelf:

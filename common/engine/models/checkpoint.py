@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
+from common.engine.models.open_files import OpenFiles
 from common.errors import ConfigError
 from common.requests.weights import WeightsId
 
@@ -25,7 +25,17 @@ _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _BLOCK_BYTES = 8 << 20
 FLOATS = ("F32", "F16", "BF16")
 LENGTH_BYTES = 8  # before a file's header
-_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,7 @@ class Checkpoint:
         """
         self._directory = directory
         self._reads: Callable[[str], None] | None = None
+        self._files = OpenFiles(0)
         self.tensors: dict[str, StoredTensor] = {}
         for path in _files(directory) if files is None else files:
             self.tensors.update(_whole(path))
@@ -133,19 +144,35 @@ class Checkpoint:
                     f"{', '.join(wanted.dtypes)}"
                 )
 
-    def watched(self, reads: Callable[[str], None]) -> "Checkpoint":
-        """The same one, which tells the name of each tensor before it reads it."""
+    def watched(self, reads: Callable[[str], None], files: OpenFiles) -> "Checkpoint":
+        """Return the same checkpoint, which reports the name of each tensor before it reads it.
+
+        Args:
+            files: keeps the shards open between reads.
+        """
         watched = copy.copy(self)
         watched._reads = reads
+        watched._files = files
         return watched
 
     def read(self, name: str) -> Tensor:
-        """The tensor in its own dtype, mapped from the file: copy it before the file may change."""
+        """Return the tensor in its own dtype, mapped from the file: copy it before the file may
+        change.
+
+        Raises:
+            ConfigError: its dtype is not supported.
+            OSError: the file is gone or cut off.
+        """
         if self._reads is not None:
             self._reads(name)
-        with safetensors.safe_open(self.tensors[name].path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        stored = self.tensors[name]
+        if (dtype := _DTYPES.get(stored.dtype)) is None:
+            supported = ", ".join(_DTYPES)
+            raise ConfigError(f"{stored.path}: {name} is {stored.dtype}, supported are {supported}")
+        if not stored.num_bytes:
+            return torch.empty(stored.shape, dtype=dtype)
+        mapped = self._files.map(stored.path, stored.offset, stored.num_bytes)
+        return torch.frombuffer(mapped, dtype=dtype).view(stored.shape)
 
 
 def holds_weights(name: str) -> bool:
@@ -219,9 +246,22 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         base = LENGTH_BYTES + length
-        return {name: _stored(path, base, entry) for name, entry in header.items()}
+        tensors = {name: _stored(path, base, entry) for name, entry in header.items()}
+        _check_places(tensors, base)
+        return tensors
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a safetensors file ({error})") from error
+
+
+def _check_places(tensors: Mapping[str, StoredTensor], base: int) -> None:
+    """Raise ValueError unless the tensors follow one another from `base` on, as the format asks."""
+    end = base
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
+    ):
+        if tensor.offset != end:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        end += tensor.num_bytes
 
 
 def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:

@@ -6,12 +6,11 @@ came before; that takes no memory of this process.
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from common.engine.models.checkpoint import StoredTensor
+from common.engine.models.open_files import OpenFiles
 from common.logs import kv
 
 AHEAD_BYTES = 512 << 20
@@ -25,16 +24,19 @@ class Ahead:
 
     Args:
         tensors: by name, in the order in which they will be wanted, more or less.
+        files: keeps the shards open.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, StoredTensor],
+        files: OpenFiles,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._left = {name: tensor.num_bytes for name, tensor in tensors.items()}
         self._total = sum(self._left.values())
         self._read = 0
+        self._files = files
         self._coming = iter(tensors.values())
         self._asked = 0  # bytes
         self._clock = clock
@@ -47,15 +49,10 @@ class Ahead:
             tensor = next(self._coming, None)
             if tensor is None:
                 break
-            _ask_for(tensor.path, tensor.offset, tensor.num_bytes)
+            with contextlib.suppress(OSError):  # a file system that takes no hints
+                self._files.ask_for(tensor.path, tensor.offset, tensor.num_bytes)
             self._asked += tensor.num_bytes
         if self._clock() >= self._told + TOLD_EVERY_S:
             self._told = self._clock()
             share = f"{100 * self._read // self._total} %"
             log.info("weights %s", kv(read=share, mib=self._read >> 20, of_mib=self._total >> 20))
-
-
-def _ask_for(path: Path, offset: int, num_bytes: int) -> None:
-    # A file system that does not take the hint reads as ever.
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), offset, num_bytes, os.POSIX_FADV_WILLNEED)

@@ -19,6 +19,7 @@ from common.engine.models.linear import (
     held,
     joined,
 )
+from common.engine.models.open_files import OpenFiles
 from common.engine.models.refill import refill
 from common.engine.models.stored.experts import ExpertShape, Place
 from common.engine.models.stored.plain import PLAIN
@@ -121,8 +122,10 @@ def load_weights(
         ConfigError: as `stored_tensors` and `form_of`.
     """
     form = form_for(spec, device, dtype, quantize)
-    watched = _watched(checkpoint, survey(checkpoint, spec, form, dtype))
-    return spec.build(Reader(watched, spec.stored, device, dtype, form))
+    needs = survey(checkpoint, spec, form, dtype)
+    with OpenFiles() as files:
+        watched = _watched(checkpoint, needs, files)
+        return spec.build(Reader(watched, spec.stored, device, dtype, form))
 
 
 def refill_weights(
@@ -136,15 +139,17 @@ def refill_weights(
         EngineFault: they differ in more than numbers; some of them are there already.
     """
     form = form_for(spec, decoder.device, decoder.dtype, quantize)
-    watched = _watched(checkpoint, survey(checkpoint, spec, form, decoder.dtype))
-    reader = Reader(watched, spec.stored, decoder.device, decoder.dtype, form)
-    fresh = spec.parts(reader)
-    for present in decoder.parts:
-        refill(present, next(fresh))
-        reader.products.clear()  # or all of it would be there twice
+    needs = survey(checkpoint, spec, form, decoder.dtype)
+    with OpenFiles() as files:
+        watched = _watched(checkpoint, needs, files)
+        reader = Reader(watched, spec.stored, decoder.device, decoder.dtype, form)
+        fresh = spec.parts(reader)
+        for present in decoder.parts:
+            refill(present, next(fresh))
+            reader.products.clear()  # or all of it would be there twice
 
 
-def _watched(checkpoint: Checkpoint, needs: Needs) -> Checkpoint:
+def _watched(checkpoint: Checkpoint, needs: Needs, files: OpenFiles) -> Checkpoint:
     """A survey notes tensors in the order in which they are read."""
     tensors = {name: checkpoint.tensors[name] for name in needs.stored}
-    return checkpoint.watched(Ahead(tensors).reads)
+    return checkpoint.watched(Ahead(tensors, files).reads, files)

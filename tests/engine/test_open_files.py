@@ -1,0 +1,105 @@
+"""Shards are opened once while a model is loaded, few at a time, and closed afterwards."""
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common.engine.models import load
+from common.engine.models.checkpoint import SINGLE, Checkpoint
+from common.engine.models.open_files import OpenFiles
+from common.errors import ConfigError
+from tests.support.checkpoints import make_checkpoint
+
+
+def open_shards(directory):
+    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return [link for link in links if link.exists() and link.readlink().parent == directory]
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Names of files, as often as each was opened."""
+    names, open_file = Counter(), os.open
+
+    def opens(path, *rest):
+        names[Path(path).name] += 1
+        return open_file(path, *rest)
+
+    monkeypatch.setattr(os, "open", opens)
+    return names
+
+
+def test_loading_opens_every_shard_once_and_closes_it(tmp_path, opened):
+    directory = make_checkpoint(tmp_path, max_shard_size="100KB")
+    shards = {path.name for path in directory.glob("*.safetensors")}
+    assert len(shards) > 2
+    load(directory, torch.device("cpu"), torch.float32)
+    assert {name: count for name, count in opened.items() if name in shards} == dict.fromkeys(
+        shards, 1
+    )
+    assert open_shards(directory) == []
+
+
+def test_only_so_many_files_stay_open(tmp_path, opened):
+    paths = [tmp_path / str(number) for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 5000)
+    with OpenFiles(2) as files:
+        for number in (0, 1, 0, 2, 0, 1):
+            assert files.map(paths[number], 4097, 3) == bytes([number]) * 3
+            assert len(open_shards(tmp_path)) <= 2
+    assert opened == {"0": 1, "1": 2, "2": 1}
+    assert open_shards(tmp_path) == []
+
+
+def test_threads_may_read_at_the_same_time(tmp_path):
+    """As transformers loads a model. Each closes what another one has just opened."""
+    names = [str(number) for number in range(8)]
+    save_file({name: torch.full((600,), int(name)) for name in names}, tmp_path / SINGLE)
+    checkpoint = Checkpoint(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(lambda name: checkpoint.read(name).clone(), names * 100))
+    assert [int(tensor[-1]) for tensor in read] == [int(name) for name in names * 100]
+
+
+def test_a_failed_load_leaves_no_file_open(tmp_path, monkeypatch):
+    directory = make_checkpoint(tmp_path)
+    monkeypatch.setattr(torch, "frombuffer", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load(directory, torch.device("cpu"), torch.float32)
+    assert open_shards(directory) == []
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path):
+    (tmp_path / "short").write_bytes(bytes(100))
+    with OpenFiles() as files, pytest.raises(OSError, match="short is cut off"):
+        files.map(tmp_path / "short", 90, 20)
+
+
+def test_tensors_of_every_dtype_and_shape_are_read_as_safetensors_reads_them(tmp_path):
+    kinds = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64)
+    tensors = {str(kind): torch.arange(6).to(kind).view(2, 3) for kind in kinds}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
+    save_file(tensors, tmp_path / SINGLE)
+    checkpoint = Checkpoint(tmp_path)
+    for name, tensor in tensors.items():
+        read = checkpoint.read(name)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
+
+
+def test_writing_to_a_tensor_that_was_read_leaves_the_file_alone(tmp_path):
+    save_file({"a": torch.ones(4)}, tmp_path / SINGLE)
+    Checkpoint(tmp_path).read("a").zero_()
+    assert Checkpoint(tmp_path).read("a").sum() == 4
+
+
+def test_a_dtype_that_is_not_supported_is_named(tmp_path):
+    save_file({"a": torch.ones(4, dtype=torch.float64)}, tmp_path / SINGLE)
+    with pytest.raises(ConfigError, match="a is F64, supported are F32"):
+        Checkpoint(tmp_path).read("a")
