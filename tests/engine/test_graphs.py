@@ -7,6 +7,8 @@ import torch
 
 from common.engine.models import load
 from common.engine.run.graphs import ladder
+from common.engine.run.host_waits import Uncapturable, check_capturable
+from common.errors import EngineFault
 from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps
@@ -80,26 +82,82 @@ def test_graphs_change_no_token(model, overlap):
     assert {name for _, name in recorder.replays} == {"forward-stream"}
 
 
-def test_a_model_that_cannot_be_captured_is_served_without_graphs(model, caplog):
-    class Refuses(RepeatRecorder):
-        def __call__(self, work):
-            if self.refusing:
-                raise RuntimeError("operation not permitted when stream is capturing\nmore")
-            return super().__call__(work)
+class Failing(RepeatRecorder):
+    """Captures the first graph, and no other."""
 
+    def __init__(self, error):
+        super().__init__()
+        self._errors = [None, error]
+
+    def __call__(self, work):
+        if error := self._errors.pop(0):
+            raise error
+        return super().__call__(work)
+
+
+def test_a_model_that_cannot_be_captured_is_served_without_graphs(model, caplog):
     eager = Steps(model, num_slots=4, overlap=False)
     expected = generate(eager, 4, 4)
     eager.close()
-    recorder = Refuses()
-    recorder.refusing = False
+    recorder = Failing(Uncapturable(["aten.nonzero.default"]))
     steps = Steps(model, num_slots=4, overlap=False, recorder=recorder)
     for size in steps.runner.graph_sizes:
         steps.runner.capture(size)
-        recorder.refusing = True
     assert generate(steps, 4, 4) == expected
     steps.close()
     assert recorder.replays == []
-    assert len(caplog.records) == 1 and "not permitted" in caplog.text
+    assert len(caplog.records) == 1 and "nonzero" in caplog.text
+
+
+def test_a_capture_that_fails_is_a_fault_and_its_sentence_names_the_flag(model):
+    """The allocator of torch is not usable afterwards: the next empty_cache asserts, or the memory
+    of the graph is lost."""
+    recorder = Failing(RuntimeError("operation not permitted when stream is capturing\nmore"))
+    steps = Steps(model, num_slots=4, overlap=False, recorder=recorder)
+    steps.runner.capture(4)
+    with pytest.raises(EngineFault) as raised:
+        steps.runner.capture(2)
+    steps.close()
+    assert "2 rows could not be captured (operation not permitted" in str(raised.value)
+    assert str(raised.value).endswith("--no-engine.cuda-graphs") and "more" not in str(raised.value)
+
+
+VALUES, MASK = torch.arange(6.0).view(2, 3), torch.tensor([True, False])
+COUNTS = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    "operation, name",
+    [
+        (lambda: VALUES.sum().item(), "_local_scalar_dense"),
+        (lambda: 1 if MASK.any() else 2, "_local_scalar_dense"),
+        (lambda: VALUES[MASK], "index.Tensor"),
+        (lambda: VALUES.clone().index_put_((MASK,), VALUES[1]), "index_put_"),
+        (lambda: MASK.nonzero(), "nonzero"),
+        (lambda: torch.where(MASK), "nonzero"),
+        (lambda: torch.unique(COUNTS), "_unique2"),
+        (lambda: torch.bincount(COUNTS), "bincount"),
+        (lambda: COUNTS.repeat_interleave(COUNTS), "repeat_interleave"),
+        (lambda: VALUES.to("meta"), "_to_copy"),
+        (lambda: torch.tensor([1.0]), "lift_fresh"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_operations_that_wait_for_the_device_or_copy_are_found_before_a_capture(operation, name):
+    """On a CPU, which stands for the device."""
+    with torch.inference_mode(), pytest.raises(Uncapturable, match=name):
+        check_capturable(operation, CPU)
+
+
+def test_operations_that_a_graph_can_have_are_not_refused():
+    def work():
+        chosen = VALUES[COUNTS - 1].masked_fill(VALUES > 2, 0.0)
+        chosen.index_put_((MASK,), VALUES.new_zeros(()))
+        return torch.where(chosen > 1, chosen, VALUES).half().cumsum(1).topk(2)
+
+    with torch.inference_mode():
+        check_capturable(work, CPU)
+        check_capturable(lambda: VALUES.sum().item(), torch.device("meta"))
 
 
 def test_a_step_takes_the_smallest_graph_there_is_and_else_none(model):

@@ -2,11 +2,14 @@
 more, whatever it computes."""
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
@@ -16,8 +19,15 @@ from common.engine.models import load
 from common.engine.rows.batch import ForwardMode, ScheduleBatch
 from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
+from common.engine.run.host_waits import check_capturable
 from kernels import device
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import (
+    ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
+    HYBRID_ARCHITECTURES,
+    LATENT_ARCHITECTURES,
+    make_checkpoint,
+)
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -58,10 +68,10 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def batch_of(rows: list[tuple[int, int]], windows: tuple[int | None, ...]) -> ForwardBatch:
+def batch_of(rows: list[tuple[int, int]], layout: KVLayout) -> ForwardBatch:
     """Rows of (new tokens, length)."""
     new, ends = np.array(rows, np.int32).T
-    table = RequestTable(len(rows), 128, PAGE_SIZE, windows)
+    table = RequestTable(len(rows), 128, PAGE_SIZE, layout.windows, layout.state_pages)
     table.known[:] = ends
     decodes = bool((new == 1).all())
     batch = ScheduleBatch(
@@ -79,13 +89,26 @@ def launched(
     directory, architecture: str, num_layers: int, rows: list[tuple[int, int]]
 ) -> Counter[str]:
     """By kernel or operation, of one forward; nothing is computed by kernels."""
-    where = directory / f"{architecture}-{num_layers}"
-    model = load(make_checkpoint(where, architecture, num_hidden_layers=num_layers), CPU,
-                 torch.float32)  # fmt: skip
-    layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype)
-    pool, batch = KVPool(layout, 1, CPU), batch_of(rows, layout.windows)
-    future = torch.zeros(batch.num_rows, dtype=torch.int32)
     counts: Counter[str] = Counter()
+    where = directory / f"{architecture}-{num_layers}"
+    checkpoint = make_checkpoint(where, architecture, num_hidden_layers=num_layers)
+    forward = forward_of(checkpoint, rows)
+    with launching(counts), _Operations(counts):
+        forward()
+    return counts
+
+
+def forward_of(checkpoint, rows: list[tuple[int, int]]) -> Callable[[], Tensor]:
+    model = load(checkpoint, CPU, torch.float32)
+    layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype)
+    pool, batch = KVPool(layout, 1, CPU), batch_of(rows, layout)
+    future = torch.zeros(batch.num_rows, dtype=torch.int32)
+    return lambda: model.forward(batch, pool, future)
+
+
+@contextmanager
+def launching(counts: Counter[str]) -> Iterator[None]:
+    """Inside, operations take their kernels, which are counted and do not run."""
 
     def note(kernel, grid):
         return lambda *args, **kwargs: counts.update([kernel.fn.__name__])
@@ -94,10 +117,8 @@ def launched(
         mock.patch.object(device, "uses_triton", return_value=True),
         mock.patch.object(KernelInterface, "__getitem__", note),
         torch.inference_mode(),
-        _Operations(counts),
     ):
-        model.forward(batch, pool, future)
-    return counts
+        yield
 
 
 DECODE = [(1, 40), (1, 3), (1, 17)]
@@ -125,3 +146,13 @@ def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
     if gemma:  # a plan with a window and one without, and the embedding's scale
         once += Counter(plan) + Counter({"mul_": 1})
     assert few - (many - few) == once
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [*ARCHITECTURES, *HYBRID_ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES],
+)
+def test_a_decode_step_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, architecture):
+    forward = forward_of(make_checkpoint(tmp_path, architecture), DECODE)
+    with launching(Counter()):
+        check_capturable(forward, CPU)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from common.engine.rows.forward import ForwardBatch
+from common.engine.run.host_waits import Uncapturable, check_capturable
 from common.engine.run.rehearsal import decode_rehearsal
+from common.errors import EngineFault
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,12 @@ class Recorder(Protocol):
     """Records what `work` enqueues. `work` is run before, so that nothing is compiled in it."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """The graph and what `work` returned, which every replay writes anew."""
+        """Return the graph and what `work` returned, which every replay writes again.
+
+        Raises:
+            Uncapturable: some operation of `work` cannot be part of a graph.
+            RuntimeError: the capture failed.
+        """
         ...
 
 
@@ -44,6 +51,7 @@ class CudaRecorder:
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         work()
+        check_capturable(work, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile, and are none of this graph's business.
         with torch.cuda.graph(
@@ -104,10 +112,14 @@ class DecodeGraphs:
         return self._sizes[::-1]
 
     def capture(self, size: int) -> None:
-        """Captures the graph of so many rows, over a batch of padding.
+        """Capture the graph of so many rows, over a batch of padding.
 
-        Once a model cannot be captured, as some that wait for the device in a forward, there are
-        no graphs, and a warning.
+        A model that waits for the device in a forward has no graphs, which is logged once.
+
+        Raises:
+            OutOfMemoryError: there is no room for the graph.
+            EngineFault: the capture failed. The allocator of torch does not recover from that, so
+                nothing else may run in this process.
         """
         if self._impossible:
             return
@@ -115,14 +127,19 @@ class DecodeGraphs:
         batch, _ = inputs.to(self._device, self._inputs)
         try:
             graph, hidden = self._recorder(lambda: self._forward(batch))
+        except Uncapturable as error:
+            self._impossible = True
+            self._graphs.clear()
+            log.warning("decode steps run without CUDA graphs: the model uses %s", error)
+            return
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._impossible = True
-            self._graphs.clear()
             reason = str(error).partition("\n")[0]
-            log.warning("decode steps are launched kernel by kernel: no graph of them (%s)", reason)
-            return
+            raise EngineFault(
+                f"the CUDA graph of a decode step of {size} rows could not be captured ({reason}), "
+                "and torch cannot go on after that; start with --no-engine.cuda-graphs"
+            ) from error
         self._graphs[size] = _Recorded(graph, hidden)
 
     def _rehearsal(self, num_rows: int) -> ForwardBatch:
