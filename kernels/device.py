@@ -12,6 +12,8 @@ from kernels.cpu.operators import Operators
 # Triton reads it once, where a kernel is decorated; the interpreter computes bfloat16 wrongly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+_LARGEST_SHARED_BYTES = 232448  # of one block, on compute capability 9.0
+
 
 def uses_triton(tensor: Tensor) -> bool:
     """Every operation asks here which of its implementations its arguments mean.
@@ -43,6 +45,22 @@ def compiled_for(device: torch.device) -> Operators | None:
 def architecture() -> int:
     """90 for compute capability 9.0, which the interpreter stands for too."""
     return 90 if INTERPRETED else int(driver.active.get_current_target().arch)
+
+
+def shared_bytes() -> int:
+    """Return how much shared memory one block may use on the current device, in bytes.
+
+    The interpreter stands for compute capability 9.0.
+    """
+    return (
+        _LARGEST_SHARED_BYTES if INTERPRETED else _shared_bytes(driver.active.get_current_device())
+    )
+
+
+@functools.cache
+def _shared_bytes(number: int) -> int:
+    """Return the number that Triton compares a kernel with before it loads it."""
+    return int(driver.active.utils.get_device_properties(number)["max_shared_mem"])
 
 
 @functools.cache

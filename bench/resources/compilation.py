@@ -36,8 +36,10 @@ from bench.resources.sass import Code, codes_of
 from kernels import device
 
 # By compute capability. Source: CUDA C++ Programming Guide, Compute Capabilities.
-SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448}  # that one block may have
-_MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # of A100, H100 and B200
+_LARGE, _SMALL = 232448, 101376
+SHARED_BYTES = {80: 166912, 86: _SMALL, 89: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
+# Of A100, RTX A6000, L40S, H100, B200 and RTX PRO 6000.
+_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188}
 
 _INSTRUCTIONS = {
     "wgmma": re.compile(r"\bwgmma\.mma_async"),
@@ -114,6 +116,10 @@ class _AbsentDevice:
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
+        self.utils = self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES[device]}
 
     def get_current_device(self) -> int:
         return self._arch

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from kernels import device, early_launch
 from kernels.attention.decode_plan import DecodePlan, first_key, tiles_per_program
-from kernels.attention.tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
+from kernels.attention.tiles import (
+    LOG2_E,
+    SEARCH_BLOCK,
+    attend_tiles,
+    block,
+    last_at_most,
+    score_scales,
+    stages_that_fit,
+)
 
 COMBINE_NUMBERS = 8192  # of partial results, read at once: 64 of a thread
 
@@ -37,7 +45,7 @@ def decode_attention(
     rest = key_dim - head_dim
     tile = plan.tile
     block_g = triton.next_power_of_2(group)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_m, block_d = max(16, block_g), block(head_dim)
     block_h = min(block_g, max(1, COMBINE_NUMBERS // block_d))
     first_row = lengths.shape[0] - plan.num_rows
     first_query = num_tokens - plan.num_rows
@@ -69,11 +77,11 @@ def decode_attention(
         PAGE_SIZE=page_size,
         GROUP=group,
         BLOCK_G=block_g,
-        BLOCK_M=max(16, block_g),
+        BLOCK_M=block_m,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         REST=rest,
-        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        BLOCK_REST=block(rest),
         BLOCK_N=tile.keys,
         BLOCK_H=block_h,
         BLOCK_S=max(1, COMBINE_NUMBERS // (block_h * block_d)),
@@ -85,7 +93,15 @@ def decode_attention(
         EARLY=early,
         launch_pdl=early,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages_that_fit(
+            tile.stages,
+            rows=block_m,
+            keys=tile.keys,
+            head_dim=head_dim,
+            rest=rest,
+            kept=kv.element_size(),
+            computed=q.element_size(),
+        ),
         maxnreg=tile.registers,
         enable_fp_fusion=True,
     )

@@ -20,7 +20,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 2  # with 64 KiB of keys and values under way each
 MIN_TILES = 2  # of a program: fewer would not pay for their partial results
 PLAN_BLOCK = 1024  # rows
 LONGEST_HEAD = 256  # of keys that are not latents
-MAX_REGISTERS = 168  # or the compiler spills some so that more programs fit than are launched
+# By bytes of a stored number. Without a limit the compiler spills some registers, so that more
+# programs fit than are launched.
+MAX_REGISTERS = {1: 224, 2: 168}
 
 
 class DecodeTile(NamedTuple):
@@ -28,7 +30,7 @@ class DecodeTile(NamedTuple):
 
     keys: int
     warps: int = 4
-    stages: int = 3  # of the pipeline of loads
+    stages: int = 3  # of the pipeline of loads, where they fit
     registers: int | None = None  # at most
 
 
@@ -98,7 +100,7 @@ def _tile(head_dim: int, element_size: int) -> DecodeTile:
     if head_dim > LONGEST_HEAD:
         return DecodeTile(keys=64 // held, warps=8)
     keys = 64 if head_dim * held <= 256 else 32
-    return DecodeTile(keys, registers=MAX_REGISTERS if element_size == 2 else None)
+    return DecodeTile(keys, registers=MAX_REGISTERS.get(element_size))
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])

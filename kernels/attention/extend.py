@@ -12,7 +12,15 @@ from torch import Tensor
 
 from kernels import device, early_launch
 from kernels.attention.decode_plan import LONGEST_HEAD
-from kernels.attention.tiles import LOG2_E, SEARCH_BLOCK, attend_tiles, last_at_most, score_scales
+from kernels.attention.tiles import (
+    LOG2_E,
+    SEARCH_BLOCK,
+    attend_tiles,
+    block,
+    last_at_most,
+    score_scales,
+    stages_that_fit,
+)
 
 
 class Tile(NamedTuple):
@@ -21,7 +29,7 @@ class Tile(NamedTuple):
     rows: int  # queries times the heads that share a KV head
     keys: int
     warps: int
-    stages: int  # of the pipeline of loads
+    stages: int  # of the pipeline of loads, where they fit
     slack: int  # see `attend_tiles`
 
 
@@ -79,9 +87,9 @@ def extend_attention(
         GROUP=group,
         BLOCK_M=tile.rows,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=block(head_dim),
         REST=rest,
-        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        BLOCK_REST=block(rest),
         BLOCK_N=tile.keys,
         WINDOW=window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
@@ -91,7 +99,15 @@ def extend_attention(
         EARLY=early,
         launch_pdl=early,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages_that_fit(
+            tile.stages,
+            rows=tile.rows,
+            keys=tile.keys,
+            head_dim=head_dim,
+            rest=rest,
+            kept=kv.element_size(),
+            computed=q.element_size(),
+        ),
         enable_fp_fusion=True,
     )
 
@@ -119,7 +135,9 @@ def _tile(
         # second program from the multiprocessor.
         large = head_dim > 64 and not masked
         return Tile(128, 128, 8, 2, slack) if large else Tile(128, 64, 8, 3, slack)
-    return Tile(128, 32, 8, 3, slack) if head_dim <= 128 else Tile(64, 32, 8, 2, slack)
+    if head_dim > 128:
+        return Tile(64, 32, 8, 2, slack)
+    return Tile(128, 16, 8, 3, slack=0) if widened else Tile(128, 32, 8, 3, slack)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

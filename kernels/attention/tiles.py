@@ -8,6 +8,8 @@ import math
 import triton
 import triton.language as tl
 
+from kernels import device
+
 SEARCH_BLOCK = 256  # rows that `last_at_most` looks at together
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -17,6 +19,37 @@ def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return scale * LOG2_E.value, 0.0
     return 2 * LOG2_E.value * scale / soft_cap, LOG2_E.value * soft_cap
+
+
+def block(head_dim: int) -> int:
+    """Return how many numbers a kernel reads at once of so many: a power of two that products
+    take."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def stages_that_fit(
+    wanted: int, *, rows: int, keys: int, head_dim: int, rest: int, kept: int, computed: int
+) -> int:
+    """Return how many stages of the pipeline of loads the device's shared memory has room for.
+
+    One tile fewer than there are stages is under way. Beside them are the queries, the weights and
+    a widened tile, each on its way to the operands of a product.
+
+    Args:
+        wanted: stages that are worth having, at least 1.
+        rows: of queries in a program.
+        keys: of a tile.
+        head_dim: numbers of a value.
+        rest: numbers that a key has beyond its value; 0 where a value is not part of its key.
+        kept: bytes of a stored number.
+        computed: bytes of a number in a product.
+    """
+    key = block(head_dim) + (block(rest) if rest else 0)
+    numbers = keys * (key if rest else 2 * key)
+    beside = rows * (key + keys) * computed
+    if kept < computed:
+        beside += numbers * computed
+    return max(1, min(wanted, 1 + (device.shared_bytes() - beside) // (numbers * kept)))
 
 
 @triton.jit

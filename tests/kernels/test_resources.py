@@ -104,11 +104,14 @@ def _run(
 
 
 # On sm_90 what one model launches: with one size of pages, and of attention with and without early
-# starts one. Elsewhere, of the layer that starts early, the kernels that compile fast.
+# starts one. Elsewhere, of the layer that starts early, the kernels that compile fast. Where blocks
+# have the least shared memory, the kernels that want most of it, of latents.
 FEW = (
     "sm_90 llama3-8b (?!.*(fp8_| page (64|128|16 (decode|mixed) )))"
     "|sm_(80|100) .* early _(rope_and_store|add_rms_norm|act_and_mul)_"
+    "|sm_(86|89|120) deepseek-v3 bfloat16 latents _(extend|decode)_"
 )
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +139,11 @@ def test_every_kernel_that_a_model_launches_compiles_and_fits_its_gpu(
 ) -> None:
     with capsys.disabled():  # to stderr: stdout of pytest's workers goes nowhere
         print(f"\n{served.stderr}", file=sys.stderr)
-    _assert_fits(served, 80, 90, 100)
+    _assert_fits(served, *ARCHITECTURES)
 
 
 def test_every_kernel_that_serving_launches_compiles_and_fits_its_gpu() -> None:
-    _assert_fits(_run("-m", "bench.resources"), 80, 90, 100)
+    _assert_fits(_run("-m", "bench.resources"), *ARCHITECTURES)
 
 
 def test_attention_uses_tensor_cores_and_copies_tiles_ahead(
@@ -180,6 +183,15 @@ def test_kernels_that_start_early_wait_for_the_one_before_and_let_the_next_one_s
         }
         assert dependent == expected
         assert all(row["dependent"] in (0, 2) for row in rows)
+
+
+def test_latents_have_as_many_stages_as_shared_memory_has_room_for(
+    served: subprocess.CompletedProcess[str],
+) -> None:
+    """99 KiB for 36 KiB of keys, and of queries as many."""
+    for arch in (86, 89, 120):
+        for row in _rows(served, arch, "_decode_kernel", "_extend_kernel"):
+            assert (row["stages"], row["shared_bytes"]) == (2, 75776)
 
 
 def test_attention_has_as_few_instructions_as_it_was_built_for(

@@ -45,7 +45,7 @@ class DecodeLaunch:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        tile = DecodeTile(self.block, self.warps, self.stages, decode_plan.MAX_REGISTERS)
+        tile = DecodeTile(self.block, self.warps, self.stages, decode_plan.MAX_REGISTERS[2])
         with (
             mock.patch.object(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", self.programs),
             mock.patch.object(decode_plan, "_tile", return_value=tile),
