@@ -8,12 +8,16 @@ from common.node.engine_process import EngineStart
 from prefill_node.role import PrefillRole
 from sharing.engine_parts import EngineParts
 
+CHUNK_TOKENS = 8192  # decode rows of no node wait for a chunk, and a larger one computes faster
+
 
 def without_decode(config: EngineConfig) -> EngineConfig:
     """What of an engine a prefill node has use for. Its requests end with their first token: none
     grows until it must be retracted to host memory, and no step is one of decode rows alone."""
     cache = config.cache.model_copy(update={"host_pages": 0})
-    return config.model_copy(update={"cache": cache, "cuda_graphs": False})
+    chunk = config.scheduler.auto_chunk_tokens or CHUNK_TOKENS
+    scheduler = config.scheduler.model_copy(update={"auto_chunk_tokens": chunk})
+    return config.model_copy(update={"cache": cache, "scheduler": scheduler, "cuda_graphs": False})
 
 
 def serve(

@@ -82,7 +82,16 @@ class SchedulerConfig(Record):
         1 << 24, description="tokens of requests that wait, before Overloaded; 4 bytes each"
     )
     chunk_tokens: int = Field(
-        0, ge=-1, description="prompt tokens per forward; -1: never cut, 0: 2048, less on a CPU"
+        0,
+        ge=-1,
+        description="prompt tokens per forward; -1: never cut, 0: by device, role and memory",
+    )
+    auto_chunk_tokens: int = Field(
+        0,
+        ge=0,
+        description="most that chunk_tokens 0 chooses on a GPU, where the activations of a "
+        "chunk larger than 2048 take at most a sixteenth of free memory. 0: 8192 on prefill nodes, "
+        "else 2048",
     )
     max_prefill_tokens: Positive = Field(
         16384, description="prompt tokens per forward over all requests"

@@ -412,6 +412,8 @@ def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape
         ),
     )
     free = free_bytes(model.device, fraction) - footprint.total - seeing
+    measured = config.scheduler.model_copy(update={"chunk_tokens": shape.chunk_tokens or -1})
+    config = config.model_copy(update={"scheduler": measured})
     return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
 
 

@@ -24,6 +24,7 @@ from kernels.narrow import FIRST_ARCHITECTURE
 CPU_POOL_BYTES = 1 << 30
 CPU_POOL_FRACTION = 0.125  # of what is free, where that is more
 DEVICE_CHUNK_TOKENS = 2048
+ROOM_FRACTION = 1 / 16  # of free memory, for the activations of a chunk that is larger
 CUDA_CONTEXT_BYTES = 1 << 29  # what driver and libraries take beside torch's allocator
 PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages says otherwise:
 PINNED_FRACTION = 0.25  # and of what the host has left no more, for other nodes start here too
@@ -153,7 +154,7 @@ def resolve_shape(
             f"engine.cache.num_pages: {num_pages} pages of {layout.page_bytes} bytes take "
             f"{_gib(num_pages * layout.page_bytes)}, {_gib(free)} are left for them"
         )
-    chunk_tokens = _chunk_tokens(config, spec, device, dtype)
+    chunk_tokens = _chunk_tokens(config, spec, device, dtype, free)
     whole_prompts = max(config.scheduler.max_prefill_tokens, context_length)
     return EngineShape(
         device=device,
@@ -196,18 +197,27 @@ def _cpu_room(free: int) -> int:
 
 
 def _chunk_tokens(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, free: int
 ) -> int | None:
     wanted, page_size = config.scheduler.chunk_tokens, config.cache.page_size
     if wanted < 0:
         return None
     if wanted == 0:
-        wanted = DEVICE_CHUNK_TOKENS
+        most = config.scheduler.auto_chunk_tokens or DEVICE_CHUNK_TOKENS
+        wanted = min(most, max(DEVICE_CHUNK_TOKENS, _tokens_in(ROOM_FRACTION * free, spec, dtype)))
         if device.type == "cpu":
+            wanted = DEVICE_CHUNK_TOKENS
             rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
             rate = _cpu_flops(dtype, "none" if rounding == "none" else "int8")
             wanted = min(wanted, int(CPU_CHUNK_S * rate / (2 * spec.products_per_token)))
     return max(page_size, wanted // page_size * page_size)
+
+
+def _tokens_in(num_bytes: float, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return how many tokens of a forward have room for their activations. Of a token these are
+    at most the outputs of one layer's products."""
+    outputs = spec.products_per_token / (len(spec.layers) * spec.hidden_size)
+    return int(num_bytes / (outputs * dtype.itemsize))
 
 
 def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:

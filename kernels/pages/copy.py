@@ -4,11 +4,16 @@ from itertools import pairwise
 
 from torch import Tensor
 
+# Of one copy. Copies in a direction take turns: 256 MiB would hold the copy engine for 5 ms, and so
+# the inputs of the next step.
+MAX_COPY_BYTES = 4 << 20
+
 
 def copy_pages(source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor) -> None:
     """target[target_pages[i]] = source[source_pages[i]] for all i, asynchronously on a device.
 
-    One copy for each run of pages that are consecutive on both sides. The pools must not overlap.
+    One copy, of at most MAX_COPY_BYTES, for each run of pages that are consecutive on both sides.
+    The pools must not overlap.
 
     Args:
         source, target: [num_pages, ...], equal dtype and page shape, contiguous; host memory is
@@ -35,5 +40,11 @@ def copy_pages(source: Tensor, source_pages: Tensor, target: Tensor, target_page
     sources, targets = source_pages.tolist(), target_pages.tolist()
     for start, end in pairwise(starts):
         length = end - start
-        taken = source.narrow(0, sources[start], length)
-        target.narrow(0, targets[start], length).copy_(taken, non_blocking=True)
+        _copy(source.narrow(0, sources[start], length), target.narrow(0, targets[start], length))
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    size = MAX_COPY_BYTES // source.element_size()
+    part, into = source.view(-1), target.view(-1)
+    for start in range(0, part.numel(), size):
+        into[start : start + size].copy_(part[start : start + size], non_blocking=True)

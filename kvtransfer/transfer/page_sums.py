@@ -5,7 +5,7 @@ Which pages are taken nobody can foresee, so that what goes wrong again and agai
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import xxhash
 
@@ -28,21 +28,26 @@ class PageSums:
         """The places of those that are taken among these pages, in order, each with its sum."""
         if not self._every:
             return ()
-        found = []
+        places = []
         place = self._skip
         while place < len(pages):
-            found.append((place, self.of(pages[place])))
+            places.append(place)
             place += self._gap() + 1
         self._skip = place - len(pages)
-        return tuple(found)
+        return tuple(zip(places, self._of([pages[place] for place in places]), strict=True))
 
-    def wrong(self, expected: Iterable[tuple[int, int]]) -> list[int]:
+    def wrong(self, expected: Sequence[tuple[int, int]]) -> list[int]:
         """The pages whose sum is not the one that is expected. Those pages must be in range."""
-        return [page for page, checksum in expected if self.of(page) != checksum]
+        sums = self._of([page for page, _ in expected])
+        return [
+            page
+            for (page, checksum), found in zip(expected, sums, strict=True)
+            if found != checksum
+        ]
 
-    def of(self, page: int) -> int:
-        """XXH3, 64 bit, of the page as it is now."""
-        return xxhash.xxh3_64_intdigest(self._pages.of(page))
+    def _of(self, pages: Sequence[int]) -> list[int]:
+        """Return XXH3, 64 bit, of each page as it is now."""
+        return [xxhash.xxh3_64_intdigest(content) for content in self._pages.each(pages)]
 
     def _gap(self) -> int:
         """Pages before the next one that is taken: as many on average as are wanted."""

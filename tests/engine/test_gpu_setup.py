@@ -1,11 +1,12 @@
 """What is refused of a machine's CUDA before an engine is built, and what host memory is pinned."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.config import CacheConfig, EngineConfig, PrefillConfig
+from common.config import CacheConfig, EngineConfig, PrefillConfig, SchedulerConfig
 from common.engine import build as engine_build
 from common.engine import sizing
 from common.engine.memory.kv import HostPool
@@ -159,6 +160,37 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
     config = config.model_copy(update={"cache": asked})
     shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)
     assert shape.host_pages == 5_000_000
+
+
+@pytest.mark.parametrize(
+    "role, asked, free_gib, chunk_tokens",
+    [
+        ("decode", {}, 60, 2048),
+        ("prefill", {}, 60, 8192),
+        ("prefill", {}, 8, 5040),  # 104 KiB for each token
+        ("prefill", {}, 0.5, 2048),
+        ("prefill", {"auto_chunk_tokens": 4096}, 60, 4096),
+        ("decode", {"auto_chunk_tokens": 4096}, 60, 4096),
+        ("prefill", {"chunk_tokens": 512}, 60, 512),
+    ],
+)
+def test_chunks_are_larger_on_prefill_nodes_with_room(
+    tmp_path, monkeypatch, role, asked, free_gib, chunk_tokens
+):
+    """Of a model with the widths of Llama 3 8B in two layers."""
+    has(monkeypatch)
+    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1 << 30)
+    spec = read_spec(make_checkpoint(tmp_path))
+    spec = replace(spec, hidden_size=4096, products_per_token=len(spec.layers) * 218_103_808)
+    wanted = EngineConfig(
+        model=str(tmp_path),
+        device="cuda:0",
+        cache=CacheConfig(num_pages=4),
+        scheduler=SchedulerConfig(**asked),
+    )
+    config = node_engine.ROLES[role].wants(wanted)
+    shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=int(free_gib * 2**30))
+    assert shape.chunk_tokens == shape.prefill_tokens == chunk_tokens
 
 
 def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kernels.pages import copy as page_copy
 from kernels.pages.copy import copy_pages
 
 PAGES = [
@@ -26,6 +27,22 @@ def test_exactly_the_named_pages_are_copied(sources, targets):
             assert torch.equal(target[page], source[sources[targets.index(page)]])
         else:
             assert target[page].isnan().all()
+
+
+def test_a_long_run_is_copied_in_pieces(monkeypatch):
+    """Of ten numbers, which are pages of six and parts of pages."""
+    monkeypatch.setattr(page_copy, "MAX_COPY_BYTES", 40)
+    source, target, sizes = torch.randn(9, 2, 3), torch.zeros(9, 2, 3), []
+    copy = torch.Tensor.copy_
+
+    def noted(into, part, **options):
+        sizes.append(part.numel())
+        return copy(into, part, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    copy_pages(source, ids([1, 2, 3, 7]), target, ids([4, 5, 6, 0]))
+    assert sizes == [10, 8, 6]
+    assert torch.equal(target[4:7], source[1:4]) and torch.equal(target[0], source[7])
 
 
 def test_pools_of_different_pages_are_refused():

@@ -3,6 +3,7 @@
 import pytest
 
 from common.errors import TransferError
+from kvtransfer.transfer import page_bytes
 from kvtransfer.transfer.page_bytes import DevicePageBytes, page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from tests.support.data_children import Memory, content
@@ -53,6 +54,26 @@ def test_pages_of_a_device_are_compared_as_well(memory: Memory) -> None:
     memory.pages[3, PAGE_BYTES - 1] ^= 1
     assert in_its_memory.wrong(taken) == [3]
     assert device.users.strays == []
+    device.end()
+
+
+def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as a bounded buffer holds them: here five of them."""
+    monkeypatch.setattr(page_bytes, "_MOST_PAGES", 5)
+    device = DeviceTwin()
+    queue, added = device.queue("to host"), []
+    wait = queue.wait_until_done
+
+    def waits(number: int) -> None:
+        added.append(queue.num_added)
+        wait(number)
+
+    monkeypatch.setattr(queue, "wait_until_done", waits)
+    sums = PageSums(DevicePageBytes(memory.pool, device), 1)
+    assert sums.take(range(12)) == PageSums(page_bytes_of(memory.pool), 1).take(range(12))
+    assert added == [5, 10, 12]
     device.end()
 
 
