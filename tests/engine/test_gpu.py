@@ -12,16 +12,16 @@ from common.engine.run.graphs import CudaRecorder
 from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import (
-    ARCHITECTURES,
+    NATIVE_ARCHITECTURES,
     VOCABULARY_SIZE,
     greedy_tokens,
     make_checkpoint,
     reference_model,
 )
+from tests.support.devices import CUDA
 from tests.support.steps import GREEDY, Steps
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda", 0)
 
 
 def prompt(length, seed=0):
@@ -29,14 +29,13 @@ def prompt(length, seed=0):
     return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, graphs):
+@pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)
+def test_greedy_tokens_by_graphs_are_those_of_transformers(tmp_path, architecture):
+    """Without graphs: tests/engine/test_model_parity.py."""
     directory = make_checkpoint(tmp_path, architecture)
     prompts = [prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 200))]
     expected = greedy_tokens(reference_model(directory), prompts, 12)
-    recorder = CudaRecorder() if graphs else None
-    steps = Steps(load(directory, CUDA, torch.float32), num_slots=5, recorder=recorder)
+    steps = Steps(load(directory, CUDA, torch.float32), num_slots=5, recorder=CudaRecorder())
     for size in steps.runner.graph_sizes:
         steps.runner.capture(size)
     slots = [steps.add(tokens) for tokens in prompts]

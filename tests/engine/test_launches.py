@@ -21,13 +21,7 @@ from common.engine.rows.forward import BatchBuilder, ForwardBatch
 from common.engine.rows.table import RequestTable
 from common.engine.run.host_waits import check_capturable
 from kernels import device
-from tests.support.checkpoints import (
-    ARCHITECTURES,
-    EXPERT_ARCHITECTURES,
-    HYBRID_ARCHITECTURES,
-    LATENT_ARCHITECTURES,
-    make_checkpoint,
-)
+from tests.support.checkpoints import NATIVE_ARCHITECTURES, make_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -148,10 +142,7 @@ def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
     assert few - (many - few) == once
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [*ARCHITECTURES, *HYBRID_ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES],
-)
+@pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)
 def test_a_decode_step_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, architecture):
     forward = forward_of(make_checkpoint(tmp_path, architecture), DECODE)
     with launching(Counter()):

@@ -24,10 +24,10 @@ from tests.support.checkpoints import (
     reference_model,
     to_transformers_4,
 )
+from tests.support.devices import CPU, CUDA
 from tests.support.seen_logits import Recorder
 from tests.support.steps import Steps
 
-CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -178,10 +178,13 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(params=["torch", "compiled"])
-def operations(request, monkeypatch):
-    """Whose operations and products compute."""
+@pytest.fixture(params=["torch", "compiled", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """A CPU with operations of torch or compiled ones, or a GPU with its kernels."""
+    if request.param == "cuda":
+        return CUDA
     compiled.use(request.param, monkeypatch)
+    return CPU
 
 
 def prompt(length, seed=0):
@@ -190,13 +193,13 @@ def prompt(length, seed=0):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, variant, operations):
+def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, variant, device):
     architecture, overrides = VARIANTS[variant]
     directory = make_checkpoint(tmp_path, architecture, **overrides)
     tokens = prompt(150)
     with torch.no_grad():
         expected = reference_model(directory)(torch.tensor([tokens])).logits[0]
-    model = Recorder(load(directory, CPU, torch.float32))
+    model = Recorder(load(directory, device, torch.float32))
     steps = Steps(model, overlap=False)
     slot = steps.add(tokens)
     # Chunks of all kinds, each asked for its last logits; then one token at a time.
@@ -204,7 +207,7 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, v
     for start, end in zip([0, *ends], ends, strict=False):
         steps.launch([(slot, start, end)])
     steps.close()
-    actual = torch.cat(model.seen)
+    actual = torch.cat(model.seen).cpu()
     assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
 
 
@@ -212,12 +215,12 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, v
 @pytest.mark.parametrize(
     "architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES, "gemma3_text"]
 )
-def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size, operations):
+def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size, device):
     directory = make_checkpoint(tmp_path, architecture)
     lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     expected = greedy_tokens(reference_model(directory), prompts, 12)
-    steps = Steps(load(directory, CPU, torch.float32), page_size=page_size, num_slots=5)
+    steps = Steps(load(directory, device, torch.float32), page_size=page_size, num_slots=5)
     slots = [steps.add(tokens) for tokens in prompts]
     for slot in slots:
         steps.prefill(slot, chunk=2 * page_size)

@@ -7,6 +7,7 @@ import torch
 
 from common.engine.models import load
 from tests.support.checkpoints import make_checkpoint
+from tests.support.devices import CPU_AND_CUDA
 from tests.support.seen_logits import Recorder
 from tests.support.steps import Steps
 
@@ -32,10 +33,11 @@ def logits(model, kept_in):
     return torch.cat(model.seen)
 
 
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
 @pytest.mark.parametrize("kind, backend", MODELS)
-def test_logits_are_near_those_of_what_is_kept_as_it_is(tmp_path, kind, backend):
+def test_logits_are_near_those_of_what_is_kept_as_it_is(tmp_path, kind, backend, device):
     directory = make_checkpoint(tmp_path, kind)
-    model = load(directory, torch.device("cpu"), torch.float32, backend=backend)
+    model = load(directory, device, torch.float32, backend=backend)
     exact = logits(model, None)
     errors = {
         kept_in: float((logits(model, kept_in) - exact).std() / exact.std()) for kept_in in ASTRAY

@@ -39,6 +39,13 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 HYBRID_ARCHITECTURES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 EXPERT_ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "dots1", "gpt_oss")
 LATENT_ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
+NATIVE_ARCHITECTURES = (
+    *ARCHITECTURES,
+    "gemma3_text",
+    *HYBRID_ARCHITECTURES,
+    *EXPERT_ARCHITECTURES,
+    *LATENT_ARCHITECTURES,
+)
 GEMMA_3_LAYERS = [*("sliding_attention",) * 2, "full_attention", "sliding_attention"]
 SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 END_TOKEN_ID = 256  # after the 256 bytes
