@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest
 from common.requests.guide import Guide
+from common.requests.schemas import enforced as enforced_module
 from common.requests.schemas.enforced import enforced
 from tests.support.noise_model import write
 from tests.support.pair_node import Loaded, Size
@@ -168,3 +169,31 @@ def test_a_refusal_reaches_the_client_and_an_empty_grammar_is_one(
         for one, where in asked:
             assert one.ended.error_code == StatusCode.INVALID_ARGUMENT.value[0]
             assert where in one.ended.error, one.ended.error
+
+
+def test_constants_of_one_of_are_compared_as_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pair of them is looked at; seen failing with all pairs."""
+
+    def compared(*_: object) -> bool:
+        raise AssertionError("two branches are compared")
+
+    monkeypatch.setattr(enforced_module, "disjoint", compared)
+    values = [*range(2000), *map(str, range(500)), True, None, 0.5, [1], [True], {"a": 1}]
+    schema = {"oneOf": [{"const": value} for value in values]}
+    assert len(json.loads(enforced(json.dumps(schema)))["anyOf"]) == len(values)
+
+
+@pytest.mark.parametrize("values", [(1, 1.0), ({"a": [1]}, {"a": [1.0]}), ("a", "b", "a")])
+def test_equal_constants_of_one_of_are_refused(values: tuple[object, ...]) -> None:
+    schema = {"oneOf": [{"const": value} for value in values]}
+    with pytest.raises(InvalidRequest, match=f"branches 0 and {len(values) - 1}"):
+        enforced(json.dumps(schema))
+
+
+def test_other_branches_of_one_of_have_a_limit() -> None:
+    def branch(number: int) -> object:
+        return {"type": "object", "properties": {"k": {"const": number}}, "required": ["k"]}
+
+    enforced(json.dumps({"oneOf": [branch(number) for number in range(100)]}))
+    with pytest.raises(InvalidRequest, match="142 of its 142 branches are not constants"):
+        enforced(json.dumps({"oneOf": [branch(number) for number in range(142)]}))

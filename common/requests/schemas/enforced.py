@@ -8,7 +8,7 @@ speaks of texts is one of texts.
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from common.requests.schemas.words import (
     Schema,
     below,
     common_type,
+    key_of,
     refuse,
     type_of,
     types_of,
@@ -35,6 +36,7 @@ from common.requests.schemas.words import (
 )
 
 _MAX_COUNTED = 128  # characters
+_MAX_PAIRS = 20_000  # of branches of a oneOf, compared one by one
 _COMBINING = ("anyOf", "oneOf")
 
 
@@ -113,13 +115,21 @@ class _Document:
 
     def _check_disjoint(self, branches: list[tuple[Any, str]], place: str) -> None:
         opened = [self._opened(each, there) for each, there in branches]
-        for second, one in enumerate(opened):
-            for first in range(second):
-                if not disjoint(opened[first], one, place, self._opened):
+        constants, others = _constants(opened)
+        if len(others) * len(opened) > _MAX_PAIRS:
+            raise refuse(
+                place,
+                f"oneOf cannot be enforced: {len(others)} of its {len(opened)} branches are not "
+                f"constants, and {_MAX_PAIRS} pairs of branches can be compared; anyOf can be",
+            )
+        for second in others:
+            for first in (*constants, *(each for each in others if each < second)):
+                if not disjoint(opened[first], opened[second], place, self._opened):
+                    low, high = sorted((first, second))
                     raise refuse(
                         place,
-                        f"oneOf cannot be enforced: a value might be valid in its branches {first} "
-                        f"and {second}; anyOf can be",
+                        f"oneOf cannot be enforced: a value might be valid in its branches {low} "
+                        f"and {high}; anyOf can be",
                     )
 
     # What is referred to ------------------------------------------------------------------------
@@ -238,10 +248,11 @@ class _Document:
                 if names is not True or patterns or schema.get("additionalProperties") is False:
                     raise refuse(place, f"required has {name!r}, which is no property")
                 properties[name] = schema.get("additionalProperties", True)
+        must = set(required)
         properties = {
             name: each
             for name, each in properties.items()
-            if each is not False or name in required or others is not False
+            if each is not False or name in must or others is not False
         }
         if least > len(required) and (others is not False or patterns):
             raise refuse(place, "minProperties can only be enforced of names that are said")
@@ -280,6 +291,21 @@ class _Document:
         if _constraining(opened) not in (["pattern"], ["type", "pattern"], ["pattern", "type"]):
             raise refuse(place, "of names only a pattern can be enforced")
         return {"pattern": _expression(opened["pattern"], place)}
+
+
+def _constants(branches: Sequence[Schema]) -> tuple[list[int], list[int]]:
+    """Return the branches that are values which no earlier branch has, and all others."""
+    seen: set[Hashable] = set()
+    constants, others = [], []
+    for number, branch in enumerate(branches):
+        values = values_of(branch)
+        keys = None if values is None else {key_of(value) for value in values}
+        if keys is None or not keys.isdisjoint(seen):
+            others.append(number)
+        else:
+            seen |= keys
+            constants.append(number)
+    return constants, others
 
 
 def _constraining(schema: Schema) -> list[str]:

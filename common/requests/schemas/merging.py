@@ -14,6 +14,7 @@ from common.requests.schemas.words import (
     Nothing,
     Schema,
     common_type,
+    key_of,
     refuse,
     types_of,
     values_of,
@@ -31,7 +32,7 @@ _TIGHTER: dict[str, Callable[..., Any]] = {
     "maxItems": min,
     "minProperties": max,
     "maxProperties": min,
-    "required": lambda one, other: [*one, *(name for name in other if name not in one)],
+    "required": lambda one, other: list(dict.fromkeys((*one, *other))),
 }
 _WHOLE_OBJECT = frozenset({"properties", "patternProperties", "additionalProperties"})
 _WHOLE_ARRAY = frozenset({"items", "prefixItems"})
@@ -75,7 +76,8 @@ def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
         values = first if first is not None else second
         assert values is not None
         if first is not None and second is not None:
-            values = [value for value in first if value in second]
+            known = {key_of(value) for value in second}
+            values = [value for value in first if key_of(value) in known]
         if not values:
             raise Nothing(f"{place}: no value is valid in all of it")
         made["enum"] = values
@@ -104,6 +106,7 @@ def _objects(one: Schema, other: Schema, place: str) -> dict[str, Any]:
     if "patternProperties" in one or "patternProperties" in other:
         raise refuse(place, "patternProperties cannot be enforced beside those of another schema")
     mine, others = one.get("properties", {}), other.get("properties", {})
+    required = {*one.get("required", ()), *other.get("required", ())}
     properties: dict[str, Any] = {}
     for name in [*mine, *(name for name in others if name not in mine)]:
         parts = [
@@ -114,7 +117,7 @@ def _objects(one: Schema, other: Schema, place: str) -> dict[str, Any]:
         ]
         if False not in parts:
             properties[name] = _all_of(*parts)
-        elif name in one.get("required", ()) or name in other.get("required", ()):
+        elif name in required:
             raise Nothing(f"{place}: property {name!r} is required, and not allowed")
     made: dict[str, Any] = {"properties": properties}
     if "additionalProperties" in one or "additionalProperties" in other:
@@ -158,12 +161,12 @@ def disjoint(one: Schema, other: Schema, place: str, opened: Callable[[Any, str]
         return True
     mine, others = values_of(one), values_of(other)
     if mine is not None and others is not None:
-        return not any(value in others for value in mine)
+        return {key_of(value) for value in mine}.isdisjoint(map(key_of, others))
     if first != ("object",) or second != ("object",):
         return False
     if _lacks(one, other) or _lacks(other, one):
         return True
-    shared = [name for name in one.get("required", ()) if name in other.get("required", ())]
+    shared = {*one.get("required", ())} & {*other.get("required", ())}
     return any(
         disjoint(opened(first, place), opened(second, place), place, opened)
         for name in shared

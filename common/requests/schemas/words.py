@@ -1,6 +1,6 @@
 """The words of JSON Schema, by what is done with them."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -103,6 +103,21 @@ def values_of(schema: Schema) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return None if "enum" not in schema else list(schema["enum"])
+
+
+def key_of(value: Any) -> Hashable:
+    """Return what equal values of JSON have in common, and no others: to compare many at once."""
+    match value:
+        case bool() | None:
+            return type_of(value), value
+        case list():
+            return "array", tuple(map(key_of, value))
+        case Mapping():
+            return "object", frozenset((name, key_of(each)) for name, each in value.items())
+        case str():
+            return "string", value
+        case _:
+            return "number", float(value) if isinstance(value, float) else int(value)
 
 
 def type_of(value: Any) -> str:
