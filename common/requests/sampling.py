@@ -80,6 +80,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
     @property
+    def ends_at_eos(self) -> bool:
+        """Whether an end-of-sequence token ends the answer. Where there is a guide it is the end of
+        the grammar, behind which nothing can follow."""
+        return not self.ignore_eos or self.guide is not None
+
+    @property
     def penalised(self) -> bool:
         return (
             self.frequency_penalty != 0.0

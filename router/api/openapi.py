@@ -51,7 +51,7 @@ FIELDS: Mapping[str, str] = {
     "stop_regex": "Expressions, as Python writes them: what matches one ends the answer and is no "
     "part of it.",
     "stop_token_ids": "Tokens that end the answer.",
-    "ignore_eos": "Go on after an end-of-sequence token, until `max_tokens`.",
+    "ignore_eos": "Continue after an end-of-sequence token. No effect with a grammar.",
     "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
     "presence_penalty": "Subtracted once from the logit of a token that was generated.",
     "repetition_penalty": "Divides positive, multiplies negative logits of tokens seen so far.",

@@ -12,6 +12,8 @@ from common.engine.rows.request import Request
 
 _Edits = tuple[Tokens, Values]
 
+_MILDER = 16  # an end that comes too early is better than a token that the grammar forbids
+
 
 class Bias:
     """Engine thread only."""
@@ -29,8 +31,9 @@ class Bias:
         biases = sampling.logit_bias
         tokens = np.array([token for token, _ in biases], np.int64)
         values = np.array([bias for _, bias in biases], np.float32)
-        enders = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids))
+        enders = (*sampling.stop_token_ids, *(self._eos_token_ids if sampling.ends_at_eos else ()))
         banned, lowest = forbidding(sorted(set(enders)))
+        lowest /= _MILDER
         self._long[slot] = tokens, values
         self._short[slot] = np.concatenate((tokens, banned)), np.concatenate((values, lowest))
         self._least[slot] = request.num_prompt + sampling.min_tokens

@@ -42,7 +42,7 @@ class RequestTable:
         by_table: page_table's columns of each table, [num_slots, max_pages] views.
         first_page [num_slots, tables]: pages before it are behind a window.
         state [num_slots, state pages]: of the request's own state, for as long as it has pages.
-        stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them unless ignored.
+        stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them where it does.
         live: the slot has a request that has not ended.
         plain: what is asked of its logits is the same whatever stands before a token.
         deadline: time.monotonic().
@@ -132,7 +132,7 @@ class RequestTable:
         self.routing_key[slot] = request.routing_key
         self.origin_stream[slot], self.origin_request[slot] = request.origin
         self._set_stop_ids(
-            slot, sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(eos_token_ids))
+            slot, sampling.stop_token_ids + (tuple(eos_token_ids) if sampling.ends_at_eos else ())
         )
         for listener in self._told:
             listener(slot, request)

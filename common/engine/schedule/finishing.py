@@ -36,6 +36,6 @@ class FinishRule:
         sampling = request.sampling
         if token in sampling.stop_token_ids:
             return Finish(FinishReason.STOP)
-        if token in self._eos and not sampling.ignore_eos:
+        if token in self._eos and sampling.ends_at_eos:
             return Finish(FinishReason.STOP)
         return Finish(FinishReason.LENGTH) if at_limit else None
