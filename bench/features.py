@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.grammar import GUIDES, vocabulary
+from bench.grammar import GUIDES, begin, vocabulary
 from bench.support import record
-from common.engine.features.compilers import Compilers
+from common.engine.features.compilers import Compilers, prepared
 from common.engine.features.composition import RowFeatures, StepWork, every_feature
+from common.engine.features.matching import CompiledGuide, MatchThreads
 from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
@@ -130,7 +131,10 @@ class Steps:
         self._table.known[rows] += 1
         ended: list[int] = (self._coming == self._eos).nonzero()[0].tolist()
         for row in ended:
-            self._table.release(self._requests[row])
+            request = self._requests[row]
+            self._table.release(request)
+            if (match := request.match) is not None:
+                request.match = begin(match.compiled, self._eos + 1, match.threads)
             self._table.acquire(self._requests[row], (self._eos,))
         return ended
 
@@ -156,6 +160,7 @@ def requests_of(
     draw = np.random.default_rng(1)
     plain = {"max_tokens": 5000, "temperature": 0.0}
     made = []
+    threads = MatchThreads(lambda: None)
     for row in range(rows):
         own = fields if row < asking else {}
         sampling = SamplingParams(**{**plain, "seed": row, **own})
@@ -170,7 +175,8 @@ def requests_of(
             arrived=0.0,
         )
         if sampling.guide is not None:
-            request.compiled = compiler.compiled(sampling.guide)
+            compiled = CompiledGuide(compiler.compiled(prepared(sampling.guide)))
+            request.match = begin(compiled, words, threads)
         made.append(request)
     return made
 

@@ -17,6 +17,19 @@ class Guide(msgspec.Struct, frozen=True):
     text: str  # of a json_object: nothing
 
 
+class Prepared(msgspec.Struct, frozen=True):
+    """A guide as it is compiled: a text that the compiler keeps to entirely.
+
+    Attributes:
+        kind: of the guide.
+        has_tokens: it is a structural tag that names tokens.
+    """
+
+    kind: str
+    text: str
+    has_tokens: bool = False
+
+
 JSON_OBJECT = Guide("json_object", "")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from common.engine.features.compilers import Compilers
+from common.engine.features.compilers import Compilers, prepared
 from common.requests.guide import Guide, as_form, tag
 from router.parsers.channels import Channels
 from router.parsers.listener import Listener
@@ -82,7 +82,7 @@ def _may_come(matcher: Any) -> set[int]:
 
 def _follows(made: Compilers, guide: Guide, ids: list[int]) -> bool:
     """Whether an answer can be of these tokens, each of which its mask lets come."""
-    matcher = xgrammar.GrammarMatcher(made.compiled(guide))
+    matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
     for token in ids:
         if token not in _may_come(matcher):
             return False
@@ -220,7 +220,7 @@ def test_markers_that_are_spelt_are_no_markers(
 def test_what_is_thought_ends_with_its_marker_alone(
     made: Compilers, calls: Mapping[bool, Guide]
 ) -> None:
-    matcher = xgrammar.GrammarMatcher(made.compiled(calls[True]))
+    matcher = xgrammar.GrammarMatcher(made.compiled(prepared(calls[True])))
     for token in _ids("<|channel|>analysis<|message|>hm"):
         assert matcher.accept_token(token)
     assert _may_come(matcher) & set(TOKENS.values()) == {TOKENS["<|end|>"]}

@@ -9,10 +9,11 @@ from threading import Event
 import pytest
 
 from common.engine.features import compilers
+from common.engine.features.compilers import prepared
 from common.engine.features.guides import MAX_SLOW, MAX_WAITING, Guides
 from common.engine.features.prover import Beside, Lane, TooSlow
 from common.errors import InvalidRequest, Overloaded
-from common.requests.guide import JSON_OBJECT, Guide
+from common.requests.guide import JSON_OBJECT, Guide, Prepared
 from tests.support.noise_model import SPECIAL_TOKENS, write
 
 WAIT_S = 300.0
@@ -21,6 +22,9 @@ EOS = (VOCABULARY - 1,)
 SMALL = Guide("regex", "[0-9]+")
 # Minutes of a core, and five thousand characters.
 ENDLESS = Guide("regex", f"({'|'.join(f'(x{{0,{most}}}y)*' for most in range(400))}){{0,200}}")
+
+
+AMBIGUOUS = Guide("ebnf", "root ::= s\ns ::= s s | [a-z ]")
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +40,9 @@ class Gate:
     def __init__(self) -> None:
         self.open = Event()
 
-    def prove(self, guide: Guide, lane: Lane) -> None:
+    def prove(self, guide: Guide, lane: Lane) -> Prepared:
         if guide == SMALL:
-            return
+            return prepared(guide)
         if lane is Lane.QUICK:
             raise TooSlow("too slow")
         assert self.open.wait(WAIT_S)
@@ -97,8 +101,9 @@ def test_what_a_guide_came_to_is_kept(guides: Guides, gate: Gate) -> None:
 
 def test_only_so_many_guides_wait(model: Path) -> None:
     class Shut(Gate):
-        def prove(self, guide: Guide, lane: Lane) -> None:
+        def prove(self, guide: Guide, lane: Lane) -> Prepared:
             assert self.open.wait(WAIT_S)
+            return prepared(guide)
 
     guides = Guides(model, VOCABULARY, EOS, Shut())
     for number in range(MAX_WAITING):
@@ -110,12 +115,13 @@ def test_only_so_many_guides_wait(model: Path) -> None:
 
 def test_a_grammar_has_a_limit_of_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = compilers.Compilers.of_model(model, VOCABULARY, EOS)
-    size = made.compiled(SMALL).memory_size_bytes
+    small = prepared(SMALL)
+    size = made.compiled(small).memory_size_bytes
     monkeypatch.setattr(compilers, "MAX_GRAMMAR_BYTES", size)
-    made.compiled(SMALL)
+    made.compiled(small)
     monkeypatch.setattr(compilers, "MAX_GRAMMAR_BYTES", size - 1)
     with pytest.raises(InvalidRequest, match="MiB"):
-        made.compiled(SMALL)
+        made.compiled(small)
 
 
 @pytest.mark.long
@@ -127,7 +133,11 @@ def test_a_trial_ends_what_would_not(model: Path) -> None:
         with pytest.raises(TooSlow):
             prover.prove(ENDLESS, Lane.QUICK)
         prover.prove(SMALL, Lane.QUICK)
-        prover.prove(Guide("json_schema", "no schema: it is not for a trial to say so"), Lane.QUICK)
+        with pytest.raises(InvalidRequest, match=r"sampling\.json_schema: it is no JSON"):
+            prover.prove(Guide("json_schema", "no schema"), Lane.QUICK)
+        assert prover.prove(SMALL, Lane.QUICK) == Prepared("regex", SMALL.text)
+        with pytest.raises(InvalidRequest, match="fewer readings"):
+            prover.prove(AMBIGUOUS, Lane.SLOW)
         assert prover.helper.pid is not None
         os.kill(prover.helper.pid, signal.SIGKILL)
         with pytest.raises(Overloaded):
@@ -135,3 +145,15 @@ def test_a_trial_ends_what_would_not(model: Path) -> None:
         prover.prove(SMALL, Lane.QUICK)
     finally:
         prover.close()
+
+
+def test_the_engine_compiles_what_the_prover_has_made_of_a_guide(model: Path) -> None:
+    """It does not work on the guide itself, which may take seconds under its lock."""
+
+    class Rewriting(Gate):
+        def prove(self, guide: Guide, lane: Lane) -> Prepared:
+            return Prepared("regex", SMALL.text)
+
+    guides = Guides(model, VOCABULARY, EOS, Rewriting())
+    assert guides.compiled(Guide("json_schema", "no schema")).result(WAIT_S) is not None
+    guides.close()

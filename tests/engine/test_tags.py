@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import xgrammar
 
-from common.engine.features.compilers import Compilers
+from common.engine.features.compilers import Compilers, prepared
 from common.errors import InvalidRequest
 from common.requests.guide import Guide
 from router.parsers.listener import Listener
@@ -41,7 +41,7 @@ def _guide(wanted: Mapping[str, Any]) -> Guide:
 
 def _follows(made: Compilers, guide: Guide, text: str) -> bool:
     """Whether an answer can be that text."""
-    matcher = xgrammar.GrammarMatcher(made.compiled(guide))
+    matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
     return matcher.accept_string(text) and matcher.is_completed()
 
 
@@ -224,7 +224,7 @@ def test_what_is_no_tag_is_refused_with_its_place(
     made: Compilers, wanted: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: ") as caught:
-        made.compiled(_guide(wanted))
+        made.compiled(prepared(_guide(wanted)))
     assert said in str(caught.value)
 
 
@@ -247,7 +247,7 @@ def test_a_grammar_names_no_tokens(made: Compilers, grammar: str, word: str) -> 
         _guide({"type": "optional", "content": {"type": "grammar", "grammar": grammar}}),
     ):
         with pytest.raises(InvalidRequest, match=f": {word} is refused"):
-            made.compiled(guide)
+            made.compiled(prepared(guide))
 
 
 def test_words_for_tokens_are_text_within_texts(made: Compilers) -> None:
@@ -261,16 +261,16 @@ def test_beside_tokens_a_grammar_has_no_free_text_either(made: Compilers) -> Non
     assert _follows(made, _guide(grammar), "xab")
     beside = [{"type": "token", "token": 65}, grammar]
     with pytest.raises(InvalidRequest, match=": TagDispatch is refused"):
-        made.compiled(_guide({"type": "sequence", "elements": beside}))
+        made.compiled(prepared(_guide({"type": "sequence", "elements": beside})))
 
 
 def test_a_structure_that_is_none_is_refused_and_not_left_out(made: Compilers) -> None:
     text = '{"structures": [5], "triggers": ["<"]}'
     with pytest.raises(InvalidRequest, match=r"structures\[0\] is no object"):
-        made.compiled(Guide("structural_tag", text))
+        made.compiled(prepared(Guide("structural_tag", text)))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": {}, "tags": []}', "[" * 100_000])
 def test_what_is_no_json_object_with_a_format_is_refused(made: Compilers, text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: "):
-        made.compiled(Guide("structural_tag", text))
+        made.compiled(prepared(Guide("structural_tag", text)))

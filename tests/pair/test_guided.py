@@ -2,11 +2,14 @@
 
 import json
 import re
+import threading
 
 import pytest
 from grpc import StatusCode
 from tokenizers import Tokenizer
 
+from common.engine.features import matching
+from common.engine.features.matching import Match
 from common.requests.guide import JSON_OBJECT, Guide, as_form, tag
 from common.requests.thought import Thought
 from router.parsers.channels import Channels
@@ -305,3 +308,95 @@ def test_a_request_whose_guide_is_not_compiled_yet_can_be_cancelled(noise):
         rig.cancel(asked)
         rig.run()
         assert asked.reason.name == "ABORT"
+
+
+SLOW = Guide("regex", "[a-h]{30}z")
+
+
+def _gated(monkeypatch, at):
+    """One matcher stands still before the mask of token `at`, on its thread, until `open` is set.
+    Returns two events: `stands` says that it does."""
+    stands, gate = threading.Event(), threading.Event()
+    follow = Match._follow
+
+    def gated(self):
+        if self.num_followed == at and not stands.is_set():
+            stands.set()
+            assert gate.wait(60)
+        follow(self)
+
+    monkeypatch.setattr(Match, "_follow", gated)
+    monkeypatch.setattr(matching, "_STARVED_S", 0.01)
+    return stands, gate
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize(("colocated", "at"), [(False, 5), (True, 5), (True, 1)])
+def test_only_its_own_row_waits_for_a_matcher(noise, monkeypatch, overlap, colocated, at):
+    """The others, with a grammar and without, come to their end while it stands still."""
+    loaded, tokenizer = noise
+    fields = {"guide": SLOW, "ignore_eos": False, "temperature": 1.0, "seed": 4}
+    where = {"prefill": (), "mode": "colocated"} if colocated else {}
+    with PairRig(loaded, overlap=overlap, **where) as rig:
+        alone = [rig.ask(PROMPTS[1], 60, **fields), rig.ask(PROMPTS[2], 40)]
+        rig.run()
+        stands, gate = _gated(monkeypatch, at)
+        slow = rig.ask(PROMPTS[1], 60, **fields)
+        rig.until(stands.is_set, "a matcher stands still")
+        try:
+            free = rig.ask(PROMPTS[2], 40)
+            date = rig.ask(PROMPTS[0], 20, guide=DATE, ignore_eos=False)
+            rig.run(free, date)
+            assert not slow.ended and len(slow.tokens) == at
+            assert not rig.decode[0].role.scheduler.awaits_steps
+        finally:
+            gate.set()
+        rig.run()
+        assert slow.tokens == alone[0].tokens and free.tokens == alone[1].tokens
+        assert _holds(DATE, tokenizer.decode(date.tokens, skip_special_tokens=True))
+        again = rig.ask(PROMPTS[1], 60, **fields)
+        rig.run()
+        assert again.tokens == slow.tokens
+
+
+def test_a_row_that_is_held_can_be_cancelled(noise, monkeypatch):
+    loaded, _ = noise
+    with PairRig(loaded) as rig:
+        stands, gate = _gated(monkeypatch, 5)
+        slow = rig.ask(PROMPTS[1], 60, guide=SLOW, ignore_eos=False)
+        rig.until(stands.is_set, "a matcher stands still")
+        try:
+            rig.cancel(slow)
+            rig.run(slow)
+            assert slow.reason.name == "ABORT"
+        finally:
+            gate.set()
+        rig.run()
+
+
+def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monkeypatch):
+    """Really slow: it has ever more readings. It is ended while the prover lets all pass."""
+    monkeypatch.setattr(matching, "ALLOWANCE_S", 0.05)
+    monkeypatch.setattr(matching, "S_PER_TOKEN", 1e-5)
+    loaded, _ = noise
+    with PairRig(loaded) as rig:
+        fields = {"guide": Guide("ebnf", "root ::= s\ns ::= s s | [a-z ]"), "min_tokens": 190}
+        slow = rig.ask(PROMPTS[1], 200, **fields)
+        free = rig.ask(PROMPTS[2], 60)
+        rig.run()
+        assert slow.ended.error_code == StatusCode.INVALID_ARGUMENT.value[0]
+        assert slow.ended.error.startswith("sampling.guide: its grammar has taken")
+        assert 1 < len(slow.tokens) < 200
+        assert len(free.tokens) == 60
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"ignore_eos": False, "min_tokens": 50}])
+def test_an_answer_ends_where_its_grammar_ends(noise, fields):
+    """Whatever is said about its end. Seen failing with free text behind the first answer, and
+    with tokens that the grammar forbids behind the second."""
+    loaded, tokenizer = noise
+    with PairRig(loaded) as rig:
+        one = rig.ask(PROMPTS[1], 60, guide=Guide("ebnf", 'root ::= "zebra"'), **fields)
+        rig.run()
+        assert one.reason.name == "STOP"
+        assert tokenizer.decode(one.tokens, skip_special_tokens=True) == "zebra"

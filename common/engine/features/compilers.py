@@ -1,5 +1,8 @@
 """From guides to grammars, by xgrammar. How long that takes, and what it may cost, others see to.
 
+`prepared` makes a guide into a text that xgrammar keeps to entirely. Its time depends on the guide,
+so it runs in the prover's process only, and the engine compiles what comes back.
+
 JSON has a vocabulary of its own, in which no word has a control character. xgrammar would let them
 into texts, where JSON has no place for them, and between JSON's words a model could spend its
 answer on line breaks and indentation: of white space there is one space at most.
@@ -9,7 +12,8 @@ text is made of have a byte that is in no text. xgrammar's EBNF has words for to
 """
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +23,7 @@ from tokenizers import Tokenizer
 from common.engine.features.bare import xgrammar
 from common.engine.features.bits import words_of
 from common.errors import InvalidRequest, cut
-from common.requests.guide import Guide
+from common.requests.guide import Guide, Prepared
 from common.requests.schemas import expressions
 from common.requests.schemas.enforced import enforced
 from common.requests.schemas.tags import MAX_WHITESPACE, enforced_tag
@@ -27,6 +31,7 @@ from common.spelling import Spelling
 
 MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
 MAX_GRAMMAR_BYTES = 64 << 20  # of one: nodes keep some
+MAX_PREPARED_CHARACTERS = 4 << 20  # a schema may refer to a part of it many times
 
 Compiled = Any  # xgrammar.CompiledGrammar
 
@@ -44,6 +49,7 @@ class Compilers:
     """Of one vocabulary: for JSON, for what is not, and for what names tokens."""
 
     def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
+        self.words = words
         self._eos_token_ids = list(eos_token_ids)
         self._of_text = self._compiler(words)
         self._of_json = self._compiler(
@@ -65,38 +71,30 @@ class Compilers:
         words = [b"" if token in special else spelling(token) for token in range(vocabulary_size)]
         return cls(words, eos_token_ids)
 
-    def compiled(self, guide: Guide) -> Compiled:
+    def compiled(self, form: Prepared) -> Compiled:
         """
         Raises:
             InvalidRequest: what is wrong, and where.
         """
-        try:
-            made = self._compiled(guide)
+        with _refusing(form.kind):
+            made = self._compiled(form)
             _check_begins(made)
             _check_size(made)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise InvalidRequest(f"sampling.{guide.kind}: {_reason(error)}") from error
         return made
 
-    def _compiled(self, guide: Guide) -> Compiled:
-        match guide.kind:
+    def _compiled(self, form: Prepared) -> Compiled:
+        match form.kind:
             case "json_schema" | "json_object":
-                schema = enforced(guide.text if guide.kind == "json_schema" else _OBJECT)
-                return self._of_json.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+                return self._of_json.compile_json_schema(
+                    form.text, max_whitespace_cnt=MAX_WHITESPACE
+                )
             case "regex":
-                expressions.check(guide.text)
-                return self._of_text.compile_regex(guide.text)
+                return self._of_text.compile_regex(form.text)
             case "structural_tag":
-                tag = enforced_tag(guide.text)
-                for grammar in tag.grammars:
-                    _check_words(grammar, _REFUSED_BESIDE_TOKENS if tag.has_tokens else _REFUSED)
-                compiler = self._with_tokens if tag.has_tokens else self._of_text
-                return compiler.compile_structural_tag(tag.text)
+                compiler = self._with_tokens if form.has_tokens else self._of_text
+                return compiler.compile_structural_tag(form.text)
             case _:
-                _check_words(guide.text, _REFUSED)
-                return self._of_text.compile_grammar(guide.text)
+                return self._of_text.compile_grammar(form.text)
 
     def _compiler(self, words: Sequence[bytes], *, keeps: bool = True) -> xgrammar.GrammarCompiler:
         told = xgrammar.TokenizerInfo(
@@ -109,6 +107,48 @@ class Compilers:
         return xgrammar.GrammarCompiler(
             told, max_threads=1, cache_enabled=keeps, cache_limit_bytes=limit
         )
+
+
+def prepared(guide: Guide) -> Prepared:
+    """
+    Raises:
+        InvalidRequest: what is wrong, and where.
+    """
+    with _refusing(guide.kind):
+        form = _prepared(guide)
+        if len(form.text) > MAX_PREPARED_CHARACTERS:
+            raise InvalidRequest(
+                f"written out it has {len(form.text)} characters, {MAX_PREPARED_CHARACTERS} allowed"
+            )
+    return form
+
+
+def _prepared(guide: Guide) -> Prepared:
+    match guide.kind:
+        case "json_schema" | "json_object":
+            text = enforced(guide.text if guide.kind == "json_schema" else _OBJECT)
+            return Prepared(guide.kind, text)
+        case "regex":
+            expressions.check(guide.text)
+        case "structural_tag":
+            tag = enforced_tag(guide.text)
+            for grammar in tag.grammars:
+                _check_words(grammar, _REFUSED_BESIDE_TOKENS if tag.has_tokens else _REFUSED)
+            return Prepared(guide.kind, tag.text, tag.has_tokens)
+        case _:
+            _check_words(guide.text, _REFUSED)
+    return Prepared(guide.kind, guide.text)
+
+
+@contextmanager
+def _refusing(kind: str) -> Iterator[None]:
+    """Makes every error but a lack of memory an InvalidRequest that names the field."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"sampling.{kind}: {_reason(error)}") from error
 
 
 def _check_words(ebnf: str, refused: Set[str]) -> None:

@@ -256,7 +256,7 @@ def every_feature(
             Penalties(table, vocabulary_size, device),
             AllowedTokens(num_slots, vocabulary_size),
             BadWords(table),
-            Grammar(table, vocabulary_size, eos_token_ids),
+            Grammar(table, vocabulary_size),
             ThinkingBudget(table),
         ),
     )

@@ -3,9 +3,9 @@
 Knows nothing of slots and steps, and the engine thread never waits for it. xgrammar and the words
 of the vocabulary are loaded with the first guide: nodes that never meet one pay nothing.
 
-A guide is tried first (`prover.py`), for a second of a core; what takes longer goes to a second
+A guide is tried first (`prover.py`), for two seconds of a core; what takes longer goes to a second
 thread behind others of its kind, and is refused if its time there is not enough either. So a guide
-that takes long keeps no other one waiting for longer than that second.
+that takes long keeps no other one waiting for longer than those two seconds.
 """
 
 import logging
@@ -16,9 +16,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from common.engine.features.bits import forbid, words_of
+from common.engine.features.matching import CompiledGuide, Match, MatchThreads
 from common.engine.features.prover import Lane, Prover, TooSlow
+from common.engine.rows.request import Request
 from common.errors import InvalidRequest, Overloaded
 from common.logs import kv
 from common.requests.guide import Guide
@@ -32,8 +37,6 @@ MAX_KEPT = 128  # grammars, and reasons why there is none
 MAX_WAITING = 64  # guides
 MAX_SLOW = 8  # of these, such as have not got through in the time of the quick lane
 SLOW_S = 1.0  # to compile one: said in the log
-
-Compiled = Any  # xgrammar.CompiledGrammar
 
 
 class Guides:
@@ -55,26 +58,32 @@ class Guides:
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = list(eos_token_ids)
         self._prover = prover
-        self._kept: OrderedDict[Guide, Future[Compiled]] = OrderedDict()
+        self._thinking = np.full(words_of(vocabulary_size), -1, np.int32)  # anything but an end
+        for token in eos_token_ids:
+            if token < vocabulary_size:  # configurations may name others
+                forbid(self._thinking, token)
+        self._threads = MatchThreads(lambda: self.tell())
+        self._kept: OrderedDict[Guide, Future[CompiledGuide]] = OrderedDict()
         self._workers = {lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in Lane}
-        self._slow: list[Future[Compiled]] = []  # the quick worker's: those that the other has
+        self._slow: list[Future[CompiledGuide]] = []  # the quick worker's: those that the other has
         self._lock = threading.Lock()
         self._compilers: Compilers | None = None
         self.tell: Callable[[], None] = lambda: None
 
-    def compiled(self, guide: Guide) -> "Future[Compiled]":
+    def compiled(self, guide: Guide) -> "Future[CompiledGuide]":
         """The grammar, InvalidRequest that says what is wrong and where, or Overloaded.
 
         Raises:
-            Overloaded: too many others wait.
+            Overloaded: too many others wait, or take too long.
         """
+        self._threads.check_room()
         known = self._kept.get(guide)
         if known is not None and not _may_be_asked_again(known):
             self._kept.move_to_end(guide)
             return known
         if sum(not each.done() for each in self._kept.values()) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} guides wait to be compiled already")
-        made: Future[Compiled] = Future()
+        made: Future[CompiledGuide] = Future()
         self._kept[guide] = made
         made.add_done_callback(lambda _: self.tell())
         quick = self._workers[Lane.QUICK].submit(self._compile, guide, Lane.QUICK)
@@ -83,7 +92,16 @@ class Guides:
             del self._kept[next(each for each, other in self._kept.items() if other.done())]
         return made
 
+    def match(self, compiled: CompiledGuide, request: Request) -> Match:
+        """Return the way of the request's answer through its grammar, which is under way to the
+        mask of its next token."""
+        match = Match(compiled, request.sampling.thought, self._thinking, self._threads)
+        match.ask(request.token_ids[request.num_prompt :].tolist())
+        self._threads.start(match)
+        return match
+
     def close(self) -> None:
+        self._threads.close()
         for worker in self._workers.values():
             worker.shutdown(wait=False, cancel_futures=True)
         self._prover.close()
@@ -91,7 +109,7 @@ class Guides:
     # The workers' -------------------------------------------------------------------------------
 
     def _after_quick(
-        self, guide: Guide, made: "Future[Compiled]", quick: "Future[Compiled]"
+        self, guide: Guide, made: "Future[CompiledGuide]", quick: "Future[CompiledGuide]"
     ) -> None:
         if quick.cancelled() or not isinstance(quick.exception(), TooSlow):
             _settle(made, quick)
@@ -105,10 +123,10 @@ class Guides:
         self._slow.append(slow)
         slow.add_done_callback(partial(_settle, made))
 
-    def _compile(self, guide: Guide, lane: Lane) -> Compiled:
+    def _compile(self, guide: Guide, lane: Lane) -> CompiledGuide:
         began = time.monotonic()
-        self._prover.prove(guide, lane)
-        compiled = self._loaded().compiled(guide)
+        form = self._prover.prove(guide, lane)
+        compiled = CompiledGuide(self._loaded().compiled(form))
         took_s = time.monotonic() - began
         if took_s > SLOW_S:
             log.warning("guide was slow to compile %s", kv(kind=guide.kind, seconds=took_s))
@@ -125,7 +143,7 @@ class Guides:
             return self._compilers
 
 
-def _settle(made: "Future[Compiled]", done: "Future[Compiled]") -> None:
+def _settle(made: "Future[CompiledGuide]", done: "Future[CompiledGuide]") -> None:
     """As another one has ended; unless that was cancelled, at the end of all."""
     if done.cancelled():
         return
@@ -138,6 +156,6 @@ def _settle(made: "Future[Compiled]", done: "Future[Compiled]") -> None:
         made.set_exception(error)
 
 
-def _may_be_asked_again(made: "Future[Compiled]") -> bool:
+def _may_be_asked_again(made: "Future[CompiledGuide]") -> bool:
     """Whether it failed for another reason than the guide."""
     return made.done() and isinstance(made.exception(), Overloaded)

@@ -9,17 +9,29 @@ import msgspec
 
 from common.errors import InvalidRequest, Overloaded
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
-from common.requests.guide import Guide
+from common.requests.guide import Guide, Prepared
 
 MAX_BYTES = 2 << 30  # that one guide may take, beside what is there already
+S_PER_TOKEN = 0.05  # of a core: to accept a token and to make the mask behind it
 _DEADLINE_S = 300.0  # of a trial on a machine that is busy with other things, or of the first start
 
 
 class Lane(Enum):
     """Short trials do not wait for long ones. Its value: seconds of a core."""
 
-    QUICK = 1
+    QUICK = 2
     SLOW = 60
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a trial found.
+
+    Attributes:
+        form: the guide as it is to be compiled; None: `refusal` says why there is none.
+    """
+
+    form: Prepared | None = None
+    refusal: str = ""
 
 
 class TooSlow(Exception):
@@ -29,12 +41,14 @@ class TooSlow(Exception):
 class Prover(Protocol):
     """Asked by one thread for each lane."""
 
-    def prove(self, guide: Guide, lane: Lane) -> None:
-        """Returns if its compilation ends.
+    def prove(self, guide: Guide, lane: Lane) -> Prepared:
+        """Returns the guide as it is to be compiled, if its compilation ends and its tokens cost
+        little enough.
 
         Raises:
             TooSlow: not in the time of that lane.
-            InvalidRequest: it takes more memory than a guide may, or breaks the compiler.
+            InvalidRequest: it is wrong, takes more memory than a guide may, has tokens that cost
+                too much, or breaks the compiler.
             Overloaded: nobody could find out.
         """
         ...
@@ -56,7 +70,7 @@ class Beside:
             environment={"CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def prove(self, guide: Guide, lane: Lane) -> None:
+    def prove(self, guide: Guide, lane: Lane) -> Prepared:
         question = Question(msgspec.msgpack.encode(guide), lane.value, MAX_BYTES)
         try:
             answer = self.helper.ask(list(Lane).index(lane), question)
@@ -64,12 +78,17 @@ class Beside:
             raise Overloaded("the process that tries guides has died or stands still") from error
         if answer.took_too_long:
             raise TooSlow(
-                f"sampling.{guide.kind}: compiling it takes more than {lane.value} s of a core"
+                f"sampling.{guide.kind}: compiling and trying it takes more than {lane.value} s of "
+                "a core"
             )
         if answer.code != ANSWERED:
             raise InvalidRequest(
                 f"sampling.{guide.kind}: compiling it takes more than {MAX_BYTES >> 20} MiB"
             )
+        verdict = msgspec.msgpack.decode(answer.content, type=Verdict)
+        if verdict.form is None:
+            raise InvalidRequest(verdict.refusal)
+        return verdict.form
 
     def close(self) -> None:
         self.helper.close()

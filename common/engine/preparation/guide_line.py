@@ -1,11 +1,13 @@
-"""Requests whose guide is being compiled: they hold nothing, and nobody waits for them."""
+"""Requests whose guide is being compiled, and whose first mask is being made. They hold nothing,
+and nothing waits for them."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
 
-from common.engine.features.guides import Compiled, Guides
+from common.engine.features.guides import Guides
+from common.engine.features.matching import CompiledGuide
 from common.engine.rows.request import Request
-from common.errors import ServingError
+from common.errors import InvalidRequest, ServingError
 
 
 class GuideLine:
@@ -15,7 +17,7 @@ class GuideLine:
 
     def __init__(self, guides: Guides) -> None:
         self._guides = guides
-        self._waiting: dict[int, tuple[Request, Future[Compiled]]] = {}  # by key
+        self._waiting: dict[int, tuple[Request, Future[CompiledGuide]]] = {}  # by key
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -37,14 +39,25 @@ class GuideLine:
         return self._waiting.pop(request.key, None) is not None
 
     def take(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Those whose guide is compiled, which they have now, or is none, and why. Takes them."""
+        """Yields and removes the requests that have their `match` now, or cannot have one, with the
+        reason."""
         for key, (request, compiled) in list(self._waiting.items()):
             if not compiled.done():
                 continue
+            error = compiled.exception() or self._error_of_match(request, compiled.result())
+            if error is None and (request.match is None or not request.match.ready):
+                continue
             del self._waiting[key]
-            error = compiled.exception()
-            if error is None:
-                request.compiled = compiled.result()
-            elif not isinstance(error, ServingError):
+            if error is not None and not isinstance(error, ServingError):
                 raise error
             yield request, error
+
+    def _error_of_match(self, request: Request, compiled: CompiledGuide) -> InvalidRequest | None:
+        """Begins its match, or looks after it."""
+        match = request.match
+        if match is None:
+            request.match = self._guides.match(compiled, request)
+            return None
+        if match.busy:
+            match.look()
+        return InvalidRequest(match.fault) if match.fault else None

@@ -100,7 +100,7 @@ class Request:
     brought: bool | None = None  # what a tier below has of it; False: that is on its way
     bringing: list[float] = field(default_factory=list)  # when that began, was over, began ...
     slot: int | None = field(default=None)
-    compiled: Any = None  # what its guide has become, before it waits for anything else
+    match: Any = None  # features.matching.Match: made before it waits for anything else
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # as far as it is computed
     pooled: NDArray[np.float32] | None = None  # its vector, as far as it is computed
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step

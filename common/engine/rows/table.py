@@ -45,6 +45,8 @@ class RequestTable:
         stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them where it does.
         live: the slot has a request that has not ended.
         plain: what is asked of its logits is the same whatever stands before a token.
+        held: the row is in no forward now: the mask of its next token is not there yet.
+        unchosen: the row's newest forward was done, and no token chosen after it.
         deadline: time.monotonic().
         priority: of the request.
         routing_key: of the request; 0: it has none.
@@ -81,6 +83,8 @@ class RequestTable:
         self.stop_ids = np.full((num_slots, 1), -1, np.int32)
         self.live = np.zeros(num_slots, np.bool_)
         self.plain = np.ones(num_slots, np.bool_)
+        self.held = np.zeros(num_slots, np.bool_)
+        self.unchosen = np.zeros(num_slots, np.bool_)
         self.deadline = np.zeros(num_slots, np.float64)
         self.priority = np.zeros(num_slots, np.int32)
         self.routing_key = np.zeros(num_slots, np.uint64)
@@ -127,6 +131,7 @@ class RequestTable:
         self.max_length[slot] = min(request.num_prompt + sampling.max_tokens, self.context_length)
         self.num_pages[slot] = self.capacity[slot] = 0
         self.live[slot] = self.plain[slot] = True
+        self.held[slot] = self.unchosen[slot] = False
         self.deadline[slot] = request.deadline
         self.priority[slot] = request.priority
         self.routing_key[slot] = request.routing_key
@@ -144,7 +149,7 @@ class RequestTable:
         if slot is None or not self.live[slot]:
             raise EngineFault(f"request {request.key} releases a slot that it does not have")
         request.slot = None
-        self.live[slot] = False
+        self.live[slot] = self.held[slot] = self.unchosen[slot] = False
         if self.in_flight(slot):
             self._leaving.append(slot)
         else:
@@ -218,6 +223,12 @@ class RequestTable:
     def tokens_of(self, slot: int) -> Ints:
         """The tokens that the CPU knows. A copy."""
         return self.tokens[slot, : self.known[slot]].copy()
+
+    def unfollowed(self, slot: int, num_followed: int) -> list[int]:
+        """Return the tokens of the answer that the CPU knows, but for the first `num_followed`."""
+        start = int(self.num_prompt[slot]) + num_followed
+        tokens: list[int] = self.tokens[slot, start : self.known[slot]].tolist()
+        return tokens
 
     def origin_of(self, slot: int) -> tuple[int, int]:
         """As of Request."""

@@ -89,10 +89,10 @@ class Residents:
         self.end(request)
         return spoilt
 
-    def start_over(self, request: Request) -> None:
-        """To the head of the waiting queue, with all its tokens and without its KV, wherever that
-        is. No launched step may have it."""
-        self._let_go(request, learn=False)
+    def start_over(self, request: Request, *, learn: bool = False) -> None:
+        """Puts it at the head of the waiting queue, with all its tokens and without its KV,
+        wherever that is. No launched step may have it. `learn`: see `end`."""
+        self._let_go(request, learn)
         if not request.is_away:
             request.leave_device(time.monotonic())
         self.put_back(request)

@@ -86,6 +86,7 @@ class StepResults:
         before = places
         if result.runs is not None:
             slots, places, tokens = self._in_order(slots, places, result.runs)
+        slots, places, tokens = self._chosen(slots, places, tokens)
         wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
         slots, tokens = self._finish_tokens(slots, places, tokens, finished)
         if self._sliding:
@@ -94,6 +95,19 @@ class StepResults:
         streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
         logprobs = self._told_logprobs(slots, wanted) if wanted else ()
         return StepOutcome(streams, requests, tokens, chunks, finished, logprobs, predicted)
+
+    def _chosen(
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints
+    ) -> tuple[NDArray[np.intp], Ints, Ints]:
+        """Leaves out the rows for which no token was chosen, and that go on: they are as if they
+        had not been in the step."""
+        table = self._table
+        if not np.count_nonzero(table.unchosen):
+            return slots, places, tokens
+        dropped = table.unchosen[slots] & (table.max_length[slots] > 0) & (tokens >= 0)
+        dropped &= table.live[slots]
+        table.length[slots[dropped]] -= _ONE
+        return slots[~dropped], places[~dropped], tokens[~dropped]
 
     def _finish_chunks(
         self,
@@ -126,7 +140,8 @@ class StepResults:
                 if self._sliding:
                     self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
             if request.to_finish is None:
-                chunks.append(_chunk(row, place, token, result))
+                chosen = row.samples and not self._table.unchosen[row.slot]
+                chunks.append(_chunk(row, place, token if chosen else None, result))
                 if row.last and not row.samples:
                     finished.append(Finished(request, Finish(FinishReason.STOP)))
                     self._residents.end(request)
@@ -225,9 +240,9 @@ class StepResults:
         return slots[told], tokens[told]
 
 
-def _chunk(row: ExtendRow, place: int, token: int, result: BatchResult) -> ChunkDone:
-    """What is done with a row, the step's `place`th. Of a prompt that is computed anew, so is all
-    that is told of it."""
+def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:
+    """Return what is done with a row, the step's `place`th. Of a prompt that is computed anew, so
+    is all that is told of it. `token`: chosen after it; None: none was."""
     request, prompt = row.request, result.prompt_logprobs
     if row.start == 0:
         request.prompt_logprobs.clear()
@@ -237,8 +252,8 @@ def _chunk(row: ExtendRow, place: int, token: int, result: BatchResult) -> Chunk
     if place in result.pooled:
         part = result.pooled[place]
         request.pooled = part if request.pooled is None else request.pooled + part
-    if not row.samples:
-        vector = request.pooled if row.last else None
+    if token is None:
+        vector = request.pooled if row.last and not row.samples else None
         return ChunkDone(request, row.start, row.end, None, pooled=vector)
     own = result.logprobs if request.sampling.logprobs >= 0 else None
     return ChunkDone(

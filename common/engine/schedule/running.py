@@ -59,9 +59,12 @@ class RunningBatch:
         return table.growth(slots, missing)
 
     def ready(self) -> NDArray[np.intp]:
-        """Rows that want another token: those whose last one is in flight want none."""
+        """Rows that want another token now: those whose last one is in flight want none, and held
+        ones wait for their mask."""
         slots = self.slots
         wants = self._table.length[slots] < self._table.max_length[slots]
+        if np.count_nonzero(self._table.held):
+            wants &= ~self._table.held[slots]
         return slots if np.count_nonzero(wants) == len(slots) else slots[wants]
 
     def full(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -30,6 +30,7 @@ from common.engine.schedule.assembly import Step, StepAssembler
 from common.engine.schedule.books import check_books
 from common.engine.schedule.finishing import FinishRule
 from common.engine.schedule.growth import NewTokenRatio
+from common.engine.schedule.held import HeldRows
 from common.engine.schedule.next_rows import NO_ROWS, Kept, NextRows, Rows
 from common.engine.schedule.outcome import ChunkDone, Finished, StepOutcome
 from common.engine.schedule.preemption import Preemption
@@ -137,6 +138,12 @@ class Scheduler:
             retracted=self._retracted,
             quarantine=self._quarantine,
         )
+        self._held = HeldRows(
+            table=table,
+            residents=self._residents,
+            running=self._running,
+            retracted=self._retracted,
+        )
         self._results = StepResults(
             self._rule,
             table=table,
@@ -228,7 +235,8 @@ class Scheduler:
 
     def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[Finished]:
         """Aborts what is past its deadline, wherever it is, and what waits to be begun and can no
-        longer be in time; looks every DEADLINE_CHECK_S only.
+        longer be in time; looks every DEADLINE_CHECK_S only. Aborts what has spent the budget of
+        its grammar, and lets the rows go whose mask is there.
 
         Args:
             queued_s: what such a one is told, when to come again.
@@ -236,8 +244,9 @@ class Scheduler:
             Those that end at once. To be called in each poll.
         """
         now = time.monotonic() if now is None else now
+        ended = [self.abort(request, finish) for request, finish in self._held.settle()]
         if now < self._expiry_due:
-            return []
+            return [finished for finished in ended if finished is not None]
         self._expiry_due = now + DEADLINE_CHECK_S
         late = [request for request in self._admission.waiting if request.deadline < now]
         slots = np.flatnonzero(self._table.live & (self._table.deadline < now))
@@ -245,7 +254,7 @@ class Scheduler:
         late = [request for request in late if request.to_finish is None]
         self._num_late += len(late)
         finish = out_of_time()
-        ended = [self.abort(request, finish) for request in late]
+        ended += [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
         if not self._residents and not self.paused:
             waiting.clear()  # their turn is now
@@ -485,7 +494,7 @@ class Scheduler:
     @property
     def awaits_steps(self) -> bool:
         """Whether a step should end now and then. Safe to ask from another thread."""
-        return self.has_work and not self.paused
+        return self.has_work and not self.paused and not self._held.any
 
     @property
     def num_waiting(self) -> int:

@@ -1,0 +1,111 @@
+"""A grammar whose tokens cost too much, now or later, is found before any answer has it."""
+
+import pytest
+
+from common.engine.features import walks as walks_module
+from common.engine.features.compilers import Compilers, prepared
+from common.engine.features.walks import TooDear, Walks
+from common.requests.guide import JSON_OBJECT, Guide
+
+EOS = 256
+WORDS = [bytes([byte]) for byte in range(EOS)] + [b""]
+
+
+class Costs:
+    """A clock by which a token costs as much as the grammar says, and nothing else does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def process_time(self) -> float:
+        return self.now
+
+
+class Matcher:
+    """Costs a millisecond a token, and `dear` from the token numbered `since` on."""
+
+    dear = 1.0
+    since = 0
+    clock = Costs()
+
+    def __init__(self, grammar: object) -> None:
+        self.tokens: list[int] = []
+
+    def accept_token(self, token: int) -> bool:
+        self.tokens.append(token)
+        return True
+
+    def is_terminated(self) -> bool:
+        return EOS in self.tokens
+
+    def fill_next_token_bitmask(self, bits: object, row: int) -> bool:
+        met = len(self.tokens) >= self.since
+        self.clock.now += self.dear if met else 0.001
+        return True
+
+
+@pytest.fixture
+def matcher(monkeypatch: pytest.MonkeyPatch) -> type[Matcher]:
+    class Own(Matcher):
+        clock = Costs()
+
+    monkeypatch.setattr(walks_module.xgrammar, "GrammarMatcher", Own)
+    monkeypatch.setattr(walks_module.time, "process_time", Own.clock.process_time)
+    return Own
+
+
+def test_a_grammar_that_becomes_dear_late_is_found(matcher: type[Matcher]) -> None:
+    walks = Walks(WORDS, (EOS,))
+    matcher.since = walks_module.NUM_TOKENS - walks_module._WINDOW
+    with pytest.raises(TooDear):
+        walks.check(None)
+    matcher.since = walks_module.NUM_TOKENS
+    walks.check(None)
+
+
+def test_single_dear_tokens_are_no_reason(matcher: type[Matcher]) -> None:
+    matcher.dear = walks_module.S_PER_TOKEN / 2
+    Walks(WORDS, (EOS,)).check(None)
+
+
+def test_a_cost_that_grows_faster_than_the_text_is_found_while_it_is_small(
+    matcher: type[Matcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks = Walks(WORDS, (EOS,))
+    for power, refused in ((0, False), (1, False), (2, True)):
+
+        def fill(self: Matcher, bits: object, row: int, power: int = power) -> bool:
+            self.clock.now += 0.01 * (len(self.tokens) / walks_module.NUM_TOKENS) ** power
+            return True
+
+        monkeypatch.setattr(matcher, "fill_next_token_bitmask", fill)
+        monkeypatch.setattr(walks_module, "WALKS_S", 1e9)
+        if refused:
+            with pytest.raises(TooDear):
+                walks.check(None)
+        else:
+            walks.check(None)
+
+
+def test_a_part_that_is_dearer_is_no_growth(matcher: type[Matcher]) -> None:
+    matcher.dear, matcher.since = 0.02, walks_module.NUM_TOKENS // 2
+    Walks(WORDS, (EOS,)).check(None)
+
+
+def test_the_walks_together_have_a_limit(matcher: type[Matcher]) -> None:
+    matcher.dear = walks_module.S_PER_TOKEN * 0.9
+    Walks(WORDS, (EOS,)).check(None)
+    assert matcher.clock.now < walks_module.WALKS_S + 5 * matcher.dear
+
+
+def test_grammars_with_many_readings_of_one_text_are_dear() -> None:
+    """Really driven. The expression is dear for one letter again and again, and not for others."""
+    made, walks = Compilers(WORDS, (EOS,)), Walks(WORDS, (EOS,))
+    for guide in (
+        Guide("ebnf", "root ::= s\ns ::= s s | [a-z ]"),
+        Guide("regex", "((a*)*b*)*"),
+    ):
+        with pytest.raises(TooDear):
+            walks.check(made.compiled(prepared(guide)))
+    for guide in (JSON_OBJECT, Guide("regex", "([a-z]+ ?)+"), Guide("regex", "[0-9]{4}-[01][0-9]")):
+        walks.check(made.compiled(prepared(guide)))
