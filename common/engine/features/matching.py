@@ -90,7 +90,12 @@ class Match:
     def spending_s(self) -> float:
         """What it spends while a thread drives it, since that began."""
         began_s, clock = self._began_s, self._clock
-        return max(time.clock_gettime(clock) - began_s, 0.0) if clock else 0.0
+        if not clock:
+            return 0.0
+        try:
+            return max(time.clock_gettime(clock) - began_s, 0.0)
+        except OSError:  # the thread has ended since the clock was read
+            return 0.0
 
     def ask(self, tokens: Sequence[int]) -> None:
         """Hands over the tokens that follow; not while it is busy. A thread must be given it."""
