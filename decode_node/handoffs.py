@@ -265,10 +265,16 @@ class Handoffs:
     # What the owner and the reads say -----------------------------------------------------------
 
     def admitted(self, event: HandoffAdmitted) -> None:
+        """Report the cached tokens before any is computed: if this node or the owner fails later,
+        the next attempt finds the KV of this one in a cache."""
         transfer = self.transfer.get(event.id)
-        if transfer is not None:
-            num_tokens = len(transfer.attempt.request.token_ids)
-            transfer.owner_cached_tokens = num_tokens - event.compute_tokens
+        if transfer is None:
+            return
+        request = transfer.attempt.request
+        transfer.owner_cached_tokens = len(request.token_ids) - event.compute_tokens
+        if not transfer.attempt.moves:
+            request.cached_tokens = transfer.cached_tokens
+            self._live.report_cached_tokens(request)
 
     def first_token(self, event: FirstToken) -> LostHandoff | None:
         """Told to the client at once, before its KV has landed. Returns what is lost for a token
@@ -290,8 +296,7 @@ class Handoffs:
         stamps.first_token = time.monotonic()
         self._live.stamps(request).note_first_token(stamps.first_token)
         transfer.first_token = event.token
-        prefix_tokens = transfer.destination.prefix_tokens
-        request.cached_tokens = max(prefix_tokens, transfer.owner_cached_tokens)
+        request.cached_tokens = transfer.cached_tokens
         self._live.tell_first_token(request, event.token, event.logprobs, event.prompt_logprobs)
         finish = self._scheduler.finish_of(request, event.token)
         if finish is not None:

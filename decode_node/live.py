@@ -105,6 +105,10 @@ class LiveRequests:
         """With another record, which has the tokens that came since."""
         self._by_origin[request.origin] = request
 
+    def report_cached_tokens(self, request: Request) -> None:
+        """The router keeps the first report of a request."""
+        self._outbox.begin(request.origin, request.cached_tokens)
+
     def tell_first_token(
         self,
         request: Request,

@@ -71,6 +71,11 @@ class Transfer:
     told: FirstToken | None = None  # of one that moves here: what its client is told once it has
     held: bool = False  # the KV is here and right; waiting for a slot at most
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the request whose KV this node or the owner had."""
+        return max(self.destination.prefix_tokens, self.owner_cached_tokens)
+
     def continued(self) -> Request:
         """The request with the first token, if it has come, and what its owner has generated before
         it, as its own."""

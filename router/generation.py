@@ -164,12 +164,12 @@ class Generator:
                     try:
                         last = await self._follow(here, job, answer, write, offer, record)
                     except NodeUnavailable as lost:
+                        answer.note_cached_tokens(here.tokens.cached_tokens)
                         stay = moving.take_successor() if not died(lost) else None
                         raise
                 break
             except NodeUnavailable as error:
                 if stay is not None:
-                    stay.tokens.cached_tokens = here.tokens.cached_tokens
                     chosen = stay.chosen
                     record.move(stay.submission)
                     continue

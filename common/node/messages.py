@@ -172,7 +172,7 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     requests: bytes  # little-endian uint64, one per new token
     tokens: bytes  # little-endian uint32, same length
     ended: tuple[Ended, ...] = ()
-    begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), once its prompt is computed
+    begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), when its prefill begins
     logprobs: tuple[tuple[int, Logprobs], ...] = ()  # of all tokens of the requests that want them
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before its first token
     predicted: tuple[tuple[int, Predicted], ...] = ()  # of requests with a prediction

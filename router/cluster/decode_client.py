@@ -356,7 +356,7 @@ class DecodeClient:
         told = []
         for number, cached_tokens in zip(step.begun, step.cached_tokens, strict=True):
             if (buffer := live.get(number)) is not None:
-                buffer.cached_tokens = cached_tokens
+                buffer.note_cached_tokens(cached_tokens)
         for row in step.logprobs:
             if (buffer := live.get(row.request)) is not None:
                 buffer.tell_logprobs(from_proto(row.logprobs).tokens())

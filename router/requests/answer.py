@@ -79,6 +79,7 @@ class Answer:
         self._tells_prompt = tells_prompt  # until it is told
         self._silent = silent
         self._predicted = NOTHING if predicts else None
+        self._cached_tokens: int | None = None  # as the first node reported them
         self.token_ids: list[int] = []  # all of it so far
         self._length = 0  # of the text so far
 
@@ -87,28 +88,38 @@ class Answer:
         if self._predicted is not None:
             self._predicted += predicted
 
+    def note_cached_tokens(self, cached_tokens: int | None) -> None:
+        """Keep the first report. A replay finds the KV that the first attempt computed.
+
+        Args:
+            cached_tokens: tokens of the prompt that were cached. None: the node has not reported.
+        """
+        if self._cached_tokens is None:
+            self._cached_tokens = cached_tokens
+
     def add(
         self,
         token_ids: Sequence[int],
         end: End | None,
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> Piece | LastPiece:
         """Must not be called again after a LastPiece.
 
         Args:
-            cached_tokens: of the prompt, as far as is known; for the LastPiece.
+            cached_tokens: as of `note_cached_tokens`.
             logprobs: of these tokens, where they are told.
             prompt_logprobs: of the prompt's tokens but the first one, where they are told.
         """
+        self.note_cached_tokens(cached_tokens)
         prompt, tells = None, self._tells_prompt
         if tells is not None:
             prompt, self._tells_prompt = tells(prompt_logprobs), None
         if self._silent:
             token_ids = ()
             end = end and End("length")
-        piece = self._piece(token_ids, end, cached_tokens)
+        piece = self._piece(token_ids, end)
         tokens: Sequence[ToldToken] = ()
         if self._tells_tokens is not None:
             tokens = [
@@ -128,9 +139,7 @@ class Answer:
             taken.append(marks.popleft() - begun)
         return taken
 
-    def _piece(
-        self, token_ids: Sequence[int], end: End | None, cached_tokens: int
-    ) -> Piece | LastPiece:
+    def _piece(self, token_ids: Sequence[int], end: End | None) -> Piece | LastPiece:
         text, num_taken, stopped = self._text_of(token_ids)
         if not stopped and end is not None:
             rest, stopped = self._rest()
@@ -139,10 +148,10 @@ class Answer:
         self.token_ids += taken
         if stopped:
             assert self._stops is not None
-            return self._last(text, taken, "stop", self._stops.found, cached_tokens)
+            return self._last(text, taken, "stop", self._stops.found)
         if end is not None:
             reason = self._stop_token() if end.finish_reason == "stop" else None
-            return self._last(text, taken, end.finish_reason, reason, cached_tokens)
+            return self._last(text, taken, end.finish_reason, reason)
         return Piece(text, taken)
 
     def _stop_token(self) -> int | None:
@@ -179,10 +188,9 @@ class Answer:
         token_ids: Sequence[int],
         finish_reason: str,
         stop_reason: str | int | None,
-        cached_tokens: int,
     ) -> LastPiece:
         # A node that continues an answer may have found some of that in its cache too.
-        cached_tokens = min(cached_tokens, self._num_prompt_tokens)
+        cached_tokens = min(self._cached_tokens or 0, self._num_prompt_tokens)
         told = cached_tokens if self._tells_cached_tokens else None
         usage = Usage(self._num_prompt_tokens, len(self.token_ids), told, self._in_answer())
         return LastPiece(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)

@@ -34,8 +34,9 @@ class TokenBuffer:
         Args:
             wants_logprobs: each token comes with them.
         """
-        self.cached_tokens = 0  # of the prompt, as the node said with the first token
-        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # likewise; of all tokens but the first
+        self.cached_tokens: int | None = None  # of the prompt, in the node's first report
+        # Of all tokens but the first, as the node said with the first token it generated.
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.predicted = NOTHING  # of what is expected of it, since it was taken
         self._wants_logprobs = wants_logprobs
         self._logprobs: list[TokenLogprobs] = []  # of tokens that are not taken, or about to come
@@ -55,6 +56,11 @@ class TokenBuffer:
         self._room -= 1
         self._tokens.append(token)
         return True
+
+    def note_cached_tokens(self, cached_tokens: int) -> None:
+        """Keep the first report: a node that retries finds the KV that its first try computed."""
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
 
     def tell_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Of the tokens that are `append`ed next."""

@@ -77,6 +77,33 @@ async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(mo
         assert (await collect(other))[1] == [40]
 
 
+@pytest.mark.parametrize("generated", [[], [20, 21]])
+async def test_usage_reports_the_cached_tokens_of_the_first_attempt(
+    model: Path, generated: list[int]
+) -> None:
+    """The second attempt finds the prompt in the cache because the first one computed it."""
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client, max_tokens=9)
+        d0.say({(await d0.submitted()).request: generated}, cached_tokens=1)
+        if generated:
+            await call.read()
+        d0.lose_engine()
+        again = await d1.submitted()
+        d1.say({again.request: []}, cached_tokens=3)
+        d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP}, cached_tokens=3)
+        assert (await collect(call))[2].usage.cached_tokens == 1
+
+
+async def test_usage_reports_the_first_of_two_reports_of_a_node(model: Path) -> None:
+    """A decode node retries at another prefill node, or at the same one."""
+    async with two_nodes(model) as (client, _, d0, _d1):
+        call = ask(client)
+        request = (await d0.submitted()).request
+        d0.say({request: []}, cached_tokens=0)
+        d0.say({request: [20]}, ended={request: FINISH_REASON_STOP}, cached_tokens=3)
+        assert (await collect(call))[2].usage.cached_tokens == 0
+
+
 async def test_what_is_expected_of_an_answer_goes_with_it_and_counts_on_every_node(
     model: Path,
 ) -> None:

@@ -210,7 +210,8 @@ class RouterEnd:
         numbers = np.frombuffer(step.requests, np.uint64).tolist()
         tokens = np.frombuffer(step.tokens, np.uint32).tolist()
         for number, cached_tokens in step.begun:
-            self.asked[number].cached_tokens = cached_tokens
+            if self.asked[number].cached_tokens is None:  # the first report counts
+                self.asked[number].cached_tokens = cached_tokens
         for number, logprobs in step.logprobs:
             self.asked[number].logprobs += logprobs.tokens()
         for number, logprobs in step.prompt_logprobs:

@@ -277,7 +277,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         error: str = "",
         error_code: int = 0,
         retry_after_s: float = 0.0,
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
         logprobs: Mapping[int, Sequence[float]] | None = None,
         predicted: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
@@ -286,12 +286,12 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         Args:
             tokens: new tokens by request.
             ended: finish reasons by request; the three that follow are those of each.
-            cached_tokens: told of all of them, if there are any.
+            cached_tokens: reported of all of them. None: no report.
             logprobs: of the new tokens, by request.
             predicted: tokens of predictions, accepted and rejected, by request.
         """
         ends = ended or {}
-        begun = sorted({*(tokens or ()), *ends}) if cached_tokens else []
+        begun = sorted({*(tokens or ()), *ends}) if cached_tokens is not None else []
         pairs = [(number, token) for number, many in (tokens or {}).items() for token in many]
         self.send(
             decode_pb2.FromNode(
@@ -301,7 +301,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
                     ended=list(ends),
                     reason=list(ends.values()),
                     begun=begun,
-                    cached_tokens=[cached_tokens] * len(begun),
+                    cached_tokens=[cached_tokens or 0] * len(begun),
                     error=[error] * len(ends),
                     error_code=[error_code] * len(ends),
                     retry_after_s=[retry_after_s] * len(ends),

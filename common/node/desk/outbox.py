@@ -60,7 +60,8 @@ class Outbox:
         self._predicted.setdefault(stream, []).append((request, predicted))
 
     def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
-        """With the first token of a request: how much of its prompt was in a cache."""
+        """Report how much of the request's prompt was cached, when its prefill begins and again
+        with its first token."""
         stream, request = origin
         self._begun.setdefault(stream, []).append((request, cached_tokens))
 
@@ -78,7 +79,7 @@ class Outbox:
             for column in (self._streams, self._requests, self._tokens):
                 column.clear()
         nothing = np.empty(0, np.uint64), np.empty(0, np.uint32)
-        for stream in list(self._ended):
+        for stream in {*self._ended, *self._begun}:
             self._post(stream, *nothing)
 
     def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
