@@ -25,7 +25,7 @@ _READERS = {
     FieldDescriptor.CPPTYPE_UINT64: int,
 }
 _HELP = {
-    "max_tokens": "longest answer, from 1 (what the context leaves)",
+    "max_tokens": "longest answer, from 1 (what the context leaves); more than fits is refused",
     "temperature": "0: always the likeliest token; above: more variety (1.0)",
     "top_p": "draw among the likeliest tokens of so much probability, above 0 (1.0: all)",
     "top_k": "draw among so many of the likeliest tokens (-1: all)",

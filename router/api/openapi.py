@@ -38,7 +38,8 @@ FIELDS: Mapping[str, str] = {
     "n": "Answers for each prompt; each is a request of its own to the nodes.",
     "best_of": "So many answers are generated, and the `n` whose tokens are the likeliest on "
     "average are told. Not with `stream`.",
-    "max_tokens": "Tokens to generate at most. Completions: 16; chat: what the context leaves.",
+    "max_tokens": "Maximum number of tokens to generate. A value that does not fit into the "
+    "context behind the prompt is refused. Default: 16 for completions, else what fits.",
     "max_completion_tokens": "The newer name of `max_tokens`.",
     "temperature": "0: the likeliest token, always.",
     "top_p": "Sample from the smallest set of tokens with at least this probability together.",

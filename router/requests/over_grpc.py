@@ -42,6 +42,7 @@ def from_request(request: GenerateRequest) -> Wanted:
         prompt=together.prompts[0],
         together=together,
         sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
+        max_tokens_field="sampling.max_tokens" if request.sampling.HasField("max_tokens") else "",
         drawn=not request.sampling.HasField("seed"),
         stop=tuple(request.sampling.stop),
         stop_regex=tuple(request.sampling.stop_regex),

@@ -92,13 +92,7 @@ async def _job(
         params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
     if wanted.prompt.images and params.prompt_logprobs >= 0:
         raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
-    context_left = limits.context_length - len(token_ids)
-    if params.max_tokens > context_left:
-        params = replace(
-            params,
-            max_tokens=context_left,
-            min_tokens=min(params.min_tokens, context_left),
-        )
+    params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
     return Job(
         request_id="",
         token_ids=token_ids,
@@ -112,6 +106,30 @@ async def _job(
         prediction=await prompts.checked(wanted.prediction, client) if wanted.prediction else (),
         images=wanted.prompt.images,
     )
+
+
+def fit_context(
+    params: SamplingParams, field: str, num_prompt_tokens: int, context_length: int
+) -> SamplingParams:
+    """Cut a default max_tokens to what fits behind the prompt.
+
+    Args:
+        field: the client's name of max_tokens, empty where it is a default.
+    Raises:
+        InvalidRequest: the client set max_tokens or min_tokens, and it does not fit.
+    """
+    context_left = context_length - num_prompt_tokens
+    asked = {field: params.max_tokens, "sampling.min_tokens": params.min_tokens}
+    for name, num_tokens in asked.items():
+        if name and num_tokens > context_left:
+            raise InvalidRequest(
+                f"{name} is too large: {num_tokens}. This model's maximum context length is "
+                f"{context_length} tokens and your request has {num_prompt_tokens} input tokens "
+                f"({num_tokens} > {context_length} - {num_prompt_tokens})."
+            )
+    if params.max_tokens <= context_left:
+        return params
+    return replace(params, max_tokens=context_left)
 
 
 def check_tokens(params: SamplingParams, limits: Limits) -> None:

@@ -145,6 +145,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     prompt: SharedPrompt  # one of those that came together
     together: Together
     sampling: SamplingParams
+    max_tokens_field: str = (
+        ""  # the client's name of max_tokens; "": the client left it to a default
+    )
     drawn: bool = False  # the seed: its client names none
     stop: Sequence[str] = ()
     stop_regex: Sequence[str] = ()

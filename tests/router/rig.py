@@ -76,11 +76,13 @@ def sentencepiece_like_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model(directory: Path, **tokenizer_config: Any) -> Path:
+def write_model(
+    directory: Path, *, context_length: int = CONTEXT_LENGTH, **tokenizer_config: Any
+) -> Path:
     """A checkpoint without weights."""
     byte_level_tokenizer().save(str(directory / "tokenizer.json"))
     config = {
-        "max_position_embeddings": CONTEXT_LENGTH,
+        "max_position_embeddings": context_length,
         "vocab_size": VOCABULARY_SIZE,
         "eos_token_id": 1,
     }

@@ -102,8 +102,17 @@ async def test_an_answer_that_is_cut_off_says_so(calling: Path) -> None:
         asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, tools=TOOLS))
         await talking.answer(CALL[:45], reason=FINISH_REASON_LENGTH)
         message = (await asking).json
-        assert message["stop_reason"] == "max_tokens"
+        assert message["stop_reason"] == "model_context_window_exceeded"  # 500 were asked for
         assert message["content"][0]["input"] == {}
+
+
+async def test_an_answer_that_is_cut_off_at_its_max_tokens_says_so(calling: Path) -> None:
+    async with talk(calling) as talking:
+        tokens = talking.ids("hi there")
+        fields = {**ASKED, "max_tokens": len(tokens)}
+        asking = asyncio.create_task(talking.api.post(MESSAGES, **fields))
+        await talking.answer("hi there", reason=FINISH_REASON_LENGTH)
+        assert (await asking).json["stop_reason"] == "max_tokens"
 
 
 async def test_what_is_thought_can_be_left_out(calling: Path) -> None:

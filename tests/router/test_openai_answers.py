@@ -25,6 +25,7 @@ from tests.router.rig import (
     eventually,
     router_for,
     submitted_or_over,
+    write_model,
 )
 from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
 
@@ -334,8 +335,9 @@ async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(model: P
         assert await api.node.cancelled() == number
 
 
-async def test_choices_that_nobody_reads_do_not_keep_their_places(model: Path) -> None:
+async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path: Path) -> None:
     """However much the buffers on the way hold, and however many tokens come in one piece."""
+    model = write_model(tmp_path, context_length=2 * MANY_TOKENS)
     async with api_for(model, unread_s=0.1) as api, not_reading(api.router.http_port) as wire:
         asked = {"prompt": "x", "n": 128, "max_tokens": MANY_TOKENS, "stream": True}
         await wire.post(COMPLETIONS, asked)

@@ -184,12 +184,50 @@ async def test_what_tokens_may_not_be_reaches_the_node(model: Path) -> None:
         assert len(sent.bad_word_ids) == 2 and all(len(word.ids) for word in sent.bad_word_ids)
 
 
-async def test_more_min_tokens_than_the_context_leaves_are_as_many_as_it_leaves(
-    model: Path,
+@pytest.mark.parametrize(
+    "path, fields, field",
+    [
+        (COMPLETIONS, {"prompt": [5] * 20, "max_tokens": 45}, "max_tokens"),
+        (COMPLETIONS, {"prompt": [5] * 20, "max_tokens": 60, "min_tokens": 45}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_tokens": 64}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 64}, "max_completion_tokens"),
+        (CHAT, {"messages": HELLO, "min_tokens": 64}, "min_tokens"),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 64}, "max_output_tokens"),
+        (
+            "/generate",
+            {"input_ids": [5] * 20, "sampling_params": {"max_new_tokens": 45}},
+            "sampling_params",
+        ),
+    ],
+)
+async def test_max_tokens_that_do_not_fit_are_refused_by_the_name_that_the_client_gave(
+    model: Path, path: str, fields: dict[str, Any], field: str
 ) -> None:
     async with api_for(model) as api:
-        submit = await _submitted(api, COMPLETIONS, prompt="x", max_tokens=10**6, min_tokens=10**5)
-        assert submit.sampling.min_tokens == submit.sampling.max_tokens < 10**5
+        refused = await api.post(path, **fields)
+        assert (refused.status, refused.error["param"]) == (400, field)
+        assert "maximum context length is 64 tokens" in refused.error["message"]
+
+
+@pytest.mark.parametrize(
+    "path, fields",
+    [
+        (COMPLETIONS, {"prompt": [5] * 60}),
+        (CHAT, {"messages": HELLO}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/generate", {"input_ids": [5] * 60}),
+        # Anthropic's clients must send it, and send a constant.
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 32_000}),
+    ],
+)
+async def test_a_default_max_tokens_is_cut_to_what_fits(
+    model: Path, path: str, fields: dict[str, Any]
+) -> None:
+    async with api_for(model) as api:
+        asked = asyncio.create_task(api.post(path, **fields))
+        submit = await api.complete("done")
+        assert (await asked).status == 200
+        assert len(submit.token_ids) + submit.sampling.max_tokens == CONTEXT_LENGTH
 
 
 async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(

@@ -236,13 +236,22 @@ async def test_messages_without_a_template_are_refused() -> None:
         await prompts(None).encode(from_prompt(request), CLIENT)
 
 
-@pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44), (1_000_000, 44)])
-async def test_max_tokens_is_what_the_context_leaves_at_most(
-    asked: int | None, expected: int
-) -> None:
+@pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44)])
+async def test_max_tokens_is_by_default_what_fits(asked: int | None, expected: int) -> None:
     request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
     job = await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
     assert job.sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens"])
+async def test_more_tokens_than_fit_are_refused_where_the_client_set_them(field: str) -> None:
+    request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(**{field: 45}))
+    sentence = (
+        rf"^sampling\.{field} is too large: 45\. This model's maximum context length is 64 tokens "
+        r"and your request has 20 input tokens \(45 > 64 - 20\)\.$"
+    )
+    with pytest.raises(InvalidRequest, match=sentence):
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
 
 
 async def test_the_longest_prompt_leaves_room_for_one_token() -> None:

@@ -58,6 +58,8 @@ class AnthropicMessages:
         )
         messages = Messages(asked_for.turns(fields), offer.shown)
         budget = asked_for.thinking_budget(fields)
+        # Clients must send max_tokens and often send a constant: like Anthropic's models since
+        # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
         sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
         per_prompt = guided(sampled, offer, self._speech)
         wanted = choices(common, [messages], per_prompt, shown=self._shown(bool(offer.tools)))
@@ -67,7 +69,10 @@ class AnthropicMessages:
 
         def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
             return reply_of(
-                _Message(origin, prompt, listener), bool(fields.stream), request, headers
+                _Message(origin, prompt, listener, fields.max_tokens),
+                bool(fields.stream),
+                request,
+                headers,
             )
 
         return Asked(fields.model, wanted, "", reply)
@@ -77,11 +82,16 @@ class _Message:
     """A Telling of one message."""
 
     def __init__(
-        self, origin: Origin, prompt: SharedPrompt, listener: Callable[[], Listener]
+        self,
+        origin: Origin,
+        prompt: SharedPrompt,
+        listener: Callable[[], Listener],
+        max_tokens: int,
     ) -> None:
         self._origin = origin
         self._prompt = prompt
         self._make_listener = listener
+        self._max_tokens = max_tokens
         self._listener: Listener | None = None
         self._blocks = Blocks()
         self.last: Event = {}
@@ -128,5 +138,6 @@ class _Message:
 
     def _reason(self, last: LastPiece) -> str:
         if last.finish_reason == "length":
-            return "max_tokens"
+            cut = last.usage.completion_tokens < self._max_tokens
+            return "model_context_window_exceeded" if cut else "max_tokens"
         return "tool_use" if self._listener and self._listener.has_called else "end_turn"

@@ -146,6 +146,7 @@ def choices(
     prompts: Sequence[Prompt],
     per_prompt: Sequence[SamplingParams],
     *,
+    max_tokens_field: str = "",
     shown: frozenset[int] = frozenset(),
     echo: bool = False,
     silent: bool = False,
@@ -155,7 +156,7 @@ def choices(
     which stand together.
 
     Args:
-        shown, echo, silent: as of Wanted.
+        max_tokens_field, shown, echo, silent: as of Wanted.
         prediction: of each of them.
     Raises:
         InvalidRequest: a list is too long to be copied.
@@ -172,6 +173,7 @@ def choices(
             prompt=prompt,
             together=together,
             sampling=sampling,
+            max_tokens_field=max_tokens_field,
             drawn=fields.seed is None,
             stop=stop,
             stop_regex=stop_regex,

@@ -126,7 +126,9 @@ class Native:
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
             sentence = f"these are more than {MAX_CHOICES} answers"
             raise Refusal(400, sentence, param="sampling_params.n")
-        wanted = choices(common, prompts, per_prompt)
+        given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
+        limit = "sampling_params.max_new_tokens" if given else ""
+        wanted = choices(common, prompts, per_prompt, max_tokens_field=limit)
         is_list = is_list or len(wanted) > 1
 
         def reply(origin: Origin, request: Request, headers: Headers) -> Reply:

@@ -88,9 +88,10 @@ class Chat:
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
+        max_tokens, max_tokens_field = _max_tokens(fields)
         sampled = samplings(
             fields,
-            _max_tokens(fields),
+            max_tokens,
             logprobs=_logprobs(fields),
             thinking_budget=_thinking_budget(fields),
         )
@@ -100,6 +101,7 @@ class Chat:
             fields,
             [prompt],
             per_prompt,
+            max_tokens_field=max_tokens_field,
             shown=self._shown(bool(offer.tools)),
             prediction=_prediction(fields.prediction),
         )
@@ -154,13 +156,14 @@ def _thinking_budget(fields: ChatFields) -> int:
     return given[0] if given else -1
 
 
-def _max_tokens(fields: ChatFields) -> int | None:
+def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
+    """Return max_tokens and the field that has it; None and "" where neither field is set."""
     if fields.max_completion_tokens is None:
-        return fields.max_tokens
+        return fields.max_tokens, "" if fields.max_tokens is None else "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):
         raise Refusal(
             400,
             "max_completion_tokens and max_tokens differ; they mean the same",
             param="max_completion_tokens",
         )
-    return fields.max_completion_tokens
+    return fields.max_completion_tokens, "max_completion_tokens"

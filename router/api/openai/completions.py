@@ -128,7 +128,14 @@ class Completions:
                 f"{len(per_prompt)} are more than {MAX_CHOICES} choices",
                 param="prompt",
             )
-        wanted = choices(fields, prompts, per_prompt, echo=echo, silent=silent)
+        wanted = choices(
+            fields,
+            prompts,
+            per_prompt,
+            max_tokens_field="" if fields.max_tokens is None else "max_tokens",
+            echo=echo,
+            silent=silent,
+        )
         told = Choices(
             whole_object="text_completion",
             chunk_object="text_completion",

@@ -180,7 +180,13 @@ class Responses:
             thinking_budget=-1 if budget is None else budget,
         )
         per_prompt = guided(sampled, offer, self._speech)
-        wanted = choices(common, [messages], per_prompt, shown=self._shown(bool(offer.tools)))
+        wanted = choices(
+            common,
+            [messages],
+            per_prompt,
+            max_tokens_field="" if fields.max_output_tokens is None else "max_output_tokens",
+            shown=self._shown(bool(offer.tools)),
+        )
         listener = listening(self._speech, wanted[0].prompt, offer)
 
         def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
