@@ -70,6 +70,7 @@ from kvtransfer.ports import (
     NodePort,
     Opened,
     OwnerDown,
+    OwnerRate,
     OwnerUp,
     ReadsEnded,
 )
@@ -255,6 +256,8 @@ class DecodeRole:
                 case OwnerUp():
                     self._dispatcher.owner_up(event)
                     self._desk.links[event.address] = (event.path, event.gib_per_s)
+                case OwnerRate():
+                    self._desk.link_measured(event.address, event.gib_per_s)
                 case OwnerDown():
                     if self._dispatcher.owner_down(event, now):
                         self._desk.links.pop(event.address, None)

@@ -97,6 +97,14 @@ class OwnerUp(msgspec.Struct, frozen=True):
     gib_per_s: float
 
 
+class OwnerRate(msgspec.Struct, frozen=True):
+    """The link of a paired owner has been measured again."""
+
+    owner: int
+    address: str
+    gib_per_s: float
+
+
 class OwnerDown(msgspec.Struct, frozen=True):
     """Every hand-off that is open with it is reported Lost next."""
 
@@ -244,7 +252,7 @@ class ComputesWith(msgspec.Struct, frozen=True):
 
 ReaderCommand: TypeAlias = OpenHandoff | GrantHandoff | CancelHandoff | AskToForget
 ReaderEvent: TypeAlias = (
-    OwnerUp | OwnerDown | HandoffAdmitted | FirstToken | Held | Lost | ReadsEnded
+    OwnerUp | OwnerRate | OwnerDown | HandoffAdmitted | FirstToken | Held | Lost | ReadsEnded
 )
 OwnerCommand: TypeAlias = Admit | Publish | FailHandoff
 OwnerEvent: TypeAlias = Opened | Granted | HandoffDropped | AskedToForget

@@ -40,6 +40,7 @@ from kvtransfer.ports import (
     NodePort,
     Opened,
     OwnerDown,
+    OwnerRate,
     OwnerUp,
 )
 from prefill_node.door import Door
@@ -126,6 +127,8 @@ class PrefillRole:
             match event:
                 case OwnerUp():
                     self._desk.links[event.address] = (event.path, event.gib_per_s)
+                case OwnerRate():
+                    self._desk.link_measured(event.address, event.gib_per_s)
                 case OwnerDown():
                     self._desk.links.pop(event.address, None)
                 case Opened():

@@ -3,8 +3,9 @@
     read       bytes / (rate of the link / reads on it) + round trips, less the wait for one's turn
     compute    tokens x what a computed token takes here
 
-A link's rate was measured when it was proved, a token's time is learnt from the prompts computed
-here, and the round trips, which the owner's steps are part of, from the fetches that have ended.
+A link's rate is measured (kvtransfer/transfer/link_rate.py), a token's time is learnt from the
+prompts computed here, and the round trips, which the owner's steps are part of, from the fetches
+that have ended.
 """
 
 from dataclasses import dataclass

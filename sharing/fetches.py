@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from common.config import SharingConfig
 from common.engine.memory.pages import Holder, PageAllocator
@@ -33,6 +34,7 @@ from kvtransfer.ports import (
     Lost,
     OpenHandoff,
     OwnerDown,
+    OwnerRate,
     OwnerUp,
     ReaderCommands,
     ReadsEnded,
@@ -132,6 +134,11 @@ class Fetches:
 
     def owner_up(self, event: OwnerUp) -> None:
         self._owners[event.address] = event
+
+    def owner_rate(self, event: OwnerRate) -> None:
+        owner = self._owners.get(event.address)
+        if owner is not None and owner.owner == event.owner:
+            self._owners[event.address] = replace(owner, gib_per_s=event.gib_per_s)
 
     def owner_down(self, event: OwnerDown) -> None:
         self._costs.forget(event.owner)

@@ -14,7 +14,7 @@ from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
 from common.requests.prefix_at import PrefixAt
 from kvtransfer.messages import Kind
-from kvtransfer.ports import AskedToForget, NodeEvent, NodePort
+from kvtransfer.ports import AskedToForget, NodeEvent, NodePort, OwnerRate
 from sharing.ends import take
 from sharing.fetches import Fetches
 from sharing.loans import Loans
@@ -127,5 +127,8 @@ class PrefixSharing:
             case AskedToForget():
                 self.spoilt.asked(event)
                 return True
+            case OwnerRate():
+                self.fetches.owner_rate(event)
+                return False
             case _:
                 return take(event, Kind.PREFIX, self.fetches, self.loans)

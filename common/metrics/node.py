@@ -334,7 +334,7 @@ LINKS = Declared(
 SLOWEST = Declared(
     "baton_slowest_link_bytes_per_second",
     "gauge",
-    "Speed, when it was proved, of the slowest link of each path that there is.",
+    "Speed of the slowest link of each path, as proved at pairing and measured since.",
     {"path": PATHS},
     sparse=True,
 )

@@ -36,6 +36,7 @@ from kvtransfer.ports import (
     Lost,
     OpenHandoff,
     OwnerDown,
+    OwnerRate,
     OwnerUp,
     ReaderCommand,
 )
@@ -155,6 +156,14 @@ class ReaderEnd:
                 peer.announced = True
                 self._actions.append(OwnerUp(peer.owner, peer.address, path, gib_per_s))
             self._actions += self._links.post(stream)
+        return self._taken()
+
+    def rate_measured(self, stream: int, gib_per_s: float) -> list[ReaderAction]:
+        """The link of this stream has been measured again."""
+        peer = self._streams.get(stream)
+        if peer is not None and peer.announced:
+            peer.gib_per_s = gib_per_s
+            self._actions.append(OwnerRate(peer.owner, peer.address, gib_per_s))
         return self._taken()
 
     def read_ended(self, stream: int, refused: str, now: float) -> list[ReaderAction]:

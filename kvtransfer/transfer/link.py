@@ -1,7 +1,8 @@
 """A link: one worker thread in front of a Connection to one owner instance.
 
 It connects, proves and probes the path, then reads one job after the other, so that a slow or
-dead owner delays nobody but itself. It knows deadlines and the fence; it knows nothing of the
+dead owner delays nobody but itself. Large reads, and further probes while it is idle, measure the
+path again (link_rate.py). It knows deadlines and the fence; it knows nothing of the
 protocol, of page counts, or of how to open a successor.
 
     CONNECTING -> UP -> CLOSED
@@ -20,8 +21,8 @@ from typing import TypeAlias
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import Connection, Ints, ReadRefused
 from kvtransfer.messages import HandoffId
+from kvtransfer.transfer.link_rate import GIB, LinkRate
 
-_GIB = 1 << 30
 _SLOWEST = 0.1  # share of the probed rate at which a read is given up
 
 
@@ -31,6 +32,14 @@ class LinkUp:
 
     link: "Link"
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp | loopback
+    gib_per_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RateMeasured:
+    """The path has been probed again, or a read has shown another rate. After LinkUp."""
+
+    link: "Link"
     gib_per_s: float
 
 
@@ -54,7 +63,7 @@ class LinkClosed:
     unfinished: tuple[HandoffId, ...]  # one entry per job that was begun or queued
 
 
-LinkEvent: TypeAlias = LinkUp | ReadEnded | LinkClosed
+LinkEvent: TypeAlias = LinkUp | RateMeasured | ReadEnded | LinkClosed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +110,7 @@ class Link:
             connect: called once, on the link's thread; may block for 5 s and raise TransferError.
             notify: called on the link's thread with each event; must not block or raise. Put the
                 event into a queue of the caller's and wake it.
-            read_s: a read may take this long plus its bytes at a tenth of the probed rate.
+            read_s: a read may take this long plus its bytes at a tenth of the measured rate.
             min_gib_per_s: a slower link is closed instead of going up.
             max_jobs: jobs begun or queued before `post` raises Overloaded.
             take_memory: called on the link's thread with a local page: has the system give what it
@@ -212,51 +221,65 @@ class Link:
                 self._state.connection = connection
                 if self._state.closing is not None:
                     return
-                self._state.due = time.monotonic() + self._read_s
-            gib_per_s = connection.probe()
-            with self._changed:
-                self._state.due = None
+            gib_per_s = self._probe(connection)
             if gib_per_s < self._min_gib_per_s:
                 raise TransferError(
                     f"{connection.path} gives {gib_per_s:.2f} GiB/s, less than the configured "
                     f"{self._min_gib_per_s:.2f}"
                 )
             self._notify(LinkUp(self, connection.path, gib_per_s))
-            while (job := self._begin(gib_per_s)) is not None:
-                self._read(connection, job)
+            rate = LinkRate(gib_per_s, time.monotonic())
+            while (job := self._begin(connection, rate)) is not None:
+                self._read(connection, rate, job)
         finally:
             with self._changed:
                 self._state.connection = None
                 self._state.due = None
             connection.close()
 
-    def _begin(self, gib_per_s: float) -> _Job | None:
+    def _probe(self, connection: Connection) -> float:
+        with self._changed:
+            self._state.due = time.monotonic() + self._read_s
+        gib_per_s = connection.probe()
+        with self._changed:
+            self._state.due = None
+        return gib_per_s
+
+    def _begin(self, connection: Connection, rate: LinkRate) -> _Job | None:
         """The next job, marked as under way; waits for one. None: the link is to close."""
-        while (page := self._expected_page()) is not None:
-            self._take_memory(page)
+        while self._is_idle(rate.probe_at):
+            page = self._expected_page()
+            if page is not None:
+                self._take_memory(page)
+            elif time.monotonic() >= rate.probe_at:
+                rate.probed(self._probe(connection), time.monotonic())
+                self._notify(RateMeasured(self, rate.gib_per_s))
         with self._changed:
             if self._state.closing is not None:
                 return None
             job = self._state.jobs[0]
             num_bytes = len(job.source_pages) * self._page_bytes
-            allowed_s = self._read_s + num_bytes / (_SLOWEST * gib_per_s * _GIB)
+            allowed_s = self._read_s + num_bytes / (_SLOWEST * rate.gib_per_s * GIB)
             self._state.under_way = True
             self._state.due = time.monotonic() + allowed_s
             return job
 
-    def _expected_page(self) -> int | None:
-        """The next of these, as long as there is no job; waits for one or the other. None: there is
-        a job, or the link is to close."""
+    def _is_idle(self, until: float) -> bool:
+        """Wait until `until` for a job, for expected pages or for the link to close. Return whether
+        there is still no job, and the link stays."""
         state = self._state
         with self._changed:
-            # No deadline: an idle link waits for its owner's next hand-off or for close().
             self._changed.wait_for(
-                lambda: state.jobs or state.expected or state.closing is not None
+                lambda: state.jobs or state.expected or state.closing is not None,
+                max(0.0, until - time.monotonic()),
             )
-            idle = not state.jobs and state.closing is None
-            return state.expected.popleft() if idle else None
+            return not state.jobs and state.closing is None
 
-    def _read(self, connection: Connection, job: _Job) -> None:
+    def _expected_page(self) -> int | None:
+        with self._changed:
+            return self._state.expected.popleft() if self._state.expected else None
+
+    def _read(self, connection: Connection, rate: LinkRate, job: _Job) -> None:
         started = time.monotonic()
         refused = ""
         try:
@@ -264,9 +287,12 @@ class Link:
         except ReadRefused as error:
             refused = str(error)
         num_bytes = len(job.source_pages) * self._page_bytes
-        ended = ReadEnded(self, job.handoff, num_bytes, time.monotonic() - started, refused)
+        now = time.monotonic()
+        ended = ReadEnded(self, job.handoff, num_bytes, now - started, refused)
         with self._changed:
             self._state.jobs.popleft()
             self._state.under_way = False
             self._state.due = None
         self._notify(ended)
+        if not refused and rate.read(num_bytes, ended.seconds, now):
+            self._notify(RateMeasured(self, rate.gib_per_s))

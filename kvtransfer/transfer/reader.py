@@ -32,7 +32,14 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.beats import earliest
 from kvtransfer.protocol.reader_end import ReaderEnd
-from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
+from kvtransfer.transfer.link import (
+    Link,
+    LinkClosed,
+    LinkEvent,
+    LinkUp,
+    RateMeasured,
+    ReadEnded,
+)
 from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.read_meter import ReadMeter
@@ -162,6 +169,8 @@ class Reader:
                 del self._opening[stream]
                 self._paths[event.link] = path
                 self._carry_out(self._end.link_up(stream, path, gib_per_s))
+            case RateMeasured(_, gib_per_s):
+                self._carry_out(self._end.rate_measured(stream, gib_per_s))
             case ReadEnded(link, num_bytes=num_bytes, seconds=seconds, refused=refused):
                 path = self._paths[link]
                 self._meter.ended(path, num_bytes, seconds, refused=bool(refused))

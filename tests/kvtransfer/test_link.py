@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TypeVar
@@ -14,14 +15,23 @@ from common.errors import EngineFault, Overloaded, TransferError
 from kvtransfer.backends.base import Connection
 from kvtransfer.backends.loopback import Faults, LoopbackBackend
 from kvtransfer.messages import HandoffId
-from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp, ReadEnded
+from kvtransfer.transfer import link_rate
+from kvtransfer.transfer.link import (
+    Link,
+    LinkClosed,
+    LinkEvent,
+    LinkUp,
+    RateMeasured,
+    ReadEnded,
+)
+from kvtransfer.transfer.link_rate import LinkRate
 from tests.support.data_children import CANARY, READER, Memory
 from tests.support.data_ends import NearOwner
 
 NUM_PAGES, PAGE_BYTES = 64, 4096
 OWNER = 1
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
-Event = TypeVar("Event", LinkUp, ReadEnded, LinkClosed)
+Event = TypeVar("Event", LinkUp, RateMeasured, ReadEnded, LinkClosed)
 
 
 def handoff(number: int) -> HandoffId:
@@ -186,6 +196,64 @@ def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig: Rig) ->
     assert link.join(60)
     assert (rig.memory.pages == CANARY).all()
     assert rig.nothing_more()
+
+
+def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], Connection]:
+    """Connects to the owner; probes give these rates, and then the last one."""
+    left = deque(gib_per_s)
+
+    def connect() -> Connection:
+        connection = rig.connect()
+        connection.probe = lambda: left.popleft() if len(left) > 1 else left[0]  # type: ignore
+        return connection
+
+    return connect
+
+
+def test_an_idle_link_whose_first_probe_was_slow_is_probed_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_rate, "FIRST_PROBE_S", 0.01)
+    rig.link(_probes(rig, 0.19, 0.2, 3.0))
+    assert rig.next(LinkUp).gib_per_s == 0.19
+    assert [rig.next(RateMeasured).gib_per_s for _ in range(3)] == [0.2, 3.0, 3.0]
+
+
+def test_reads_measure_a_link_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_rate, "LEAST_BYTES", NUM_PAGES * PAGE_BYTES)
+    link = rig.link(_probes(rig, 1e-9))
+    rig.next(LinkUp)
+    link.post(handoff(1), ALL[:-1], ALL[:-1])  # too short to say anything
+    rig.next(ReadEnded)
+    link.post(handoff(2), ALL, ALL)
+    ended = rig.next(ReadEnded)
+    expected = NUM_PAGES * PAGE_BYTES / 2**30 / ended.seconds
+    assert rig.next(RateMeasured).gib_per_s == pytest.approx(expected)
+    assert rig.nothing_more()
+
+
+def test_a_rate_is_the_best_of_the_last_measurements() -> None:
+    rate = LinkRate(4.0, now=0.0)
+    num_bytes, slow_s = 2 << 20, (2 << 20) / 2**30  # 1 GiB/s
+    for number in range(1, link_rate.WINDOW):
+        assert not rate.read(num_bytes, slow_s, float(number))
+    assert rate.gib_per_s == 4.0
+    assert rate.read(num_bytes, slow_s, 8.0)
+    assert rate.gib_per_s == pytest.approx(1.0)
+    assert not rate.read(num_bytes, slow_s / 1.2, 9.0)  # no news
+    assert rate.read(num_bytes, slow_s / 2.0, 10.0)
+
+
+def test_probes_of_an_idle_link_become_rarer_and_reads_put_them_off() -> None:
+    rate, now = LinkRate(1.0, now=0.0), 0.0
+    waits = []
+    for _ in range(8):
+        waits.append(rate.probe_at - now)
+        now = rate.probe_at
+        rate.probed(1.0, now)
+    assert waits == [10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
+    rate.read(2 << 20, 0.01, now + 299.0)
+    assert rate.probe_at == now + 599.0
 
 
 # Seen failing with the comparison with `now` taken out of `expire`.

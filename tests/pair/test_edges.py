@@ -4,8 +4,10 @@ import pytest
 
 from common.engine.rows.request import FinishReason
 from common.requests.namespace import SHARED, namespace_of
+from kvtransfer.backends.loopback import LoopbackConnection
 from kvtransfer.messages import Admitted, Cancel, Done, Grant, Open, Ready
 from kvtransfer.pairs import wire
+from kvtransfer.transfer import link_rate
 from protos import kvtransfer_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.pair_node import Loaded, Size
@@ -54,6 +56,28 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
         assert [(said.start, said.end, said.pages) for said in _said(rig, Ready)] == [(48, 48, ())]
         assert asked.cached_tokens == 48
         assert rig.decode[0].count("handoffs_held") == 2
+
+
+def test_a_link_whose_first_probe_was_slow_is_reported_as_fast_as_a_later_one(known, monkeypatch):
+    """The router gives a decode node with slow links the last of the requests."""
+    probes = iter([0.19, 0.19])  # of the two nodes
+    monkeypatch.setattr(link_rate, "FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr(LoopbackConnection, "probe", lambda self: next(probes, 3.0))
+    with PairRig(known.loaded, decode=[Size(), Size()]) as rig:
+        links = [node.desk.links for node in rig.decode]
+        rig.until(
+            lambda: all(each == {"prefill-0": ("loopback", 3.0)} for each in links),
+            "the links have been measured again",
+        )
+
+
+def test_cached_tokens_are_reported_before_the_prompt_is_computed(known):
+    """A node that takes over after a failure finds the prompt in a cache: its report is wrong."""
+    prompt = [3 + i % 60 for i in range(400)]  # seven chunks
+    with PairRig(known.loaded) as rig:
+        asked = rig.ask(prompt)
+        rig.until(lambda: asked.cached_tokens is not None, "cached tokens are reported")
+        assert (asked.cached_tokens, asked.tokens) == (0, [])
 
 
 # Seen failing without the publication at admission: (0, 80) as one range, after a forward.

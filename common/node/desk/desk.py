@@ -131,6 +131,11 @@ class Desk:
         """That are computed with."""
         return self._operations.weights
 
+    def link_measured(self, address: str, gib_per_s: float) -> None:
+        """Report another rate of a link that is up."""
+        if (link := self.links.get(address)) is not None:
+            self.links[address] = (link[0], gib_per_s)
+
     def poll(self, inside: Inside, requests: Callable[[FrontMessage], None] | None = None) -> None:
         """Answers what the front asks; anything else goes to `requests`."""
         for message in self._channel.take():
