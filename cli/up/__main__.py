@@ -17,7 +17,7 @@ import grpc.aio
 from cli.local import plan
 from cli.local.system import System
 from cli.up import options as up_options
-from cli.up.first_answer import FirstAnswer, Sample
+from cli.up.first_answer import FirstAnswer, Key, Sample
 from cli.up.first_vector import VectorSample
 from cli.up.screen import Screen
 from common import settings, tls
@@ -36,6 +36,7 @@ async def serve(
     programs: Sequence[plan.Program],
     options: argparse.Namespace,
     certificates: tls.Certificates | None,
+    key: Key,
     screen: Screen,
 ) -> int:
     """Runs the programs until SIGINT or SIGTERM. Returns the exit code."""
@@ -47,7 +48,7 @@ async def serve(
     http = f"{scheme}://{join_address(options.host, options.http_port)}"
     prompt = PROMPT if options.model else DEMO_PROMPT
     make_sample = Sample if options.decode else VectorSample
-    sample: FirstAnswer = make_sample(prompt, programs[0].address, http, certificates)
+    sample: FirstAnswer = make_sample(prompt, programs[0].address, http, certificates, key)
     logs = options.var / "log"
     system = System(programs, logs, certificates)
     screen.say(f"starting {len(programs)} programs; their logs are in {logs}/")
@@ -125,13 +126,14 @@ def main() -> int:
     try:
         wish = up_options.wish(options, node_flags, screen)
         certificates = tls.certificates(wish.tls, "--tls")
+        key = up_options.key(options, wish.secret_file)
         programs = plan.programs(wish)
         plan.refuse_busy_ports(programs)
         http = (options.host, options.http_port)
         plan.refuse_busy_port(*http, "the router's HTTP", "--http-port")
     except ConfigError as error:
         settings.wrong(up_options.PROGRAM, str(error))
-    return asyncio.run(serve(programs, options, certificates, screen))
+    return asyncio.run(serve(programs, options, certificates, key, screen))
 
 
 if __name__ == "__main__":

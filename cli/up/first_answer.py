@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cli import generate
+from cli import client, generate
 from common import tls
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Sampling
@@ -31,7 +31,38 @@ class FirstAnswer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key that the router knows.
+
+    Attributes:
+        metadata: shows it to the router.
+        shell: expands to it in a shell, for commands to paste. "": the router asks for none.
+    """
+
+    metadata: client.Metadata = ()
+    shell: str = ""
+
+    @property
+    def header(self) -> str:
+        """A flag of curl and grpcurl, with a space behind it."""
+        return f'-H "Authorization: Bearer {self.shell}" ' if self.shell else ""
+
+    @property
+    def variable(self) -> str:
+        """What stands before a `baton` command."""
+        return f'{client.KEY_VARIABLE}="{self.shell}" ' if self.shell else ""
+
+
+NO_KEY = Key()
+
+
 _BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # where no shell looks for it
+
+
+def baton() -> str:
+    """The command, as a shell finds it."""
+    return "baton" if shutil.which("baton") else shlex.quote(str(_BESIDE_PYTHON))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +71,31 @@ class Sample:
     Attributes:
         router: its address for gRPC.
         http: URL of its HTTP port.
-        certificates: to ask it with.
+        certificates, key: to ask it with.
     """
 
     prompt: str
     router: str
     http: str
     certificates: tls.Certificates | None
+    key: Key = NO_KEY
 
     async def ask(self) -> None:
         """Prints the answer. Raises grpc.aio.AioRpcError where there is none."""
         request = GenerateRequest(text=self.prompt, sampling=Sampling(max_tokens=32, temperature=0))
-        await generate.print_answer(self.router, request, self.certificates)
+        await generate.print_answer(self.router, request, self.certificates, self.key.metadata)
 
     def commands(self) -> list[str]:
         """To paste."""
         ca = "" if self.certificates is None else self.certificates.config.ca
-        baton = "baton" if shutil.which("baton") else shlex.quote(str(_BESIDE_PYTHON))
         ask = f'{{"text":"{self.prompt}","sampling":{{"max_tokens":8}}}}'
         body = f'{{"prompt":"{self.prompt}","max_tokens":8}}'
-        json = "-H 'Content-Type: application/json'"
+        json, header = "-H 'Content-Type: application/json'", self.key.header
         return [
-            f"grpcurl {f'-cacert {ca}' if ca else '-plaintext'} -d '{ask}' {self.router} "
+            f"grpcurl {f'-cacert {ca}' if ca else '-plaintext'} {header}-d '{ask}' {self.router} "
             "baton.v1.Router/Generate",
-            f'{baton} generate "{self.prompt}" --max-tokens 8 --router {self.router}'
-            + (f" --tls-ca {ca}" if ca else ""),
-            f"curl {f'--cacert {ca} ' if ca else ''}{self.http}/v1/completions {json} -d '{body}'",
+            f'{self.key.variable}{baton()} generate "{self.prompt}" --max-tokens 8 '
+            f"--router {self.router}" + (f" --tls-ca {ca}" if ca else ""),
+            f"curl {f'--cacert {ca} ' if ca else ''}{self.http}/v1/completions {header}{json} "
+            f"-d '{body}'",
         ]

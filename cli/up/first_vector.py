@@ -3,6 +3,7 @@ give."""
 
 from dataclasses import dataclass
 
+from cli.up.first_answer import NO_KEY, Key
 from common import tls
 from common.rpc import make_channel
 from protos.router_pb2 import ScoreRequest
@@ -19,13 +20,14 @@ class VectorSample:
     router: str
     http: str
     certificates: tls.Certificates | None
+    key: Key = NO_KEY
 
     async def ask(self) -> None:
         """Prints how well the prompt goes with itself. Raises grpc.aio.AioRpcError."""
         request = ScoreRequest(queries=[self.prompt], documents=[self.prompt])
         async with make_channel(self.router, certificates=self.certificates) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-            answer = await stub.Score(request, timeout=_ASK_S)
+            answer = await stub.Score(request, timeout=_ASK_S, metadata=self.key.metadata)
         print(f"with itself: {answer.scores[0]:.3f}")
 
     def commands(self) -> list[str]:
@@ -35,6 +37,6 @@ class VectorSample:
         json = "-H 'Content-Type: application/json'"
         rerank = f'{{"query":"{self.prompt}","documents":["a time","a place"]}}'
         return [
-            f'{curl}/v1/embeddings {json} -d \'{{"input":"{self.prompt}"}}\'',
-            f"{curl}/v1/rerank {json} -d '{rerank}'",
+            f'{curl}/v1/embeddings {self.key.header}{json} -d \'{{"input":"{self.prompt}"}}\'',
+            f"{curl}/v1/rerank {self.key.header}{json} -d '{rerank}'",
         ]

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from cli import client, demo
 from cli.local import plan
+from cli.up.first_answer import Key, baton
 from cli.up.screen import Screen
 from common import settings
 from common.config import DecodeConfig, PrefillConfig, Record, RouterConfig
 from common.errors import ConfigError
-from common.identity.secret import VARIABLE, new_secret
+from common.identity.program import identity_of
+from common.identity.secret import VARIABLE, new_secret, operator_keys
 from common.model_directory import model_directory
 from router.text import model_files
 
@@ -78,6 +80,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help=f"cluster secret of all programs (unset: that of {VARIABLE}, else a new one, which is "
         "written to DIR/secret)",
     )
+    client.add_key_flag(parser)
     client.add_tls_flags(parser)
     parser.add_argument(
         "--start-timeout", type=float, default=900.0, metavar="S", help="until all are ready (900)"
@@ -125,6 +128,27 @@ def wish(options: argparse.Namespace, node_flags: list[str], screen: Screen) -> 
     if wished.tls.ca and not wished.tls.cert:
         raise ConfigError("--tls-ca, --tls-cert and --tls-key go together: for every program")
     return wished
+
+
+def key(options: argparse.Namespace, secret_file: Path | None) -> Key:
+    """The key to send with the sample: the API key that is given, else the operators' key of the
+    secret, which routers accept wherever they ask clients for API keys.
+
+    Raises:
+        ConfigError: the given key, or the secret, is not usable.
+    """
+    config = settings.read(RouterConfig, PROGRAM, ["--model=m", *options.router_flags])
+    metadata, shell = client.credentials(options), f"${client.KEY_VARIABLE}"
+    if options.api_key_file is not None:
+        shell = f"$(cat {shlex.quote(str(options.api_key_file))})"
+    elif not metadata:
+        identity = identity_of("operator", PROGRAM, secret_file)
+        assert identity is not None  # `wish` has made a secret where there was none
+        key = operator_keys(identity.keyrings.current())[0]
+        metadata = (("authorization", f"Bearer {key}"),)
+        flag = f" --secret-file {shlex.quote(str(secret_file))}" if secret_file else ""
+        shell = f"$({baton()} secret --operator{flag})"
+    return Key(metadata, shell if config.clients.api_keys is not None else "")
 
 
 def _port(text: str) -> int:

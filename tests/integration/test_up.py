@@ -5,7 +5,10 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
@@ -120,6 +123,27 @@ def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run,
 
 # "What listens" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
 # each engine, one of them on all interfaces.
+def _run(line: str) -> str:
+    """What a shell prints for it."""
+    return subprocess.run(
+        ["/bin/sh", "-c", line], capture_output=True, text=True, timeout=START_S, check=True
+    ).stdout
+
+
+def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run, tmp_path):
+    """Seen failing: the sample showed no key, and all programs ended."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(_run(f"{sys.executable} -m cli.keys new alice"))
+    up = run(f"--router-flags=--api-keys {keys}")
+    _serving(up)
+    assert "> add 27 15 =\n 42\n" in up.output
+    curl = up.line_with("curl http").strip()
+    assert json.loads(_run(f"{curl} --silent"))["choices"][0]["text"].strip() == "42"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{shlex.split(curl)[1]}", b"{}")
+    assert _run(up.line_with(" generate ")).strip() == "42"
+
+
 def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run, model):
     (pages,), metrics = free_ports(1), free_row(3)
     how = (f"--metrics-port={metrics[0]}", f"--transfer.data-port={pages}")
