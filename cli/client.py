@@ -126,10 +126,45 @@ def identity(options: argparse.Namespace) -> Identity | None:
     Raises:
         ConfigError: it is of no use.
     """
+    return identity_of("operator", f"operator@{socket.gethostname()}", _secret_file(options))
+
+
+def _secret_file(options: argparse.Namespace) -> Path | None:
     file: Path | None = options.secret_file
     if file is None and VARIABLE not in os.environ and DEFAULT_FILE.exists():
-        file = DEFAULT_FILE
-    return identity_of("operator", f"operator@{socket.gethostname()}", file)
+        return DEFAULT_FILE
+    return file
+
+
+def secret_source(options: argparse.Namespace) -> str:
+    """Say where the secret of `identity` came from, for errors of authentication."""
+    file = _secret_file(options)
+    if file is not None:
+        flag = "--secret-file" if file is options.secret_file else "`baton up` wrote it here"
+        return f"the secret came from {file} ({flag})"
+    if VARIABLE in os.environ:
+        return f"the secret came from the variable {VARIABLE}"
+    return f"no secret was sent: set --secret-file or the variable {VARIABLE}"
+
+
+def key_source(options: argparse.Namespace) -> str:
+    """Say where the key of `credentials` came from, likewise."""
+    if options.api_key_file is not None:
+        return f"the API key came from {options.api_key_file} (--api-key-file)"
+    if os.environ.get(KEY_VARIABLE):
+        return f"the API key came from the variable {KEY_VARIABLE}"
+    return f"no API key was sent: set --api-key-file or the variable {KEY_VARIABLE}"
+
+
+def failure(error: grpc.aio.AioRpcError, source: str) -> str:
+    """Return an error of a call as a sentence.
+
+    Args:
+        source: of what was sent to prove who calls. Said if that was not good.
+    """
+    sentence = f"{error.code().name}: {error.details()}"
+    unauthenticated = error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return f"{sentence} ({source})" if unauthenticated and source else sentence
 
 
 def certificates(options: argparse.Namespace) -> tls.Certificates | None:

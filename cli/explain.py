@@ -89,7 +89,8 @@ async def _main(
             request = ExplainRequest(name=options.request)
             told = await stub.Explain(request, timeout=ANSWER_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
-            print(f"baton explain: {error.code().name}: {error.details()}", file=sys.stderr)
+            why = client.failure(error, client.key_source(options))
+            print(f"baton explain: {why}", file=sys.stderr)
             return EXIT_NO_ANSWER
     say(MessageToJson(told, preserving_proto_field_name=True) if options.json else text(told))
     return 0

@@ -144,7 +144,8 @@ async def _main(arguments: argparse.Namespace) -> int:
             arguments.router, request_from(arguments), certificates, client.credentials(arguments)
         )
     except grpc.aio.AioRpcError as error:
-        print(f"baton generate: {error.code().name}: {error.details()}", file=sys.stderr)
+        why = client.failure(error, client.key_source(arguments))
+        print(f"baton generate: {why}", file=sys.stderr)
         return 1
     if arguments.stats:
         usage, took = last.usage, time.monotonic() - started

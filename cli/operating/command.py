@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from cli import client
-from cli.operating.fleet import Fleet, Undone
+from cli.operating.fleet import Fleet, Sources, Undone
 from cli.program import EXIT_INTERRUPTED
 from common import settings
 from common.errors import ConfigError
@@ -102,11 +102,13 @@ async def with_fleet(options: argparse.Namespace, work: Callable[[Fleet], Awaita
     """Routers are shown the API key that is given, else the operators' key of the secret. Raises
     ConfigError."""
     identity = client.identity(options)
-    metadata = client.credentials(options)
+    metadata, source = client.credentials(options), client.key_source(options)
+    secret_source = client.secret_source(options)
     if not metadata and identity is not None:
         key = operator_keys(identity.keyrings.current())[0]
-        metadata = (("authorization", f"Bearer {key}"),)
-    await work(Fleet(metadata, client.certificates(options), identity))
+        metadata, source = (("authorization", f"Bearer {key}"),), secret_source
+    sources = Sources(to_routers=source, to_nodes=secret_source)
+    await work(Fleet(metadata, client.certificates(options), identity, sources))
 
 
 def positive(text: str) -> float:

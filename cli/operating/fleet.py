@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -33,11 +34,23 @@ class Undone(Exception):
     """It has not come to what was wanted; the message says where it stands."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where an operator's credentials came from, for errors of authentication."""
+
+    to_routers: str = ""
+    to_nodes: str = ""
+
+
+_UNKNOWN = Sources()
+
+
 class Fleet:
     """For one event loop.
 
     Args:
         metadata: for routers, `identity` for nodes.
+        sources: of both.
     """
 
     def __init__(
@@ -45,10 +58,12 @@ class Fleet:
         metadata: client.Metadata,
         certificates: tls.Certificates | None,
         identity: Identity | None,
+        sources: Sources = _UNKNOWN,
     ) -> None:
         self._metadata = metadata
         self._certificates = certificates
         self._identity = identity
+        self._sources = sources
 
     async def look(self, router: str) -> GetClusterResponse:
         """The cluster, as this router knows it. Raises Undone where it does not answer."""
@@ -77,14 +92,16 @@ class Fleet:
         """The same of a node."""
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
-            return await _answer(address, getattr(stub, method)(request, timeout=longest_s))
+            call = getattr(stub, method)(request, timeout=longest_s)
+            return await _answer(address, call, self._sources.to_nodes)
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
         """Returns when the node is about to take that role. Raises Undone where it does not answer,
         or goes on as it is."""
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
-            await _answer(address, stub.Switch(SwitchRequest(role=role), timeout=longest_s))
+            call = stub.Switch(SwitchRequest(role=role), timeout=longest_s)
+            await _answer(address, call, self._sources.to_nodes)
 
     async def until_has_role(
         self, router: str, node: ClusterNode, role: str, longest_s: float
@@ -188,9 +205,8 @@ class Fleet:
 
             async def ask(method: str, request: Any, longest_s: float = _ANSWER_S) -> Any:
                 call = getattr(stub, method)
-                return await _answer(
-                    address, call(request, timeout=longest_s, metadata=self._metadata)
-                )
+                asked = call(request, timeout=longest_s, metadata=self._metadata)
+                return await _answer(address, asked, self._sources.to_routers)
 
             yield ask
 
@@ -243,9 +259,9 @@ def _passed(since: float) -> float:
     return time.monotonic() - since
 
 
-async def _answer(address: str, call: Any) -> Any:
+async def _answer(address: str, call: Any, source: str) -> Any:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
         raise_if_cancelled()
-        raise Undone(f"{address}: {error.code().name}: {error.details()}") from None
+        raise Undone(f"{address}: {client.failure(error, source)}") from None

@@ -63,10 +63,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 class Top:
     """What is known of one cluster. For one event loop."""
 
-    def __init__(self, address: str, stub: Any, metadata: client.Metadata = ()) -> None:
+    def __init__(
+        self, address: str, stub: Any, metadata: client.Metadata = (), key_source: str = ""
+    ) -> None:
         self._address = address
         self._stub = stub
         self._metadata = metadata
+        self._key_source = key_source
         self._rates = Rates()
         self._cluster: GetClusterResponse | None = None
         self.problem = ""  # why the last question has no answer
@@ -79,7 +82,7 @@ class Top:
             )
         except grpc.aio.AioRpcError as error:
             rpc.raise_if_cancelled()
-            self.problem = f"{error.code().name}: {error.details()}"
+            self.problem = client.failure(error, self._key_source)
             return
         self.problem = ""
         self._cluster = cluster
@@ -186,7 +189,7 @@ async def _main(
     console = Console(highlight=False)
     async with rpc.make_channel(options.router, certificates) as channel:
         stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-        top = Top(options.router, stub, metadata)
+        top = Top(options.router, stub, metadata, client.key_source(options))
         if options.once:
             asked = asyncio.create_task(once(top, options.interval, console))
             stopped = asyncio.create_task(stop.wait())

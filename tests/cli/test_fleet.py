@@ -1,11 +1,19 @@
-"""When a program that was restarted is back: as every process of every router sees it."""
+"""When a program that was restarted is back: as every process of every router sees it. And why it
+refuses to answer."""
+
+from pathlib import Path
 
 import pytest
 
-from cli.operating.fleet import Fleet
+from cli import orders
+from cli.operating.command import with_fleet
+from cli.operating.fleet import Fleet, Undone
 from common import rpc
+from common.errors import Unauthenticated
+from common.identity.secret import new_secret
 from protos import router_pb2_grpc
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+from tests.support.stub_decode_node import StubNode
 
 PREFILL, DECODE = "127.0.0.1:100", "127.0.0.1:200"
 NODES = (
@@ -49,3 +57,74 @@ async def test_a_node_is_back_when_all_processes_use_it(state: RouterState) -> N
     await Fleet((), None, None).until_back([f"127.0.0.1:{port}"], before, pairs, 60.0)
     assert not router.states
     await rpc.stop(server, 0.0)
+
+
+class Guarded(router_pb2_grpc.RouterServicer):
+    """Believes nobody."""
+
+    async def Pause(self, request, context):
+        raise Unauthenticated("this API key is not known here")
+
+
+@pytest.mark.parametrize(
+    "files, variables, arguments, source",
+    [
+        (["var/secret"], {}, [], "the secret came from var/secret (`baton up` wrote it here)"),
+        (["var/secret", "s"], {}, ["--secret-file=s"], "the secret came from s (--secret-file)"),
+        (
+            ["var/secret"],
+            {"BATON_SECRET": new_secret()},
+            [],
+            "the secret came from the variable BATON_SECRET",
+        ),
+        ([], {}, [], "no API key was sent: set --api-key-file or the variable BATON_API_KEY"),
+        (["k"], {}, ["--api-key-file=k"], "the API key came from k (--api-key-file)"),
+        (
+            ["var/secret"],
+            {"BATON_API_KEY": "key"},
+            [],
+            "the API key came from the variable BATON_API_KEY",
+        ),
+    ],
+)
+async def test_a_command_that_is_not_believed_says_where_its_credentials_came_from(
+    files: list[str],
+    variables: dict[str, str],
+    arguments: list[str],
+    source: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another cluster's secret is in var/secret, or in the environment of this shell."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("BATON_SECRET", "BATON_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(new_secret())
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Guarded())
+    await server.start()
+    options = orders.parse("pause", [f"--router=127.0.0.1:{port}", *arguments])
+    with pytest.raises(Undone) as undone:
+        await with_fleet(options, lambda fleet: orders.give(orders.ORDERS["pause"], options, fleet))
+    await rpc.stop(server, 0.0)
+    assert str(undone.value).endswith(f"UNAUTHENTICATED: this API key is not known here ({source})")
+
+
+async def test_a_node_of_another_cluster_is_told_with_where_the_secret_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BATON_SECRET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "var").mkdir()
+    (tmp_path / "var" / "secret").write_text(new_secret())
+    async with StubNode() as node:
+        options = orders.parse("pause", [node.address])
+        with pytest.raises(Undone, match=r"UNAUTHENTICATED.*came from var/secret"):
+            await with_fleet(
+                options, lambda fleet: orders.give(orders.ORDERS["pause"], options, fleet)
+            )
