@@ -29,9 +29,9 @@ def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) ->
     prefill nodes that routers name, decode nodes that a request, or a prefix, comes from, and whose
     weights it is to take."""
 
-    def beat() -> None:
-        front.supervision.beat(time.monotonic())
-        serve.beat()
+    def beat(late_s: float) -> None:
+        front.supervision.beat(time.monotonic(), late_s)
+        serve.beat(late_s)
 
     streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
     dialer = PairDialer(streams, front.metrics, front.make_channel)

@@ -66,8 +66,6 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_ID = 256  # characters
 MAX_STREAMS = 256
 
-_BEAT = decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat())
-
 
 class _RouterStream:
     def __init__(self, number: int, lane: Lane) -> None:
@@ -168,8 +166,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             status=self._status(), protocol_version=serve_protocol.VERSION
         )
         stream.outgoing.put(greeting)
-        if self._supervision.moves(time.monotonic()):
-            stream.outgoing.put(_BEAT)
+        now = time.monotonic()
+        if self._supervision.moves(now):
+            stream.outgoing.put(_beat(self._supervision.liveness(now)[1]))
         try:
             await self._take(stream, first)
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
@@ -226,10 +225,11 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         if self._status() != self._told:
             self._tell_status()
 
-    def beat(self) -> None:
-        """Tells every router that the engine moves."""
+    def beat(self, late_s: float) -> None:
+        """Send every router a heartbeat of the engine, which is late by `late_s` seconds."""
+        beat = _beat(late_s)
         for stream in self._streams.values():
-            stream.outgoing.put(_BEAT)
+            stream.outgoing.put(beat)
 
     # From the front -----------------------------------------------------------------------------
 
@@ -478,3 +478,7 @@ def _addresses(addresses: Sequence[str], max_addresses: int) -> tuple[str, ...]:
 def _at_most(what: str, values: Sized, limit: int) -> None:
     if len(values) > limit:
         raise InvalidRequest(f"{len(values)} {what} in a message on Serve, {limit} are allowed")
+
+
+def _beat(late_s: float) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat(late_s=late_s))

@@ -77,8 +77,10 @@ class PairEnd(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):
-    """The engine moves: its step under way, however long, is within its time. Sent once a second,
-    and not while it does not. It comes from beside the engine thread, which may be in a step."""
+    """A heartbeat of the engine. The transfer thread sends it once a second, since the engine
+    thread may be in a step, and stops while the engine is later than `stall_s`."""
+
+    late_s: float  # seconds by which the engine's next progress is overdue
 
 
 PairOutput: TypeAlias = LocalHello | PairHello | PairSend | PairEnd | EngineBeat

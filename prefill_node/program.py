@@ -32,7 +32,7 @@ def _parts(front: Front, *, calls: bool, fetches: bool) -> NodeParts:
     streams = PairStreams(
         front.transfer_socket,
         front.metrics,
-        on_beat=lambda: front.supervision.beat(time.monotonic()),
+        on_beat=lambda late_s: front.supervision.beat(time.monotonic(), late_s),
     )
     dialer = PairDialer(streams, front.metrics, front.make_channel)
     owners = NamedOwners(front.address, dialer.dial)

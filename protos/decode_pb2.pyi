@@ -157,8 +157,10 @@ class Trial(_message.Message):
     def __init__(self, under_way: _Optional[bool] = ..., request: _Optional[int] = ...) -> None: ...
 
 class EngineBeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("late_s",)
+    LATE_S_FIELD_NUMBER: _ClassVar[int]
+    late_s: float
+    def __init__(self, late_s: _Optional[float] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "token", "ended", "reason", "cached_tokens", "error", "error_code", "timeline", "begun", "retry_after_s", "logprobs", "prompt_logprobs", "predicted", "accepted", "rejected")

@@ -1,7 +1,6 @@
 """What an engine has beside its role, whichever that is: a transfer thread to other nodes, a desk
 for its front, prefixes that are shared; and how it runs with them until the role is over."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,6 +10,7 @@ from common.engine.adapters.meter import AdapterMeter
 from common.engine.build import Engine
 from common.engine.drive import DrivenRole, drive, introduce
 from common.engine.loop.clock import StepClock
+from common.engine.loop.lateness import Lateness
 from common.engine.memory.cache_events import CacheEvents
 from common.engine.models.vision.meter import SeeingMeter
 from common.engine.occupation import Occupation
@@ -27,7 +27,7 @@ from kvtransfer.pairing import Hello
 from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
 from kvtransfer.transfer.both import both_sides
 from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.thread import TransferThread
+from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from sharing.prefixes import PrefixSharing
 from sharing.weights import WeightSharing
 
@@ -58,9 +58,14 @@ class EngineParts:
         Raises:
             ConfigError: no data path works here, or there is no memory for one.
         """
+
+        def prepare_in_time(role: str) -> None:
+            with clock.operation():
+                prepare(role)
+
         config, channel, kv = start.config, start.channel, engine.pool
         steps = config.engine.scheduler
-        clock = StepClock(stall_s=steps.stall_s, first_step_s=steps.first_step_s)
+        clock = StepClock(first_step_s=steps.first_step_s)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
         paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
         data_paths.rehearse(paths, pool)
@@ -79,7 +84,8 @@ class EngineParts:
                 reads,
                 max_untaken_tokens=steps.max_waiting_tokens,
             ),
-            engine_moves=lambda: clock.reading.is_moving(time.monotonic()),
+            engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
+            stall_s=steps.stall_s,
             wake_engine=channel.wake,
         )
         memory = Occupation(
@@ -112,7 +118,7 @@ class EngineParts:
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,
             operations=Operations(engine.weights, weights, memory, profiler),
-            prepare=prepare,
+            prepare=prepare_in_time,
         )
         sharing = PrefixSharing(
             config.sharing,

@@ -122,7 +122,7 @@ async def watching(
     transfer: TransferThread[ReaderCommand, ReaderEvent] = TransferThread(
         frames,
         lambda outlet, wake: _reader(engine, transfer_config, outlet, wake),
-        engine_moves=lambda: True,
+        engine_late_s=lambda: 0.0,
         wake_engine=note,
     )
     metrics = NodeMetrics("decode")

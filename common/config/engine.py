@@ -126,12 +126,13 @@ class SchedulerConfig(Record):
     min_new_token_ratio: float = Field(0.098, gt=0, le=1, description="where its decay ends")
     new_token_ratio_steps: Positive = Field(600, description="decode steps that decay takes")
     stall_s: Seconds = Field(
-        10.0,
-        description="longest time without progress until the engine counts as dead, if its step "
-        "should not take a fifth of that or more",
+        1.0,
+        description="seconds without progress, beyond what the step under way may take, until "
+        "heartbeats stop",
     )
     first_step_s: Seconds = Field(
-        120.0, description="the same in a first step of its kind, which may compile kernels"
+        120.0,
+        description="seconds that a first step of its kind may take, since it may compile kernels",
     )
     watchdog_s: Seconds = Field(
         300.0, description="longest time with work waiting and no step, until the node ends"

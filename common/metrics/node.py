@@ -71,7 +71,7 @@ STATE = Declared("baton_node_state", "gauge", "1 for the state of the node.", {"
 SILENCE = Declared(
     "baton_engine_silence_seconds",
     "gauge",
-    "Since the engine's last sign of life: a beat a second, also within a step, while it moves.",
+    "Seconds since the engine made progress, beyond what its step under way may take.",
 )
 
 # Of the engine -----------------------------------------------------------------------------------

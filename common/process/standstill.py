@@ -21,10 +21,10 @@ class Standstill:
         self._looked_at = now()
         self._still_s = 0.0
 
-    def moved(self) -> None:
-        """A sign of life, just now."""
+    def moved(self, ago_s: float = 0.0) -> None:
+        """A sign of life, just now or `ago_s` seconds ago."""
         self._looked_at = self._now()
-        self._still_s = 0.0
+        self._still_s = ago_s
 
     def look(self) -> float:
         """Seconds of standstill that have been seen."""

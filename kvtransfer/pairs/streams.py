@@ -91,11 +91,11 @@ class PairStreams:
 
     Args:
         sock: to the transfer thread; owned from now on.
-        on_beat: called when the transfer thread has said that the engine moves.
+        on_beat: called with each heartbeat's `late_s`.
     """
 
     def __init__(
-        self, sock: socket.socket, metrics: NodeMetrics, *, on_beat: Callable[[], None]
+        self, sock: socket.socket, metrics: NodeMetrics, *, on_beat: Callable[[float], None]
     ) -> None:
         self._socket = sock
         self._metrics = metrics
@@ -177,8 +177,8 @@ class PairStreams:
 
     def _take(self, message: PairOutput) -> None:
         match message:
-            case EngineBeat():
-                self._on_beat()
+            case EngineBeat(late_s=late_s):
+                self._on_beat(late_s)
             case LocalHello(hello=hello):
                 if self._hello.done():
                     self._hello = asyncio.get_running_loop().create_future()

@@ -85,8 +85,8 @@ class Outlet(Generic[Event]):
     def send(self, stream: int, message: AnyMessage) -> None:
         self._frames.send(PairSend(stream, message))
 
-    def beat(self) -> None:
-        self._frames.send(EngineBeat())
+    def beat(self, late_s: float) -> None:
+        self._frames.send(EngineBeat(late_s))
 
     def end(self, stream: int, reason: str, *, refused: bool) -> None:
         self._frames.send(PairEnd(stream, reason, refused))
@@ -130,8 +130,8 @@ class TransferThread(Generic[Command, Event]):
     Args:
         frames: to the front's pair streams; this object owns it.
         side: made by `make_side` from the outlet and a callable that wakes this thread.
-        engine_moves: is the step under way within its time? Read from this thread, which tells
-            peers and the front only as long as it is.
+        engine_late_s: returns the seconds by which the engine is late. Called on this thread.
+        stall_s: heartbeats stop once the engine is later than this.
         wake_engine: ends the engine thread's sleep.
     """
 
@@ -140,14 +140,16 @@ class TransferThread(Generic[Command, Event]):
         frames: FrameSocket[PairInput],
         make_side: Callable[[Outlet[Event], Callable[[], None]], Side[Command]],
         *,
-        engine_moves: Callable[[], bool],
+        engine_late_s: Callable[[], float],
+        stall_s: float = BEAT_S,
         wake_engine: Callable[[], None],
     ) -> None:
         self._frames = frames
         self._outlet: Outlet[Event] = Outlet(frames)
         self._wake_up = WakeUp()
         self._side = make_side(self._outlet, self._wake_up.wake)
-        self._engine_moves = engine_moves
+        self._engine_late_s = engine_late_s
+        self._stall_s = stall_s
         self._wake_engine = wake_engine
         self._commands: deque[Command] = deque()
         self._beat_at = 0.0
@@ -206,12 +208,13 @@ class TransferThread(Generic[Command, Event]):
                     self._side.closed(stream, reason, engine_died)
         for _ in range(len(self._commands)):
             self._side.command(self._commands.popleft(), now)
-        moves = self._engine_moves()
+        late_s = self._engine_late_s()
+        moves = late_s < self._stall_s
         self._side.tick(now, engine_moves=moves)
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
             if moves:
-                self._outlet.beat()
+                self._outlet.beat(late_s)
         if self._outlet.has_events:
             self._wake_engine()
 

@@ -335,7 +335,7 @@ class DecodeClient:
                 self._trial = message.trial if message.trial.under_way else None
             case "engine_beat":
                 if self._pulse is not None:
-                    self._pulse.beat()
+                    self._pulse.beat(message.engine_beat.late_s)
             case _:
                 return  # a newer node's
 

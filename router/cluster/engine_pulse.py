@@ -16,7 +16,7 @@ _LONGEST_LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds without a beat; they come once a second."""
+    """Seconds without progress of the engine; heartbeats come once a second."""
 
     silent_s: float = 5.0  # until the engine counts as silent
     dead_s: float = 10.0  # until it counts as dead
@@ -40,9 +40,16 @@ class EnginePulse:
         self._look_s = min(_LONGEST_LOOK_S, patience.silent_s / 4)
         self._standstill = Standstill(self._look_s)
 
-    def beat(self) -> None:
-        self._standstill.moved()
-        self._tell(moves=True)
+    def beat(self, late_s: float = 0.0) -> None:
+        """Note a heartbeat.
+
+        Args:
+            late_s: seconds by which the engine's progress is overdue: its silence began then.
+        """
+        late_s = late_s if late_s > 0.0 else 0.0  # NaN is none
+        self._standstill.moved(late_s)
+        if late_s < self._patience.silent_s:
+            self._tell(moves=True)
 
     async def until_dead(self) -> None:
         """Returns when the engine counts as dead; goes on to return until it beats."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.engine.loop.clock import StepClock
+from common.engine.loop.lateness import Lateness
 from common.engine.loop.loop import EventLoop
 from common.engine.loop.watchdog import Watchdog
 from common.engine.rows.batch import BatchResult, ForwardMode, ScheduleBatch
@@ -203,44 +204,70 @@ def test_the_expected_duration_follows_what_is_seen():
     assert clock.reading.expected_s == pytest.approx(2.0, rel=0.01)
 
 
-def test_an_engine_that_makes_no_progress_for_a_while_does_not_move():
+def test_an_engine_between_steps_is_late_from_its_last_progress_on():
     time = Time()
-    clock = StepClock(time, stall_s=10.0)
+    clock = StepClock(time)
     for _ in range(3):
         time.now += 9.0
-        assert clock.reading.is_moving(time.now)
+        assert clock.reading.late_s(time.now) == 9.0
         clock.turned()
-    time.now += 11.0
-    assert not clock.reading.is_moving(time.now)
-    clock.turned()
-    assert clock.reading.is_moving(time.now)
+        assert clock.reading.late_s(time.now) == 0.0
 
 
 def test_a_long_step_may_take_five_times_what_its_tokens_took_before():
     time = Time()
-    clock = StepClock(time, stall_s=10.0)
+    clock = StepClock(time)
     clock.launched(_batch(1, ForwardMode.EXTEND, 100))
     time.now += 1.0
     clock.finished()
     clock.launched(_batch(2, ForwardMode.EXTEND, 1000))
     time.now += 49.0
-    assert clock.reading.is_moving(time.now)
+    assert clock.reading.late_s(time.now) == 0.0
     clock.launched(_batch(3, ForwardMode.EXTEND, 100))  # behind it; progress, too
     time.now += 49.0
-    assert clock.reading.is_moving(time.now)
+    assert clock.reading.late_s(time.now) == 0.0
     time.now += 2.0
-    assert not clock.reading.is_moving(time.now)
+    assert clock.reading.late_s(time.now) == pytest.approx(1.0)
 
 
 def test_what_a_step_was_allowed_ends_with_it():
     time = Time()
-    clock = StepClock(time, stall_s=10.0)
+    clock = StepClock(time)
     step = _batch(1, ForwardMode.EXTEND, 100)
     clock.launching(step)
     clock.launched(step)
     time.now += 50.0
     clock.finished()
-    assert clock.reading.allowed_s == 10.0
+    assert clock.reading.allowed_s == 0.0
+
+
+def test_an_operation_on_the_engine_thread_may_take_as_long_as_a_first_step():
+    """A change of role compiles and captures."""
+    time = Time()
+    clock = StepClock(time, first_step_s=60.0)
+    with clock.operation():
+        time.now += 59.0
+        assert clock.reading.late_s(time.now) == 0.0
+        time.now += 2.0
+        assert clock.reading.late_s(time.now) == pytest.approx(1.0)
+    assert clock.reading.late_s(time.now) == 0.0
+    time.now += 2.0
+    assert clock.reading.late_s(time.now) == 2.0
+
+
+def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
+    """A process that was stopped: after it goes on either thread may be the first to run."""
+    time = Time()
+    clock = StepClock(time)
+    lateness = Lateness(clock, look_s=1.0, now=time)
+    assert lateness.look() == 0.0
+    time.now += 600.0
+    assert lateness.look() == 2.0  # of what it has seen, at most two looks
+    for late_s in (3.0, 4.0, 5.0):  # it watches, and the engine still does nothing
+        time.now += 1.0
+        assert lateness.look() == late_s
+    clock.turned()
+    assert lateness.look() == 0.0
 
 
 def test_copies_alone_say_nothing_of_what_a_step_takes():
@@ -261,15 +288,15 @@ def test_copies_alone_say_nothing_of_what_a_step_takes():
 def test_a_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
     """On a GPU within its launch, on a CPU within the step."""
     time = Time()
-    clock = StepClock(time, stall_s=10.0, first_step_s=60.0)
+    clock = StepClock(time, first_step_s=60.0)
     other = ForwardMode.DECODE if mode is ForwardMode.EXTEND else ForwardMode.EXTEND
     clock.launched(_batch(1, other))
     clock.finished()
     getattr(clock, begin)(_batch(2, mode))
     time.now += 59.0
-    assert clock.reading.is_moving(time.now)
+    assert clock.reading.late_s(time.now) == 0.0
     time.now += 2.0
-    assert not clock.reading.is_moving(time.now)
+    assert clock.reading.late_s(time.now) == pytest.approx(1.0)
 
 
 def test_the_loop_tells_its_clock_of_every_turn_and_of_a_launch_before_it_begins():

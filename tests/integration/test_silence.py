@@ -1,8 +1,11 @@
 """Engines that are stopped while their fronts live on: for long, and for a moment."""
 
 import asyncio
+import logging
 import random
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, slowed
 
 pytestmark = pytest.mark.slow
+log = logging.getLogger(__name__)
 
 # Longer than an owner waits for a reader's beats (5 s), shorter than a router for a node's (10 s).
 PAUSE_S = 6.5
@@ -35,14 +39,26 @@ async def _all_begun(cluster: Cluster, begun: list[int]) -> None:
     await cluster.wait_until(all_have_begun, "every answer has begun")
 
 
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param("the process is stopped", marks=pytest.mark.long), "a forward never ends"],
+)
 async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_on(
-    make: Callable[..., Cluster], known: Oracle
+    make: Callable[..., Cluster], known: Oracle, way: str, tmp_path: Path
 ):
-    """Seen failing with DecodeClient._end_if_dead doing nothing: the old ones never end."""
+    """Seen failing with DecodeClient._end_if_dead doing nothing: the old ones never end. And, where
+    a forward never ends, with heartbeats that do not say how late the engine is: nobody notices."""
     flags = ("--policy=round_robin",)
+    stops = way == "the process is stopped"
+    # Where its other threads live, heartbeats go on for so long, and say how late the engine is.
+    node_flags = () if stops else ("--engine.scheduler.stall-s=600",)
     num_tokens = 400  # far from its end when five are out
     async with make(
-        num_decode=2, router_flags=flags, patient=False, environment=slowed(0.01)
+        num_decode=2,
+        router_flags=flags,
+        node_flags=node_flags,
+        patient=False,
+        environment={**slowed(0.01), "STUCK_DIRECTORY": str(tmp_path)},
     ) as cluster:
         stopped, other = cluster.decode
         await cluster.until_all_have_had_requests()
@@ -59,7 +75,8 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
 
         old = [asyncio.create_task(answer(index)) for index in range(len(prompts))]
         await _all_begun(cluster, begun)
-        cluster.freeze(stopped)
+        goes_on = cluster.freeze(stopped) if stops else cluster.stick(stopped, tmp_path)
+        frozen_at = time.monotonic()
         assert max(begun) < num_tokens
 
         async def known_as(state: str) -> bool:
@@ -67,6 +84,13 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
             return state in [each.state for each in nodes if each.address == stopped.address]
 
         await cluster.wait_until(lambda: known_as("unhealthy"), "the router knows")
+        log.info("unhealthy after %.1f s", time.monotonic() - frozen_at)
+
+        async def replays() -> bool:
+            return bool(await cluster.metric("baton_replays_total"))
+
+        await cluster.wait_until(replays, "what was there is replayed")
+        log.info("replayed after %.1f s", time.monotonic() - frozen_at)
         assert (await stopped.describe()).state == "unhealthy"
         assert not await _serves(stopped)
         await cluster.wait_until(lambda: _serves(other), "the other one serves")
@@ -84,7 +108,7 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
         assert await cluster.metric("baton_replays_total") == 2
         assert (await stopped.describe()).state == "unhealthy"
 
-        cluster.thaw(stopped)
+        goes_on()
         await cluster.wait_until(lambda: known_as("ready"), "it is back")
         before = (await stopped.describe()).counters["handoffs_held"]
 

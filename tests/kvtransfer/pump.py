@@ -48,6 +48,7 @@ class Pump:
         self.ended: dict[int, PairEnd] = {}  # by stream: what an end has ended it with
         self.sent: list[AnyMessage] = []  # all that has crossed, both ways
         self.beats = {True: 0, False: 0}  # of engines, by whether it is the reader's
+        self.late_s = {True: 0.0, False: 0.0}  # in the last heartbeat of each
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
 
     def join(self, *, as_reader: bool) -> FrameSocket[PairInput]:
@@ -139,8 +140,9 @@ class Pump:
                 assert not isinstance(heard, Hello)
                 self.sent.append(heard)
                 self._send(not as_reader, PairMessage(stream, heard))
-            case EngineBeat():
+            case EngineBeat(late_s=late_s):
                 self.beats[as_reader] += 1
+                self.late_s[as_reader] = late_s
             case PairEnd(stream, reason):
                 self.ended[stream] = message
                 self._close(stream, reason)

@@ -68,7 +68,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.wake = threading.Semaphore(0)
-        self.moves = True
+        self.late_s = 0.0
         self.transfer: TransferThread[Any, Any]
         self._events: list[Any] = []
 
@@ -111,7 +111,7 @@ class Rig:
                 wake,
                 self.reads,
             ),
-            engine_moves=lambda: self.reader.moves,
+            engine_late_s=lambda: self.reader.late_s,
             wake_engine=self.reader.wake.release,
         )
         self.owner.transfer = TransferThread(
@@ -124,7 +124,7 @@ class Rig:
                 wake,
                 PageSums(page_bytes_of(self.source.pool), config.check_every),
             ),
-            engine_moves=lambda: self.owner.moves,
+            engine_late_s=lambda: self.owner.late_s,
             wake_engine=self.owner.wake.release,
         )
         self.pump.start()
@@ -389,7 +389,7 @@ def test_an_owner_whose_engine_is_stuck_is_dead(make_rig: Callable[..., Rig]) ->
     rig = make_rig(TransferConfig(heartbeat_s=0.1, missed_beats=30))
     rig.pair()
     rig.open()
-    rig.owner.moves = False
+    rig.owner.late_s = 1.5
     rig.reader.next(OwnerDown)
     assert "beats" in rig.reader.next(Lost).reason
     rig.pump.wait(lambda: 1 in rig.pump.ended)
@@ -402,11 +402,13 @@ def test_the_front_hears_of_an_engine_only_while_it_moves(rig: Rig, as_reader: b
     engine, beats = (rig.reader if as_reader else rig.owner), rig.pump.beats
     before = beats[as_reader]
     rig.pump.wait(lambda: beats[as_reader] > before)
-    engine.moves = False
+    engine.late_s = 0.25
+    rig.pump.wait(lambda: rig.pump.late_s[as_reader] == 0.25)
+    engine.late_s = 1.5
     still, other = beats[as_reader], beats[not as_reader]
     rig.pump.wait(lambda: beats[not as_reader] >= other + 3)
     assert beats[as_reader] <= still + 1  # one may have been on its way
-    engine.moves = True
+    engine.late_s = 0.0
     rig.pump.wait(lambda: beats[as_reader] > still + 1)
 
 

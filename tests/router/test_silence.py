@@ -1,6 +1,7 @@
 """Decode nodes whose fronts answer while their engines stand still: they stop beating."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -65,6 +66,32 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
         assert _usable(router) == [d1.address]
         d0.moves = True
         await eventually(lambda: len(_usable(router)) == 2)
+
+
+async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and_dead(
+    model: Path,
+) -> None:
+    """The front and the transfer thread live, and the engine thread stands still."""
+    async with two_nodes(model, silent_s=2.0, dead_s=5.0) as (client, router, d0, d1):
+        call = ask(client, max_tokens=9)
+        number = (await d0.submitted()).request
+        d0.say({number: [20]})
+        await call.read()
+        for d0.late_s in (1.0, 3.0):
+            usable = [d0.address, d1.address] if d0.late_s < 2.0 else [d1.address]
+            await eventually(lambda usable=usable: _usable(router) == usable)
+        d0.late_s = 6.0
+        again = await d1.submitted()
+        assert list(again.token_ids) == [*PROMPT, 20]
+        d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP})
+        assert (await collect(call))[1] == [22]
+
+
+@pytest.mark.parametrize("late_s", [math.nan, -5.0])
+async def test_a_heartbeat_that_says_nonsense_is_one_of_an_engine_in_time(late_s: float) -> None:
+    pulse = EnginePulse(Patience(silent_s=60.0, dead_s=60.0), lambda: None)
+    pulse.beat(late_s)
+    assert pulse.moves and pulse._standstill.look() >= 0.0
 
 
 async def test_a_silent_node_without_requests_keeps_its_stream(model: Path) -> None:

@@ -27,6 +27,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -311,10 +312,23 @@ class Cluster:
 
         await self.wait_until(gone, f"the engine of {node.program.name} ends with its front")
 
-    def freeze(self, node: Node) -> None:
-        """SIGSTOP of its engine: the front lives, nothing moves. `thaw` ends it."""
+    def freeze(self, node: Node) -> Callable[[], None]:
+        """SIGSTOP of its engine: the front lives, nothing moves. `thaw` ends it, as does what this
+        returns."""
         (engine,) = children_of(node.child.pid)
         os.kill(engine, signal.SIGSTOP)
+        return partial(self.thaw, node)
+
+    def stick(self, node: Node, directory: Path) -> Callable[[], None]:
+        """The next forward of its engine does not end before what this returns is called.
+
+        Args:
+            directory: what STUCK_DIRECTORY of the cluster's environment says.
+        """
+        (engine,) = children_of(node.child.pid)
+        file = directory / str(engine)
+        file.touch()
+        return file.unlink
 
     def thaw(self, node: Node) -> None:
         (engine,) = children_of(node.child.pid)

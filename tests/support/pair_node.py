@@ -254,12 +254,12 @@ class Ears:
         self._heard = threading.Condition()
         self._num_turns = 0
 
-    def turn(self) -> bool:
+    def turn(self) -> float:
         """On the transfer thread, in each turn between its input and what comes of that."""
         with self._heard:
             self._num_turns += 1
             self._heard.notify_all()
-        return True
+        return 0.0  # the engine is never late
 
     def wait(self, wake: Callable[[], None], timeout_s: float) -> None:
         """Until the thread, which `wake` wakes, has dealt with all that there is for it now."""
@@ -435,7 +435,7 @@ def _transfer(
         ReadMeter(engine.pool.page_bytes),
         max_untaken_tokens=MAX_TOKENS,
     )
-    return TransferThread(frames, sides, engine_moves=ears.turn, wake_engine=news.tell)
+    return TransferThread(frames, sides, engine_late_s=ears.turn, wake_engine=news.tell)
 
 
 def _weights(

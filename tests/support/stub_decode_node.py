@@ -236,6 +236,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.status.links.extend(links_to(paired))
         self.version = serve_protocol.VERSION
         self.moves = True  # it beats
+        self.late_s = 0.0  # in its heartbeats
         self.received: list[decode_pb2.ToNode] = []
         self.streams: list[asyncio.Queue[decode_pb2.FromNode | None]] = []
         # What `received` said, one by one: a Submit, or the number of a cancelled request.
@@ -351,7 +352,8 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
     async def _beat(self, outgoing: asyncio.Queue[decode_pb2.FromNode]) -> None:
         while True:
             if self.moves:
-                outgoing.put_nowait(decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat()))
+                beat = decode_pb2.EngineBeat(late_s=self.late_s)
+                outgoing.put_nowait(decode_pb2.FromNode(engine_beat=beat))
             await asyncio.sleep(_BEAT_S)
 
     async def _receive(self, messages: AsyncIterator[decode_pb2.ToNode]) -> None:

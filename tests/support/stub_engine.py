@@ -175,7 +175,7 @@ class EchoEngine:
         if time.monotonic() < self._report_at:
             return
         self._report_at = time.monotonic() + 0.2
-        self._pairs.send(EngineBeat())
+        self._pairs.send(EngineBeat(0.0))
         state = "draining" if self._draining else "ready"
         gauges = {
             "queue_on_device": float(len(self._live)),

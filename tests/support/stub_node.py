@@ -24,9 +24,9 @@ def parts(front: Front) -> NodeParts:
         on_peers=lambda peers, _: print("peers", *sorted(peers), flush=True),
     )
 
-    def beat() -> None:
-        front.supervision.beat(time.monotonic())
-        serve.beat()
+    def beat(late_s: float) -> None:
+        front.supervision.beat(time.monotonic(), late_s)
+        serve.beat(late_s)
 
     streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
     return NodeParts(

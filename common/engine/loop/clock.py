@@ -1,16 +1,18 @@
 """How far the engine is: which step is under way, since when, how long it should take, and whether
 the engine makes any progress.
 
-Progress is a turn of the loop, a launch that begins or is done, the end of a step. Between two of
-these a step may pass that is legally long, or a first one that compiles: how long the engine may
-take is known beforehand, and no longer is it taken for alive.
+Progress is a turn of the loop, a launch that begins or is done, the end of a step. The engine is
+late once it has made none for longer than the step under way may take: five times what such steps
+took before, or `first_step_s` while no step of its kind has ended, since kernels may be compiled
+then. With no step under way nothing may take long: the engine is late from its last progress on.
 
 Written by the engine thread, read by any other: one immutable record is replaced at a time.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from common.engine.loop.step_meter import StepMeter
@@ -29,11 +31,11 @@ class StepReading(NamedTuple):
     finished: int  # steps finished so far
     turns: int  # of the loop so far
     moved_at: float  # the last progress
-    allowed_s: float  # until the next
+    allowed_s: float  # until the next: of the step under way, 0.0 without one
 
-    def is_moving(self, now: float) -> bool:
-        """Is the engine within its time? Anybody is told that it lives only then."""
-        return now - self.moved_at < self.allowed_s
+    def late_s(self, now: float) -> float:
+        """Return the seconds by which the next progress is overdue."""
+        return max(0.0, now - self.moved_at - self.allowed_s)
 
 
 class _Moved(NamedTuple):
@@ -43,6 +45,7 @@ class _Moved(NamedTuple):
     at: float
     under_way: ScheduleBatch | None  # the oldest launched
     launching: ScheduleBatch | None
+    operates: bool
     started_at: float | None
     step: int
     finished: int
@@ -57,18 +60,17 @@ class StepClock:
         self,
         now: Callable[[], float] = time.monotonic,
         *,
-        stall_s: float = 10.0,
         first_step_s: float = 120.0,
     ) -> None:
         """
         Args:
-            stall_s: longest time without progress, if no step under way may take longer.
-            first_step_s: the same while a step of whose kind none has been seen is under way.
+            first_step_s: longest time that a step may take while none of its kind has ended, and
+                that an operation may take.
         """
-        self._stall_s = stall_s
         self._first_step_s = first_step_s
         self._now = now
         self._launching: ScheduleBatch | None = None
+        self._operates = False
         self._launched: deque[ScheduleBatch] = deque()
         self._started_at: float | None = None  # of the oldest launched
         self._step = 0
@@ -122,6 +124,17 @@ class StepClock:
         self._started_at = now if self._launched else None
         self._note(now)
 
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """Allow `first_step_s` for work on the engine thread that is no step."""
+        self._operates = True
+        self._note(self._now())
+        try:
+            yield
+        finally:
+            self._operates = False
+            self._note(self._now())
+
     def _note_step(self, mode: ForwardMode, elapsed: float) -> None:
         self._per_step[mode] = _average(self._per_step[mode], elapsed)
 
@@ -129,7 +142,7 @@ class StepClock:
     def reading(self) -> StepReading:
         """On any thread."""
         moved = self._moved
-        allowed_s = self._stall_s
+        allowed_s = self._first_step_s if moved.operates else 0.0
         for batch in (moved.under_way, moved.launching):
             if batch is not None:
                 expected_s = self._expected(batch)
@@ -151,6 +164,7 @@ class StepClock:
             now,
             self._launched[0] if self._launched else None,
             self._launching,
+            self._operates,
             self._started_at,
             self._step,
             self._finished,

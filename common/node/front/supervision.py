@@ -45,8 +45,9 @@ class Supervision:
         self._moving = moving
         self._moved_at = now
 
-    def beat(self, now: float) -> None:
-        self._moved_at = now
+    def beat(self, now: float, late_s: float) -> None:
+        """Note a heartbeat of an engine that is late by `late_s` seconds."""
+        self._moved_at = max(self._moved_at, now - late_s)
 
     def moves(self, now: float) -> bool:
         """Whether the engine has given a sign of life recently."""

@@ -2,7 +2,8 @@
 of poisonous requests, those whose first token is POISON: at once where their second one is 0, else
 when they decode and have as many tokens as it says. Behind such a forward there is one that never
 ends, so that nobody may wait for what is under way. With STEP_S in the environment a forward takes
-so many seconds longer."""
+so many seconds longer. With STUCK_DIRECTORY there it does not end while that has a file of the
+engine's pid: the engine thread stands still, and its other threads do not."""
 
 import importlib.abc
 import importlib.machinery
@@ -10,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +48,9 @@ def _poison(runner: Any) -> None:
             self._stream.submit(threading.Event().wait)
             raise RuntimeError(DEADLY)
         time.sleep(float(os.environ.get("STEP_S", "0")))
+        stuck = Path(os.environ.get("STUCK_DIRECTORY", "/nonexistent"), str(os.getpid()))
+        while stuck.exists():
+            time.sleep(0.05)
         swap(self, batch)
 
     runner._swap = poisoned
