@@ -48,7 +48,7 @@ def other(role: str) -> RoleProgram:
 
 
 def bare(front: Front) -> NodeParts:
-    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=lambda: None)
+    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=lambda late_s: None)
     return NodeParts(services=[], background=[streams.run], end=streams.close_all)
 
 
