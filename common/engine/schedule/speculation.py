@@ -117,9 +117,10 @@ class Speculation:
         return drafts if np.count_nonzero(drafts) else None
 
     def _guess(self, slot: int, count: int, foreseen: set[int]) -> int:
-        """Writes guesses behind what the CPU knows; returns how many are drafts of the next row.
+        """Write guesses behind the known tokens. Return how many are drafts of the next row.
 
-        Those for places that the step in flight computes must be the drafts that it has."""
+        The guesses cover the places of the step in flight too. Where its drafts are rejected, the
+        next row moves back to those places, and takes the newer guesses as its drafts."""
         table = self._table
         known, length = int(table.known[slot]), int(table.length[slot])
         tokens, wanted = table.tokens[slot, :known], length - known + count
@@ -131,10 +132,7 @@ class Speculation:
             if np.count_nonzero(of_images := ~in_vocabulary(proposed)):
                 proposed = proposed[: of_images.argmax()]
         past = known + len(proposed)
-        in_flight = slice(known, length - 1)
-        if past <= length or not np.array_equal(
-            proposed[: max(length - 1 - known, 0)], table.tokens[slot, in_flight]
-        ):
+        if past <= length:
             return 0
         table.tokens[slot, known:past] = proposed
         return past - length
