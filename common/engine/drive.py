@@ -59,10 +59,11 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
         has_work=lambda: role.scheduler.awaits_steps,
         on_stuck=end,
     )
-    watchdog.start()
-    # What was made until now stays; collecting it again and again would only hold up steps.
+    # All objects made until now stay, and collecting them again would only delay steps. Before the
+    # watchdog starts: a slow collection is no standstill of the loop.
     gc.collect()
     gc.freeze()
+    watchdog.start()
     try:
         loop.run()
     finally:

@@ -18,6 +18,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import Rig
 
 DEADLINE_S = 60.0
+WATCHDOG_S = 0.2
 
 
 class _Found(Exception):
@@ -25,17 +26,25 @@ class _Found(Exception):
 
 
 class _StandsStill:
-    """A role that does nothing until the process would have been ended."""
+    """A role without work for three limits of the watchdog. Then a request arrives, and is never
+    computed, until the process would have been ended."""
 
     def __init__(self, ended: threading.Event, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._ended = ended
-        self._until = time.monotonic() + DEADLINE_S
+        self._arrives = self._until = 0.0
 
     def poll(self) -> None:
-        if self._ended.is_set():
+        now = time.monotonic()
+        if not self._until:
+            self._arrives, self._until = now + 3 * WATCHDOG_S, now + DEADLINE_S
+        if not self.scheduler.has_work:
+            assert not self._ended.is_set(), "the watchdog ended an engine without work"
+            if now >= self._arrives:
+                self.scheduler.add(Rig().request([1, 2, 3]))
+        elif self._ended.is_set():
             raise _Found
-        assert time.monotonic() < self._until, "nobody has noticed"
+        assert now < self._until, "the watchdog did not see that the request is never computed"
 
     def next_batch(self) -> ScheduleBatch | None:
         return None
@@ -56,7 +65,7 @@ class _StandsStill:
         return []
 
 
-# Seen failing without the start of the watchdog.
+# Seen failing without the start of the watchdog, and with `has_work` always False or always True.
 def test_an_engine_that_stands_still_with_work_waiting_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,11 +75,10 @@ def test_an_engine_that_stands_still_with_work_waiting_is_ended(
         model=str(make_checkpoint(tmp_path)),
         device="cpu",
         cache=CacheConfig(num_pages=16),
-        scheduler=SchedulerConfig(watchdog_s=0.02),
+        scheduler=SchedulerConfig(watchdog_s=WATCHDOG_S),
     )
     engine, clock = build(config), StepClock()
     scheduler = engine.scheduler(config, lambda request, pages: None)
-    scheduler.add(Rig().request([1, 2, 3]))
     with pytest.raises(_Found):
         drive(_StandsStill(ended, scheduler), engine, config, clock)
     engine.close()
