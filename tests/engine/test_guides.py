@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -122,6 +123,24 @@ def test_a_grammar_has_a_limit_of_size(model: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compilers, "MAX_GRAMMAR_BYTES", size - 1)
     with pytest.raises(InvalidRequest, match="MiB"):
         made.compiled(small)
+
+
+# Seen failing without the deadline: the first guide blocks the quick lane for good.
+@pytest.mark.timeout(60)
+def test_a_prover_process_that_never_answers_is_overload_after_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    silent.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(silent))
+    prover = Beside(tmp_path, VOCABULARY, EOS, deadline_s=0.1)
+    try:
+        for lane in Lane:  # the second is asked of a new process
+            with pytest.raises(Overloaded):
+                prover.prove(SMALL, lane)
+    finally:
+        prover.close()
 
 
 @pytest.mark.long

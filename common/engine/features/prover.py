@@ -58,15 +58,26 @@ class Prover(Protocol):
 
 class Beside:
     """A Prover: asks `trials.py`, which it starts with the first guide, and anew when that has
-    died."""
+    died.
 
-    def __init__(self, directory: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
+    Args:
+        deadline_s: longest wait for an answer. Then that process is ended.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        vocabulary_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
         eos = ",".join(str(token) for token in eos_token_ids)
         self.helper = Helper(
             "common.engine.features.trials",
             [str(directory), str(vocabulary_size), eos],
             num_lanes=len(Lane),
-            deadline_s=_DEADLINE_S,
+            deadline_s=deadline_s,
             environment={"CUDA_VISIBLE_DEVICES": ""},
         )
 
