@@ -6,10 +6,12 @@ import pytest
 
 from common.config import SchedulerConfig
 from common.engine.memory.pages import Holder
+from common.engine.rows.batch import ForwardMode
 from common.engine.rows.request import Finish, FinishReason
 from tests.support.engine_rig import Rig
 
 LATER = time.monotonic() + 1e6  # an arrival that nobody has waited for yet
+CAUTIOUS = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
 
 
 def _full(policy: str = "fcfs", **config: object) -> Rig:
@@ -115,6 +117,56 @@ def test_nobody_is_tried_again_while_there_is_no_more_room(monkeypatch):
     assert len(tried) == 1
     for request in [*waiting, rig.requests[5]]:
         rig.abort(request)
+    rig.run()
+
+
+# Seen failing with the growth of the first not reserved: both are admitted, and one is retracted.
+@pytest.mark.parametrize("num_pages, num_admitted", [(8, 2), (7, 1)])
+def test_one_forward_admits_only_requests_that_can_all_grow(num_pages, num_admitted):
+    rig = Rig(num_pages=num_pages, vandal=False, config=SchedulerConfig(**CAUTIOUS))
+    for n in range(2):  # each has a page, and three to grow into
+        rig.add([n] * 16, max_tokens=48)
+    rig.step()
+    assert len(rig.admitted) == num_admitted
+    rig.run()
+    assert rig.scheduler.counters()["retractions"] == 0
+
+
+# Seen failing with the growth of the prompt under way not reserved: a page too many is given away.
+@pytest.mark.parametrize("num_pages, num_admitted", [(6, 2), (5, 1)])
+def test_a_last_chunk_shares_its_forward_only_with_requests_that_leave_it_room(
+    num_pages, num_admitted
+):
+    config = SchedulerConfig(chunk_tokens=16, **CAUTIOUS)
+    rig = Rig(num_pages=num_pages, vandal=False, config=config)
+    rig.add([1] * 24, max_tokens=48)  # two pages, and three to grow into
+    rig.add([2] * 8, max_tokens=1)
+    rig.step(2)
+    assert [batch.ends[0] for batch in rig.runner.batches] == [16, 24]
+    assert len(rig.admitted) == num_admitted
+    rig.run()
+
+
+# Seen failing with a ratio that decays in steps without decode rows, and with one that does not
+# beside prompts.
+def test_the_reserve_shrinks_with_each_decode_step_beside_prompts_and_with_no_other():
+    config = SchedulerConfig(
+        chunk_tokens=32, new_token_ratio=0.5, min_new_token_ratio=0.1, new_token_ratio_steps=9
+    )
+    rig = Rig(config=config)
+    asked = rig.request([1] * 16, max_tokens=128)
+    rig.add([2] * 320, max_tokens=1)
+    rig.step(10)
+    assert rig.scheduler.growth_pages(asked) == 4
+    rig.run()
+    running = rig.add([3] * 16, max_tokens=100)
+    rig.add([4] * 320, max_tokens=1)
+    rig.step()
+    rig.run_until(lambda: not rig.scheduler.queues()["chunked"])
+    modes = {batch.mode for batch in rig.runner.batches}
+    assert modes == {ForwardMode.EXTEND, ForwardMode.MIXED}
+    assert rig.scheduler.growth_pages(asked) == 1
+    assert running.key not in rig.finished
     rig.run()
 
 
