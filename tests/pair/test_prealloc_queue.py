@@ -131,5 +131,23 @@ def test_a_hand_off_waits_while_too_many_pages_are_granted_and_not_ready(known):
             assert one.tokens == known.greedy(one.prompt, 8)
 
 
+# Seen failing with nothing kept for the growth of granted requests: both are granted.
+def test_a_granted_request_keeps_the_pages_that_it_will_grow_into(known):
+    """Each has four pages, and one to grow into. One page is missing for both."""
+    ratio = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
+    with PairRig(known.loaded, decode=[Size(num_pages=4 + 1 + 3)], scheduler=ratio) as rig:
+        rig.wires.hold_back(Ready)
+        asked = [rig.ask([n] * 50, max_tokens=20) for n in range(2)]
+        rig.until(lambda: _grants(rig) == 1, "one is granted")
+        for _ in range(20):
+            rig.turn()
+        assert (rig.decode[0].queue("prealloc"), rig.decode[0].queue("transfer")) == (1, 1)
+        rig.wires.let_go()
+        rig.run()
+        assert rig.decode[0].count("retractions") == 0
+        for one in asked:
+            assert one.tokens == known.greedy(one.prompt, 20)
+
+
 def _grants(rig: PairRig) -> int:
     return sum(isinstance(message, Grant) for message in rig.wires.seen)
